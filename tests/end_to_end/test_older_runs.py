@@ -4,7 +4,8 @@
 before its modules moved: rows, overrides, the checkpoint of step 2, and the figures of the steps
 that this version took next when it was not stopped. They are never made anew. That version computed
 attention segment by segment: so does the test that asks for every bit. With today's kernel the
-figures are the same but for rounding.
+figures are the same but for rounding. The runs were made on an AMD processor, where policies
+multiply with oneDNN: on another kind of processor their last bits differ, in 0.1.0 as well.
 """
 
 import json
@@ -17,6 +18,7 @@ import pytest
 
 import policy_runs
 import runs
+from laurel.models.cpu_matmul import prefers_onednn
 from laurel.models.forest import attention
 from laurel.observe.loggers import read_metrics
 
@@ -30,6 +32,8 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_it_goes_on_bit_for_bit(kind, tmp_path, monkeypatch):
+    if kind != "rm" and not prefers_onednn():
+        pytest.skip("the policies' figures are of a processor on which they multiply with oneDNN")
     monkeypatch.setattr(attention, "_suits_cascade", lambda *_: False)
     assert steps_after_resuming(kind, tmp_path, monkeypatch) == expected_steps(kind)
 

@@ -57,7 +57,7 @@ MALFORMED = "malformed_call"
 CONTEXT = vf.ModelContext(
     model="policy",
     # Never called, since the policy takes its place; the variable keeps theirs from being read.
-    client=vf.EvalClientConfig(base_url="http://127.0.0.1/v1", api_key_var="LAUREL_HAS_NO_KEY"),
+    client=vf.EvalClientConfig(base_url="http://127.0.0.1/v1", api_key_var="NO_KEY_IS_NEEDED"),
 )
 OPENINGS_AT_A_TIME = 8
 """Episodes that are begun at a time to read prompts; each may start tool servers."""
