@@ -5,7 +5,7 @@ before its modules moved: rows, overrides, the checkpoint of step 2, and the fig
 that this version took next when it was not stopped. They are never made anew. That version computed
 attention segment by segment: so does the test that asks for every bit. With today's kernel the
 figures are the same but for rounding. The runs were made on an AMD processor, where policies
-multiply with oneDNN: on another kind of processor their last bits differ, in 0.1.0 as well.
+multiply with oneDNN: another kind of processor rounds otherwise.
 """
 
 import json
