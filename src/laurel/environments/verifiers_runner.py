@@ -152,7 +152,7 @@ class LoadedTaskset:
                 given = [key for key in of_engine if getattr(agent, key) is not None]
                 if given:
                     raise ConfigError(f"{where} is the policy: {given[0]} is policy.generation's")
-                here["max_turns"] = agent.max_turns or max_turns
+                here["max_turns"] = min(filter(None, (agent.max_turns, max_turns)), default=None)
             changed[name] = agent.model_copy(update=here)
         return free[0], changed
 

@@ -17,6 +17,9 @@ from laurel.errors import ModelError, key_of
 from laurel.models.tokenizer import first_line
 
 FormName = Literal["hermes", "llama"]
+MAX_DEPTH = 64
+"""Objects and lists within each other in a call's arguments; readers of JSON behind tools take 200
+or fewer, and an error of theirs would be a failure in place of the policy's own mistake."""
 _NAMES_A_FUNCTION = re.compile(r"\{\s*\"name\"\s*:")
 
 
@@ -182,7 +185,21 @@ def _call(value: Any, keys: Sequence[str]) -> ReadCall:
     arguments: Any = next((value[key] for key in keys if key in value), {})
     if not isinstance(arguments, dict):
         return MalformedCall(f'its "{keys[0]}" must be a JSON object')
+    if _is_deep(arguments):
+        return MalformedCall(f'its "{keys[0]}" are nested more than {MAX_DEPTH} deep')
+    try:
+        json.dumps([name, arguments], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return MalformedCall("it has half of a surrogate pair, as in \\ud800, which is no text")
     return ToolCall(name, arguments)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        lists = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for inside in lists for one in inside if isinstance(one, dict | list)]
+    return bool(level)
 
 
 def _object(call: ToolCall, key: str) -> str:

@@ -286,6 +286,13 @@ def test_an_episode_out_of_turns_is_scored_as_it_is(play):
     assert end.notes == [{"guesses": 2.0}]
 
 
+@pytest.mark.parametrize("turns", [(1, 9), (9, 1)])
+def test_the_lower_limit_of_turns_holds(play, turns):
+    own, of_rollouts = turns
+    game = play(3, max_turns=of_rollouts, env={"player": {"max_turns": own}})
+    assert game.say("1").notes == [{"guesses": 1.0}]
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
@@ -337,6 +344,13 @@ def test_tools_are_shown_called_and_closed(play):
     assert "Field required" in answer["content"]
     (answer,) = game.say("<tool_call>{</tool_call>")
     assert "the call cannot be read: it is not valid JSON" in answer["content"]
+    # What no server of tools could be sent is answered as well, so that it is no way out of a reward.
+    for unsent in (r'"\ud800"', "[" * 900 + "]" * 900):
+        text = CALL.replace('"a": 2', f'"a": {unsent}')
+        (answer,) = game.say(text)
+        assert "the call cannot be read: " in answer["content"]
+    (answer,) = game.say(CALL.replace('"a": 2', '"a": 1e999'))
+    assert "rror" in answer["content"]
     (answer,) = game.say('<tool_call>{"name": "multiply", "arguments": {}}</tool_call>')
     assert answer["content"] == "error: unknown tool 'multiply'; there are adder_add"
     # Cut off here: what the conversation holds is closed, and nothing else.

@@ -120,6 +120,10 @@ def test_thoughts_that_the_prompt_begins_are_no_calls(name, how):
         ('{"name": "f", KEY: [1]}', "must be a JSON object"),
         ('{"name": 3, KEY: {}}', 'it has no "name" of a function'),
         ('{"name": "f", KEY: ' + "[" * 100_000 + "}", "nested too deeply"),
+        ('{"name": "f", KEY: {"x": ' + "[" * 64 + "]" * 64 + "}}", "nested more than 64 deep"),
+        ('{"name": "f", KEY: {"x": ["\\udcff"]}}', "half of a surrogate pair"),
+        ('{"name": "f", KEY: {"\\udcff": 1}}', "half of a surrogate pair"),
+        ('{"name": "\\ud83d", KEY: {}}', "half of a surrogate pair"),
     ],
 )
 def test_a_malformed_call_says_what_is_wrong(form, written, problem):
@@ -130,6 +134,12 @@ def test_a_malformed_call_says_what_is_wrong(form, written, problem):
     (call,) = form.read(text)
     assert isinstance(call, MalformedCall)
     assert problem in call.problem
+
+
+def test_arguments_may_be_nested_and_have_surrogate_pairs():
+    written = '{"x": ' + "[" * 63 + "]" * 63 + ', "y": "\\ud83d\\ude00"}'
+    (call,) = FORMS["hermes"].read(f'<tool_call>{{"name": "f", "arguments": {written}}}')
+    assert call == ToolCall("f", json.loads(written))
 
 
 def test_hermes_goes_on_after_a_malformed_call():
