@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
@@ -25,6 +27,7 @@ def trained(tmp_path_factory):
         [
             *(change for change in settings(directory, rows=rows) if change not in scratch),
             "policy.dtensor_cfg.lora_cfg.enabled=true",
+            "checkpointing.save_period=2",
             f"policy.model_name={base}",
         ]
     )
@@ -65,6 +68,22 @@ def test_lora_to_plain_transformers(trained, tmp_path):
     (ours,) = open_local(str(trained), say=lambda said: None).score_now([group])
     assert theirs == pytest.approx([score.value for score in ours], abs=1e-5)
     assert len(set(theirs)) == len(ANSWERS)
+
+
+@pytest.mark.slow
+def test_the_mean_of_two_steps_with_lora_is_that_of_their_merged_weights(trained, tmp_path):
+    steps = sorted(trained.glob("step_*"), key=lambda path: int(path.name[len("step_") :]))[-2:]
+    assert all((one / "adapter").is_dir() for one in steps)
+    out = tmp_path / "out"
+    done = export("--average", *map(str, steps), "--output", str(out), "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    assert not (out / "adapter").exists()
+    found = load_file(out / "model.safetensors")
+    first, second = (load_file(one / "model.safetensors") for one in steps)
+    assert not any("lora" in name for name in found)
+    assert any("proj" in name and not torch.equal(first[name], second[name]) for name in found)
+    for name, value in found.items():
+        assert torch.equal(value, ((first[name].double() + second[name].double()) / 2).float())
 
 
 def test_errors_are_one_message_and_exit_code_2(trained, tmp_path):

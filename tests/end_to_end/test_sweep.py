@@ -74,6 +74,10 @@ def test_a_grid_over_folds_names_the_better_rate_and_writes_it_as_a_file(tmp_pat
     assert not parts[0] & parts[1]
     assert len(parts[0] | parts[1]) == 60
     assert not list((tmp_path / "out").glob("trial_*/*/saves"))
+    copied = tmp_path / "copied.html"
+    done = run([str(tmp_path / "out"), "-o", str(copied)], program=(*PROGRAM[:2], "report"))
+    assert done.returncode == 0, done.stderr
+    assert copied.read_text() == page
     # The same command has nothing left to do, and another sweep is refused here.
     again, said = swept(tmp_path / "out", *words(rows, RATES), "--folds", "2")
     assert "going on after 2 finished trials" in said
@@ -175,6 +179,45 @@ def test_trials_run_on_ray_several_at_a_time_with_the_same_values(tmp_path, rows
     for name in ("params", "state", "values"):
         assert [one[name] for one in there["trials"]] == [one[name] for one in here["trials"]]
     assert there["num_failed"] == 1
+
+
+@pytest.mark.slow
+def test_a_trial_goes_on_when_its_worker_on_ray_is_killed(tmp_path, rows):
+    psutil = pytest.importorskip("psutil")
+    searched = words(rows, f"{LR}=[1e-3,1e-2]", "rm.max_num_epochs=20")
+    whole, _ = swept(tmp_path / "whole", *searched, "--no-prune")
+    out = tmp_path / "out"
+    options = ["--no-prune", "--output", str(out), "--workers", "2", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, *PROGRAM, *searched, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    try:
+        curves = [out / f"trial_00{number}" / "seed_42" / "curve.jsonl" for number in range(2)]
+        wait_until(lambda: any(one.exists() for one in curves), process)
+        workers = [
+            one
+            for one in psutil.Process(process.pid).children(recursive=True)
+            if "ray::WorkerActor" in " ".join(one.cmdline()[:1])
+        ]
+        assert len(workers) == 2
+        # Both: whichever of the trials is under way loses its process.
+        for one in workers:
+            one.send_signal(signal.SIGKILL)
+        answer, said = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    found = json.loads(answer)
+    assert found["num_failed"] == 0
+    assert len([*out.glob("trial_*/seed_42/logs/exp_*")]) > 2  # a run was begun again
+    for name in ("number", "params", "state"):
+        assert [one[name] for one in found["trials"]] == [one[name] for one in whole["trials"]]
+    for one, other in zip(found["trials"], whole["trials"], strict=True):
+        assert one["values"] == pytest.approx(other["values"], rel=1e-6)
 
 
 def test_a_run_ends_where_a_callback_says(tmp_path):

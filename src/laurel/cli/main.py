@@ -536,7 +536,10 @@ def demo(
 @app.command("report")
 def report_command(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="The log directories of runs.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="The log directories of runs, or the directory of one sweep."
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
@@ -565,6 +568,17 @@ def report_command(
     """
     if is_followed and as_json:
         raise typer.BadParameter("--follow serves a page and writes no JSON")
+    if any((run / "sweep.json").is_file() for run in runs):
+        if is_followed or title != "Laurel report":
+            raise typer.BadParameter("the page of a sweep has neither --follow nor --title")
+        from laurel.cli.sweep import copy_page
+
+        copy_page(runs, output)
+        if as_json:
+            write_json({"page": output, "sweep": runs[0]})
+        else:
+            print(output)
+        return
     if is_followed:
         from laurel.observe.report.live import follow
 

@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from laurel.errors import counted
+from laurel.errors import ConfigError, DataError, counted
 from laurel.observe.console import (
     format_number,
     make_console,
@@ -27,6 +28,7 @@ from laurel.observe.json_output import write_json
 from laurel.observe.progress import TrainingProgress
 from laurel.run.sweep import BEST, InterruptedSweep, Sweep, SweepOptions, TrialOutcome
 
+PAGE = "report.html"
 SHOWN_TRIALS = 20
 """The number of trials in the table on the screen; the page has all."""
 
@@ -92,7 +94,7 @@ def run_sweep(options: SweepOptions, *, as_json: bool = False) -> None:
         path = options.output / BEST
         with replace_file(path) as file:
             file.write(sweep.winner_yaml(best))
-        page = options.output / "report.html"
+        page = options.output / PAGE
         with replace_file(page) as file:
             file.write(page_of(sweep, outcomes, best))
     ranked = ranked_trials(outcomes, higher_is_better=sweep.selection.higher_is_better)
@@ -177,6 +179,33 @@ def _fields(outcome: TrialOutcome) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- the page of a sweep
+
+
+def copy_page(directories: Sequence[Path], output: Path) -> None:
+    """Write the page of a sweep to another file: `laurel report` of its directory.
+
+    Raises:
+        ConfigError: More than the directory of one sweep is named.
+        DataError: The sweep has not ended yet, or its page cannot be read.
+    """
+    if len(directories) > 1:
+        raise ConfigError(
+            "the page of a sweep stands alone: name one directory of a sweep and nothing else, or "
+            "the logs of its runs, such as trial_000/seed_42/logs/exp_001"
+        )
+    page = directories[0] / PAGE
+    try:
+        text = page.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(
+            f"{page} is not there: the sweep has not ended; run its command again, which goes on"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{page} cannot be read: {error}") from error
+    if output.absolute() != page.absolute():
+        with replace_file(output) as file:
+            file.write(text)
+
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import tiny
 import tiny_tokenizers as made
@@ -473,3 +473,28 @@ def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, ex
     for name, value in found.items():
         expected = torch.stack([one[name].double() for one in weights]).mean(0).float()
         assert torch.equal(value, expected), name
+
+
+def test_the_mean_of_tied_policies_in_bfloat16_is_rounded_once_and_stays_tied(tmp_path, export):
+    members = []
+    for seed in range(3):
+        members.append(tmp_path / f"policy_{seed}")
+        torch.manual_seed(seed)
+        network = tiny.tiny_language_model("qwen3-tied")
+        network.to(torch.bfloat16).save_pretrained(members[-1])
+        made.chatml().save_pretrained(members[-1])
+    out, _ = export("", average=[str(one) for one in members], dtype="bfloat16")
+    found = load_file(out / "model.safetensors")
+    weights = [load_file(one / "model.safetensors") for one in members]
+    assert found.keys() == weights[0].keys()
+    assert not any("lm_head" in name for name in found)
+    twice = 0
+    for name, value in found.items():
+        assert value.dtype == torch.bfloat16
+        mean = torch.stack([one[name].double() for one in weights]).mean(0)
+        assert torch.equal(value, mean.bfloat16()), name
+        # What a sum in bfloat16 would have given.
+        twice += int((value != (sum(one[name] for one in weights) / 3)).sum())
+    assert twice > 0
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight

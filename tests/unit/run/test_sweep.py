@@ -6,8 +6,10 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
-from laurel.cli.sweep import ranked_trials
+from laurel.cli.main import app
+from laurel.cli.sweep import copy_page, ranked_trials
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.reading import prompts_of_folds
@@ -327,6 +329,19 @@ def test_other_rows_in_the_same_file_are_another_sweep(rows):
     with ExitStack() as stack, pytest.raises(ConfigError, match=r"holds another sweep \(rows: "):
         swept(rows).open(stack)
     assert "rows" in json.loads((rows.parent / "out" / "sweep.json").read_text())
+
+
+def test_a_report_of_a_sweep_is_refused_where_there_is_no_page_or_more_than_one_is_named(tmp_path):
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(DataError, match="the sweep has not ended"):
+        copy_page([tmp_path], tmp_path / "copy.html")
+    with pytest.raises(ConfigError, match="stands alone"):
+        copy_page([tmp_path, tmp_path / "trial_000"], tmp_path / "copy.html")
+    for more in (["--follow"], ["--title", "Mine"]):
+        refused = CliRunner().invoke(app, ["report", str(tmp_path), *more])
+        assert refused.exit_code == 2
+        assert "the page of a sweep has neither" in refused.output
+    assert [one.name for one in tmp_path.iterdir()] == ["sweep.json"]
 
 
 @pytest.mark.parametrize(
