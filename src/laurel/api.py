@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -39,6 +40,7 @@ from laurel.observe.run_record import read_run_record as _read_run
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation
 from laurel.run.evaluation.run import EvalScorer, EvaluationRequest, evaluated, show_evaluation
+from laurel.run.specs import read_judge
 from laurel.run.train import trained
 from laurel.types import Score
 
@@ -189,9 +191,10 @@ def score(
 
 def evaluate(
     benchmark: BenchmarkName,
-    model: str | Path,
+    model: str | Path = "",
     data: Sequence[str | Path] = (),
     *,
+    judge: str | Path | None = None,
     diagnostics: bool = False,
     train_data: Sequence[str | Path] = (),
     sensitivity: bool = False,
@@ -209,6 +212,8 @@ def evaluate(
         benchmark: Name of the command, e.g. `pairs`.
         model: A directory, a name on the hub, or the address of a running `laurel serve`.
         data: Rows: files, directories or names on the hub; empty is the benchmark's own place.
+        judge: File of a judge that scores in place of a model; of `scorer_options` only the device
+            counts with it.
         diagnostics: For `pairs`: calibration, accuracy by length and more, in
             `report()["diagnostics"]`. The next two imply it.
         train_data: For `pairs`: training data of the model, for a baseline and leaks.
@@ -226,8 +231,19 @@ def evaluate(
         UserError: A model, a row or a file that cannot be used.
     """
     _check_choice("benchmark", benchmark, get_args(BenchmarkName))
+    options = scorer_options or ScorerSpec()
+    section = None
+    if judge is not None:
+        section = read_judge(Path(judge), say=say_on(_console(quiet)))
+        if model or replace(options, device="auto") != ScorerSpec():
+            raise ConfigError(
+                "judge names what scores: leave out model, and all of scorer_options but device"
+            )
     scorer = EvalScorer(
-        model=_path(model), options=scorer_options or ScorerSpec(), cpu_threads=cpu_threads
+        model=_path(model) if section is None else section.model,
+        judge=section,
+        options=options,
+        cpu_threads=cpu_threads,
     )
     request = EvaluationRequest(
         scorer=scorer,

@@ -9,7 +9,9 @@ import tiny
 import tiny_tokenizers
 from eval_rows import pair_rows, write
 from judges import ONLY_RESPONSE, by_length, judge_server
+from laurel import api
 from laurel.cli.main import app
+from laurel.errors import ConfigError
 from laurel.rewards.open import open_scorer
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.specs import read_judge
@@ -87,6 +89,34 @@ def test_verdicts_are_written_for_both_positions(called, judge, tmp_path):
     assert (first[-1]["content"], second[-1]["content"]) == ("A", "B")
     assert first[0]["content"].index("\nx\n") < first[0]["content"].index("\ny\n")
     assert second[0]["content"].index("\ny\n") < second[0]["content"].index("\nx\n")
+
+
+def test_verdicts_are_written_of_named_columns_and_counted(called, judge, tmp_path):
+    single = tmp_path / "judge.yaml"
+    single.write_text(judge.read_text().replace("compares: true", "compares: false"))
+    data = write(tmp_path / "rows.jsonl", [{"q": "Where?", "good": "x", "bad": "y"}])
+    output = tmp_path / "verdicts.jsonl"
+    columns = ("data.prompt_key=q", "data.chosen_key=good", "data.rejected_key=bad")
+    asked = ("data", "verdicts", data, "--judge", single, "-o", output, "--json")
+    done = called(*asked, *columns)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["verdicts"] == {"Yes": 1, "No": 1}
+    done = called(*asked, "--dataset", "HelpSteer3")
+    assert done.exit_code
+    assert "no 'overall_preference'" in str(done.exception)
+    done = called(*asked[:2], *asked[3:], *columns)
+    assert "which pairs? Name them with FILE" in str(done.exception)
+
+
+def test_probabilities_have_no_calibration_and_python_asks_judges_too(judge, tmp_path):
+    data = write(tmp_path / "rows.jsonl", pair_rows()[:4])
+    found = api.evaluate("pairs", data=[data], judge=judge, diagnostics=True, quiet=True)
+    facts = found.report()["diagnostics"]
+    assert facts["num_pairs"] == 4
+    assert facts["num_failures"] == 0
+    assert "calibration" not in facts
+    with pytest.raises(ConfigError, match="leave out model"):
+        api.evaluate("pairs", "x", data=[data], judge=judge, quiet=True)
 
 
 @pytest.mark.parametrize(

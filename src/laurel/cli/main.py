@@ -35,8 +35,9 @@ from laurel.cli.options import (
     SettingsOption,
     ThreadsOption,
     complete_overrides,
+    complete_preferences,
 )
-from laurel.errors import ConfigError, LaurelError, if_interrupted
+from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
 from laurel.observe.console import make_console, verbosity
 from laurel.observe.json_output import JsonOption, write_json
 
@@ -644,10 +645,24 @@ def data_check(
 @data_app.command("verdicts")
 def data_verdicts(
     files: Annotated[
-        list[str],
-        typer.Argument(metavar="FILE...", help="Preferences: files or hub names."),
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE...", help="Preferences: files or hub names; and names of columns."
+        ),
+    ] = None,
     judge: JudgeOption = None,
+    split: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The split of a directory or a hub data set."),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=complete_preferences,
+            help="The data set class that reads the rows. Default: recognized by their columns.",
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The JSON lines to write.")
     ] = Path("verdicts.jsonl"),
@@ -655,14 +670,26 @@ def data_verdicts(
 ) -> None:
     """Write verdicts that teach a judge, for laurel sft, from preferences.
 
-    The questions are those that the judge of --judge will be asked, so that training and scoring
-    cannot differ. Of a pair both positions are written (with compares), or both responses.
+    The questions are those that the judge of --judge will be asked, and its words are read as the
+    tokens that are taught. Of a pair both positions are written (with compares), or both responses.
+    Words KEY=COLUMN beside the files name columns, as for laurel rm: data.prompt_key=question.
 
     Example: laurel data verdicts pairs.jsonl --judge judge.yaml -o verdicts.jsonl
     """
     from laurel.cli.score import write_verdicts
+    from laurel.config.overrides import column_overrides
+    from laurel.evaluation.benchmarks import BenchmarkOptions
 
-    write_verdicts(files, judge_file=judge, output=output, as_json=as_json)
+    words = files or []
+    columns = [word for word in words if re.match(r"\+*data\.\w+=", word)]
+    rows = BenchmarkOptions(
+        data=tuple(word for word in words if word not in columns),
+        split=split,
+        dataset=dataset,
+        column_keys=column_overrides(columns),
+    )
+    with speaking(Terms({"--data": "FILE"})):
+        write_verdicts(rows, judge_file=judge, output=output, as_json=as_json)
 
 
 app.add_typer(sandbox_app, name="sandbox")

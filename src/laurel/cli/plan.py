@@ -37,7 +37,7 @@ from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName
 from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
 from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
-from laurel.run.request import request_of, uses_reward_model, workload_of
+from laurel.run.request import judge_notes, request_of, uses_reward_model, workload_of
 from laurel.run.specs import model_spec
 
 
@@ -105,6 +105,8 @@ def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
             judges = tuple(_judge_shape(judge, split, options.reward_shape) for judge in loaded)
         except (ModelError, CheckpointError) as error:
             unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
+    if isinstance(config, GRPORun):
+        notes += judge_notes(config)
     shapes = Shapes(policy=policy, reward_models=judges)
     return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from laurel.run.specs import asked_scorer, open_asked, open_asked_judge, read_ju
 from laurel.types import Score
 
 if TYPE_CHECKING:
+    from laurel.evaluation.benchmarks import BenchmarkOptions
     from laurel.types import Group
 
 CHUNK = 256
@@ -266,7 +268,7 @@ class Tally:
 
 
 def write_verdicts(
-    files: Sequence[str], *, judge_file: Path | None, output: Path, as_json: bool
+    rows: BenchmarkOptions, *, judge_file: Path | None, output: Path, as_json: bool
 ) -> None:
     """Write the verdicts on preferences as conversations for `laurel sft`.
 
@@ -277,22 +279,25 @@ def write_verdicts(
         raise ConfigError("which questions? Name the file of the judge with --judge")
     say = say_on(message_console())
     judge = read_judge(judge_file, say=say)
-    for file in files:
+    for file in rows.data:
         check_output(output, read_from=file)
-    from laurel.evaluation.benchmarks import BenchmarkOptions, preference_rows
+    from laurel.evaluation.benchmarks import preference_rows
     from laurel.rewards.judge import JudgePrompt, verdict_rows
 
     prompt = JudgePrompt(judge, where="judge")
-    preferences = preference_rows(BenchmarkOptions(data=tuple(files)), say)
-    num_rows = 0
+    preferences = preference_rows(rows, say)
+    verdicts: Counter[str] = Counter()
     with replace_file(output) as stream:
         for row in preferences:
             try:
                 for line in verdict_rows(prompt, judge, row.group, row.ranks_G):
                     stream.write(json_text(line, indent=None) + "\n")
-                    num_rows += 1
+                    verdicts[line["messages"][-1]["content"]] += 1
             except DataError as error:
                 raise DataError(f"{row.source}: {error}") from error
-    say(f"wrote {counted(num_rows, 'verdict')} on {counted(len(preferences), 'row')} to {output}")
+    each = ", ".join(f"{count:,} {word}" for word, count in verdicts.items())
+    total = counted(verdicts.total(), "verdict")
+    say(f"wrote {total} ({each}) on {counted(len(preferences), 'row')} to {output}")
     if as_json:
-        write_json({"file": output, "num_rows": len(preferences), "num_verdicts": num_rows})
+        facts = {"num_rows": len(preferences), "num_verdicts": verdicts.total()}
+        write_json({"file": output, **facts, "verdicts": dict(verdicts)})

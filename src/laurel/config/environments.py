@@ -273,6 +273,9 @@ class JudgeConfig(AskingConfig):
     positions if fewer. A longer question fails; it is never truncated."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Token budget of one forward pass by log-probability with `backend: transformers`."""
+    max_concurrent: int = Field(default=64, ge=1)
+    """Replies of a judge that is loaded which are written side by side, at most. Default: a bound
+    on the memory of their keys and values, beside a run that needs its own."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Of a judge that is loaded: chat template and its variables. Null names are the model's."""
     read_out: Literal["written", "log_probability"] = "written"
@@ -325,6 +328,13 @@ class JudgeConfig(AskingConfig):
     """Seconds for a score, all tries together; then the completion has failed."""
     attempt_timeout: float = Field(default=120.0, gt=0)
     """Seconds of one try."""
+
+    @field_validator("words", mode="before")
+    @classmethod
+    def _are_text(cls, words: Any) -> Any:
+        if isinstance(words, list | tuple) and any(isinstance(word, bool) for word in words):
+            raise ValueError("YAML reads Yes and No as booleans: put the words in quotes")
+        return words
 
     @model_validator(mode="after")
     def _can_judge(self) -> JudgeConfig:
@@ -411,8 +421,8 @@ class JudgeConfig(AskingConfig):
 
 
 LOADED_JUDGE_KEYS = (
-    *("backend", "vllm_cfg", "precision", "max_model_len", "batch_tokens", "tokenizer"),
-    *("read_out", "compares", "words", "max_opponents"),
+    *("backend", "vllm_cfg", "precision", "max_model_len", "batch_tokens", "max_concurrent"),
+    *("tokenizer", "read_out", "compares", "words", "max_opponents"),
 )
 """The keys of `judge` without effect on one that is asked at `urls`."""
 _ASKED = (
@@ -423,6 +433,7 @@ _SCORE = ("score_pattern", "score_key", "lowest", "highest")
 _WRITTEN = (
     *_SCORE,
     *("which", "num_samples", "min_samples", "temperature", "seed", "max_tokens"),
+    "max_concurrent",
 )
 
 
@@ -574,6 +585,13 @@ class ScorerSource(AskingConfig):
             raise ValueError(
                 f"{' and '.join(self._sources())} cannot both give the score; keep one"
             )
+        for key in _OF_A_MODEL if self.judge is not None else ():
+            # `dtensor_cfg` is no key of one of several models.
+            field = type(self).model_fields.get(key)
+            if field is not None and getattr(self, key) != field.get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(f"{key} is for a reward model, and a judge has its own keys")
         return self
 
     def _sources(self) -> list[str]:
@@ -614,6 +632,13 @@ class ScorerSource(AskingConfig):
         """Report whether all completions of a prompt must be scored in one call."""
         compares = self.judge is not None and self.judge.compares
         return compares or (self.function is not None and self.function.group)
+
+
+_OF_A_MODEL = (
+    *("tokenizer", "precision", "batch_size", "max_model_len", "trust_remote_code"),
+    *("safetensors_only", "sequence_packing", "dynamic_batching", "batch_tokens", "batch_timeout"),
+    "dtensor_cfg",
+)
 
 
 class EnsemblePart(ScorerSource):
@@ -856,7 +881,8 @@ class RewardModelEnvironmentConfig(ScorerSource):
             raise ValueError(f"combine={self.combine} is for several models, and there are none")
         elif self.enabled and not self._sources():
             raise ValueError("model_name is missing: which reward model?")
-        if self.transform.subtract_reference and self.judge is not None and self.judge.compares:
+        judges = [source.judge for source in (self, *(self.models or ())) if source.judge]
+        if self.transform.subtract_reference and any(judge.compares for judge in judges):
             raise ValueError(
                 "judge.compares: a judge that compares has no score for a reference answer alone; "
                 "take transform.subtract_reference out"

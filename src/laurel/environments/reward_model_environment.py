@@ -58,7 +58,7 @@ from laurel.rewards.open import (
     read_statistics,
 )
 from laurel.rewards.replicas import ROLE
-from laurel.rewards.scorer import ContractScorer, LocalScorer, ModelScorer, conversation_group
+from laurel.rewards.scorer import ContractScorer, ModelScorer, conversation_group
 from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec
 from laurel.types import (
     Completion,
@@ -285,7 +285,9 @@ class RewardModelEnvironment(EnvironmentInterface):
             score_cases(
                 readable,
                 self._open().score_now,
-                share_prompts=self.config.sequence_packing.share_prompts and not is_padded,
+                # Completions that are compared must be one group, whatever computes them.
+                share_prompts=self._judges_groups
+                or (self.config.sequence_packing.share_prompts and not is_padded),
                 reads_metadata=self._reads_metadata,
                 judges_groups=self._judges_groups,
             )
@@ -419,11 +421,9 @@ class RewardModelEnvironment(EnvironmentInterface):
         scorer, self._scorer = self._scorer, None
         if scorer is None:
             return
-        with scorer:
-            is_here = isinstance(scorer, LocalScorer | LoopScorer)
+        scorer.close()
         del scorer
-        if is_here and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
     def __del__(self) -> None:
         """Close the scorer if `shutdown` was not called."""

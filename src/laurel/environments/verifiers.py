@@ -26,6 +26,7 @@ from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
+    Memory,
     batch_figures,
     mean_of,
 )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _KEY = "verifiers"
 # The metadata key of conversations whose episode has begun.
 _BEGUN = "verifiers_begun"
+_REMEMBERED = 1 << 16  # conversations that were closed
 
 
 def load_taskset(
@@ -117,6 +119,8 @@ class VerifiersEnvironment(EnvironmentInterface):
         self._name, self._form_name = name, config.form
         self._form: CallForm | None = None
         self._opened: EpisodeRunner | None = None
+        # A step that was given up may begin after the close of its conversation.
+        self._closed: Memory[bool] = Memory(_REMEMBERED)
         self._lock = threading.Lock()
         tools: list[dict[str, Any]] = []
         if loaded.has_tools or loaded.may_open:
@@ -156,12 +160,14 @@ class VerifiersEnvironment(EnvironmentInterface):
             )
         names = [str((one or {}).get(CONVERSATION_ID) or uuid4().hex) for one in metadata]
 
-        async def turns() -> list[Turn | str]:
-            waiting = map(self._turn, names, message_log_batch, metadata)
-            return await asyncio.gather(*waiting)
+        # Made here: in the runner's own thread the lock could be that of a `shutdown`.
+        runner = self._runner() if self._loaded.needs_episodes else None
 
-        needs_runner = self._loaded.needs_episodes
-        results = self._runner().call(turns()) if needs_runner else asyncio.run(turns())
+        async def turns() -> list[Turn | str]:
+            parts = zip(names, message_log_batch, metadata, strict=True)
+            return await asyncio.gather(*(self._turn(runner, *part) for part in parts))
+
+        results = asyncio.run(turns()) if runner is None else runner.call(turns())
         reached = [None if isinstance(one, str) else one for one in results]
         components = dict.fromkeys(key for one in reached if one for key in one.rewards)
         return EnvironmentReturn(
@@ -187,7 +193,13 @@ class VerifiersEnvironment(EnvironmentInterface):
             notes=[dict(one.metrics) if one else {} for one in reached],
         )
 
-    async def _turn(self, name: str, log: MessageLog, given: dict[str, Any] | None) -> Turn | str:
+    async def _turn(
+        self,
+        runner: EpisodeRunner | None,
+        name: str,
+        log: MessageLog,
+        given: dict[str, Any] | None,
+    ) -> Turn | str:
         """Return what becomes of a turn, or the reason why nothing does."""
         data = (given or {}).get(_KEY)
         if data is None:
@@ -196,22 +208,20 @@ class VerifiersEnvironment(EnvironmentInterface):
             task = self._loaded.task_of(data)
         except Exception as error:  # the taskset's own classes
             return error_with_line(error)
-        if not self._loaded.needs_episodes:
+        if runner is None:
             return await self._loaded.score(task, log)
-        runner = self._runner()
-        if name not in runner.conversations:
-            problem = (
-                "the conversation was closed"
-                if (given or {}).get(_BEGUN)
-                else self._other(await runner.begin(name, task).news.get(), log)
-            )
+        conversation = runner.conversations.get(name)
+        if conversation is None:
+            if (given or {}).get(_BEGUN) or self._closed.get(name.encode()):
+                return "the conversation was closed"
+            conversation = runner.begin(name, task)
+            problem = self._other(await conversation.news.get(), log)
             if problem is not None:
                 await runner.end([name])
                 return problem
         text, form = log[-1]["content"], self._form
         calls = form.read(text) if form is not None else []
         said = form.before_calls(text) if form is not None and calls else text
-        conversation = runner.conversations[name]
         conversation.answer(said, calls)
         result = await conversation.news.get()
         if isinstance(result, str) or not result.messages:
@@ -233,15 +243,18 @@ class VerifiersEnvironment(EnvironmentInterface):
 
     def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:
         """End the episodes of these conversations, and wait until what they hold is closed."""
+        names = [str((one or {}).get(CONVERSATION_ID)) for one in metadata]
+        for name in names:
+            self._closed.put(name.encode(), True)
         if self._opened is not None:
-            names = [str((one or {}).get(CONVERSATION_ID)) for one in metadata]
             self._opened.call(self._opened.end(names))
 
     def shutdown(self) -> None:
         """End all episodes and their servers."""
         with self._lock:
-            if self._opened is not None:
-                self._opened.close()
+            opened = self._opened
+        if opened is not None:  # its end takes a while, in which others may need the lock
+            opened.close()
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import re
 import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from verifiers.v1.utils.decorators import discover_decorated
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
 from laurel.config.environments import VerifiersEnvironmentConfig
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, WorkerError
 from laurel.models.tool_calls import MalformedCall, ReadCall
 from laurel.observe.hub import error_with_line, line_of
 from laurel.protocols import MessageLog
@@ -41,6 +42,7 @@ from laurel.protocols import MessageLog
 # Their loader reads it: it holds one harness.
 __all__ = ["ChatHarness", "EpisodeRunner", "LoadedTaskset", "Turn"]
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 Json = dict[str, Any]
 
@@ -48,6 +50,8 @@ HARNESS_ID = "laurel_chat"
 # Their loader finds a harness by the name of a module in this package of theirs.
 sys.modules[f"verifiers.v1.harnesses.{HARNESS_ID}"] = sys.modules[__name__]
 
+CLOSED = "the conversation was closed"
+"""Why nothing can become of a turn after `EpisodeRunner.end`."""
 MALFORMED = "malformed_call"
 """The name of a call that could not be read; its argument says why."""
 CONTEXT = vf.ModelContext(
@@ -135,6 +139,7 @@ class LoadedTaskset:
                 f"{', '.join(free) or 'none'} has no client: name the model of each other one, "
                 f"{self._where}.env.AGENT={{model: NAME, client: {{type: eval, base_url: URL}}}}"
             )
+        self._refuse_retries(settings, "the environment")
         for name, agent in agents.items():
             where = f"{self._where}: the agent '{name}'"
             asked = agent.harness.id if agent.harness else default_harness_id(self._id)
@@ -152,9 +157,15 @@ class LoadedTaskset:
                 given = [key for key in of_engine if getattr(agent, key) is not None]
                 if given:
                     raise ConfigError(f"{where} is the policy: {given[0]} is policy.generation's")
+                self._refuse_retries(agent, f"the agent '{name}', the policy,")
                 here["max_turns"] = min(filter(None, (agent.max_turns, max_turns)), default=None)
             changed[name] = agent.model_copy(update=here)
         return free[0], changed
+
+    def _refuse_retries(self, settings: Any, who: str) -> None:
+        # A rollout is played once: a second try would be another conversation.
+        if settings.retries != vf.RetryConfig():
+            raise ConfigError(f"{self._where}: {who} has retries; set max_retries: 0, and no rules")
 
     def task_of(self, data: Json) -> Any:
         """Make a task anew from what its row holds."""
@@ -446,6 +457,7 @@ class EpisodeRunner:
         """The open ones, by the names that `begin` got."""
         self._by_trace: dict[str, Conversation] = {}
         self._stopping = asyncio.Event()
+        self._ended_by: BaseException | None = None
         opened: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(opened,), name="verifiers", daemon=True
@@ -456,10 +468,13 @@ class EpisodeRunner:
     def _run(self, opened: Future[asyncio.AbstractEventLoop]) -> None:
         try:
             asyncio.run(self._serve(opened))
-        except Exception as error:  # of their servers, or of the environment's own hooks
+        except (Exception, SystemExit) as error:  # of their servers, or of the taskset's code
+            self._ended_by = error
             if opened.done():
-                raise
-            opened.set_exception(error)
+                _log.warning("verifiers: the thread that plays episodes ended", exc_info=error)
+            else:
+                is_exit = isinstance(error, SystemExit)
+                opened.set_exception(RuntimeError(repr(error)) if is_exit else error)
 
     async def _serve(self, opened: Future[asyncio.AbstractEventLoop]) -> None:
         async with self._env.serving():
@@ -471,8 +486,23 @@ class EpisodeRunner:
             await self.end(list(self.conversations))
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop, and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        """Run a coroutine in the loop, and wait for its result.
+
+        Raises:
+            WorkerError: The thread has ended, so that no episode can be played (`is_lost`).
+        """
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        except (RuntimeError, CancelledError) as error:
+            if isinstance(error, CancelledError) and not self._stopping.is_set():
+                self._thread.join(CLOSING_SECONDS)  # an ending loop cancels what runs in it
+            if self._stopping.is_set() or self._thread.is_alive():
+                raise
+            coroutine.close()
+            raise WorkerError(
+                f"the thread that plays episodes of verifiers has ended: {self._ended_by!r}",
+                exit_code=WorkerError.LOST_EXIT_CODE,
+            ) from self._ended_by
 
     def begin(self, name: str, task: Any) -> Conversation:
         """Start an episode of a task, in the loop, under a name of the caller's."""
@@ -495,9 +525,6 @@ class EpisodeRunner:
         try:
             episode = await self._env.run_episode(task, CONTEXT, on_trace=watch)
             conversation.news.put_nowait(self._end_of(conversation.trace, episode))
-        except asyncio.CancelledError:
-            conversation.news.put_nowait("the conversation was closed")
-            raise
         except Exception as error:  # of their runner, which promises to raise none
             conversation.news.put_nowait(error_with_line(error))
         finally:
@@ -514,6 +541,8 @@ class EpisodeRunner:
         """End episodes, and wait until what they hold is closed; unknown names are ignored."""
         left = [self.conversations.pop(name) for name in names if name in self.conversations]
         tasks = [one.task for one in left if one.task is not None]
+        for one in left:  # not by the tasks, which may not have begun
+            one.news.put_nowait(CLOSED)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -540,6 +569,10 @@ class EpisodeRunner:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(CLOSING_SECONDS)
+            if self._thread.is_alive():
+                _log.warning(
+                    "verifiers: episodes and servers have not ended within %g s", CLOSING_SECONDS
+                )
 
     def __enter__(self) -> Self:
         return self

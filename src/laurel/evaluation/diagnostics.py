@@ -768,6 +768,7 @@ def diagnostics_report(
     score: Scoring | None = None,
     in_other_language: Sequence[ScoredPair] | None = None,
     noise: float | None = None,
+    reads_logits: bool = True,
 ) -> dict[str, Any]:
     """Compute all diagnostics of a reward model from its scores, as JSON-compatible values.
 
@@ -782,6 +783,8 @@ def diagnostics_report(
         score: Scores other forms of the answers; without it the sensitivity is left out.
         in_other_language: The same pairs, translated and scored, in the same order.
         noise: The largest difference between scores that counts as noise; see `measure_noise`.
+        reads_logits: Whether a difference of scores may be the logit of a preference; if not, as
+            with the probabilities of a judge, the calibration is left out.
 
     Raises:
         DataError: Two pairs have the same id, or the number of scores or translated pairs differs
@@ -824,7 +827,7 @@ def diagnostics_report(
         "by_leak": accuracy_by_name(pairs, is_leaked, baselines=baselines) if leaks else None,
         "score_length_correlation": score_length_correlation(pairs),
         "longer_scored_higher": longer_scored_higher(pairs),
-        "calibration": calibration(pairs),
+        "calibration": calibration(pairs) if reads_logits else None,
         "scores": score_distribution(pairs),
         "agreement": agreements(members or {}),
         "noise_floor": {"noise": noise, "within_share": fmean(gap <= noise for gap in gaps)}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from operator import index
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -74,8 +75,8 @@ class RolloutInProgress:
     weight_version: int | None = None
     answer: str | None = None
     note: Any = None
-    new_steps: Sequence[StepReward] = ()
-    """Rewards of steps of the last turn, whose ends are not yet those of tokens."""
+    new_steps: Sequence[StepReward] | None = None
+    """Rewards of steps of the last turn, as the environment gave them."""
     steps: list[StepReward] | None = None
     stop_strings: tuple[str, ...] = ()
     observation: Observation = ()
@@ -107,25 +108,32 @@ class RolloutInProgress:
         self.masks.append(np.full(len(ids), is_policy))
         self.logprobs.append(np.asarray(logprobs, dtype=np.float32))
 
-    def place_steps(self, ends_of: TokenEnds) -> None:
-        """Find the tokens at which the steps of the last turn end.
+    def place_steps(self, ends_of: TokenEnds, step: Callable[..., Any]) -> None:
+        """Check the rewards of the last turn's steps, and find the tokens at which the steps end.
+
+        The conversation fails if they are invalid, or if it has ended without any.
 
         Args:
-            ends_of: Finds them, as `Chat.token_ends` does.
+            ends_of: Finds the tokens, as `Chat.token_ends` does.
+            step: The method that returned them, for error messages.
         """
-        if self.failure is not None or not self.new_steps:
+        given, self.new_steps = self.new_steps, None
+        if self.failure is not None or (given is None and not self.is_over):
             return
-        new, self.new_steps = self.new_steps, ()
-        ids, before = self.ids[-1], sum(map(len, self.ids[:-1]))
+        if given is None:
+            if self.steps is None:
+                expected = "a list, because its spec says gives_steps"
+                self.fail(str(invalid_return(step, "None as steps", expected)))
+            return
+        text, before = self.messages[-1].content, sum(map(len, self.ids[:-1]))
         try:
-            ends = ends_of(ids, self.messages[-1].content, [step.end for step in new])
-        except DataError as error:
+            new = _checked_steps(step, given, text)
+            ends = ends_of(self.ids[-1], text, [one.end for one in new]) if new else ()
+        except (DataError, EnvironmentFailedError) as error:
             self.fail(str(error))
             return
-        assert self.steps is not None
-        self.steps += [
-            StepReward(before + end, step.value) for end, step in zip(ends, new, strict=True)
-        ]
+        placed = [StepReward(before + end, one.value) for end, one in zip(ends, new, strict=True)]
+        self.steps = (self.steps or []) + placed
 
     def fail(self, reason: str) -> None:
         """End the conversation without a reward; `reason` becomes the rollout's `failure`."""
@@ -151,6 +159,13 @@ class RolloutInProgress:
 
 
 TokenEnds = Callable[["TokenIds", str, Sequence[int]], Sequence[int]]
+
+
+def _place_steps(
+    rollouts: Sequence[RolloutInProgress], ends_of: TokenEnds, step: Callable[..., Any]
+) -> None:
+    for rollout in rollouts:
+        rollout.place_steps(ends_of, step)
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -190,9 +205,6 @@ def take_verdict(
                 failure = str(
                     invalid_return(step, what, "a finite number, or a reason in `failures`")
                 )
-        steps = verdict.steps[i] if verdict.steps is not None else None
-        if failure is None and steps is not None:
-            failure = _fault_of_steps(steps, rollout.messages[-1].content)
         if failure is None and not over[i] and not _are_messages(observation):
             failure = f"{observation!r} is no observation: a role and a content are expected"
         if failure is not None:
@@ -208,19 +220,24 @@ def take_verdict(
         rollout.stop_strings = rollout.stop_strings if stops is None else tuple(stops)
         rollout.answer = verdict.answers[i] if verdict.answers is not None else None
         rollout.note = verdict.notes[i] if verdict.notes is not None else None
-        if steps is not None:
-            rollout.steps, rollout.new_steps = rollout.steps or [], steps
+        rollout.new_steps = verdict.steps[i] if verdict.steps is not None else None
         rollout.observation = observation
 
 
-def _fault_of_steps(steps: Sequence[StepReward], text: str) -> str | None:
-    ends = [step.end for step in steps]
+def _checked_steps(step: Callable[..., Any], given: Any, text: str) -> list[StepReward]:
+    expected = "a StepReward for each step: the number of characters up to its end, and its reward"
+    try:  # of numpy and torch too, which neither JSON nor a checkpoint could hold
+        steps = [StepReward(index(end), float(value)) for end, value in given]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise invalid_return(step, f"{given!r:.200} as steps", expected) from error
+    ends = [one.end for one in steps]
     limits = (0 if text else -1, *ends, len(text) + 1)
     if any(one >= other for one, other in pairwise(limits)):
-        return f"the steps end at {ends}, in a message of {len(text)} characters"
-    if not all(np.isfinite(step.value) for step in steps):
-        return "the reward of a step is not finite"
-    return None
+        returned = f"steps that end at {ends} in a message of {len(text)} characters"
+        raise invalid_return(step, returned, "ascending ends, the last at most there")
+    if not all(np.isfinite(one.value) for one in steps):
+        raise invalid_return(step, "a reward of a step that is not finite", expected)
+    return steps
 
 
 def _are_messages(observation: Any) -> bool:
@@ -323,14 +340,19 @@ class Calls:
 class Judges:
     """Calls environments in threads, and writes rewards and failures into the conversations."""
 
-    def __init__(self, *, timeout: float, num_threads: int) -> None:
+    def __init__(
+        self, *, timeout: float, num_threads: int, ends_of: TokenEnds | None = None
+    ) -> None:
         """Set the limits of calls; threads start with the first calls.
 
         Args:
             timeout: The maximum seconds of a call. A call for n groups may take n times as long.
             num_threads: The maximum number of concurrent calls.
+            ends_of: Finds the tokens at which steps end, as `Chat.token_ends` does; None if nothing
+                reads rewards of steps.
         """
         self._timeout = timeout
+        self._ends_of = ends_of
         self._threads = PatientThreads(num_threads, name="environment")
 
     def begin(self, stats: RolloutStats) -> Calls:
@@ -380,6 +402,9 @@ class Judges:
                     calls.slots, environment.step, logs, metadata, timeout=timeout
                 )
                 take_verdict(environment.step, verdict, rollouts)
+                if self._ends_of is not None and environment.spec.gives_steps:
+                    place = partial(_place_steps, rollouts, self._ends_of, environment.step)
+                    await self._threads.call(calls.slots, place, timeout=timeout)
             except GivenUpError:
                 for rollout in rollouts:
                     rollout.fail(f"timeout: no verdict within {timeout:g} s (env.timeout_seconds)")

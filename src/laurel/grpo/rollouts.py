@@ -142,6 +142,7 @@ class Rollouts:
         generation_timeout: float = 1800.0,
         max_failed_share: float = 0.5,
         num_threads: int = 16,
+        per_step: bool = False,
     ) -> None:
         """Set the components and limits that stay the same during a run.
 
@@ -157,6 +158,7 @@ class Rollouts:
             generation_timeout: The maximum seconds without a new completion; then generation fails.
             max_failed_share: The share of failed completions that `check_failures` allows.
             num_threads: The maximum number of concurrent calls of environments.
+            per_step: Whether rollouts get the rewards of their steps.
         """
         self.generator = generator
         self.environments = environments
@@ -169,7 +171,11 @@ class Rollouts:
         ]
         self.generation_timeout = generation_timeout
         self._max_failed_share = max_failed_share
-        self._judges = Judges(timeout=environment_timeout, num_threads=num_threads)
+        self._judges = Judges(
+            timeout=environment_timeout,
+            num_threads=num_threads,
+            ends_of=chat.token_ends if per_step else None,
+        )
 
     def close(self) -> None:
         """Stop the threads; the caller closes the generator and the environments."""
@@ -456,8 +462,6 @@ class Rollouts:
         await self._judges.judge(
             context.environment, pending, context.batch.calls, num_groups=num_groups
         )
-        for _, rollout in pending:
-            rollout.place_steps(self.chat.token_ends)
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Check that no environment failed on more than `max_failed_share` of its completions.

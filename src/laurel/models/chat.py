@@ -18,11 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from tokenizers.decoders import DecodeStream
 
 from laurel.config.yaml_tree import nearest
 from laurel.errors import DataError, ModelError
 from laurel.models.tokenizer import (
+    TextStream,
     bind_variables,
     close_ends,
     pin_date,
@@ -241,27 +241,28 @@ class ChatFormat:
             DataError: The tokens do not spell the text.
         """
         ids = [int(token) for token in turn_ids]
-        stream = DecodeStream(skip_special_tokens=True)
+        stream = TextStream(self.tokenizer)
         said, numbers, reached = "", [0], [0]
         for number, token in enumerate(ids, start=1):
-            # There is nothing new while the text would end inside of a character.
-            if new := stream.step(self.tokenizer.backend_tokenizer, token):
+            new = stream.step(token)
+            if not stream.is_whole:
+                break
+            if new:
                 said += new
                 numbers.append(number)
                 reached.append(len(said))
-        numbers.append(len(ids))
 
         def spells(number: int, beginning: str) -> bool:
             return plain_text(self.tokenizer, ids[:number]).startswith(beginning)
 
         found: list[int] = []
         for end in ends:
-            index = bisect_left(reached, end)
-            first, last = numbers[index - 1] + 1, numbers[index]
+            first, last = 1, len(ids) + 1
             if end >= len(text):
                 first = last = len(ids)
-            elif index == len(reached) or not said.startswith(text[:end]):
-                last = len(ids) + 1
+            elif said.startswith(text[:end]):
+                index = bisect_left(reached, end)
+                first, last = numbers[index - 1] + 1, numbers[index]
             # One of the tokens that came with nothing new may have brought the whole of what is
             # before the end, and the first bytes of the next character.
             first += bisect_left(

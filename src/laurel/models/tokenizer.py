@@ -12,6 +12,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 from laurel.config.policy import TokenizerConfig
 from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of
 from laurel.observe.hub import check_fetchable
@@ -372,6 +374,28 @@ def refuse_left_out(conversation: Conversation, text: str) -> None:
 def plain_text(tokenizer: Any, ids: Sequence[int]) -> str:
     """Decode tokens to text, without special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class TextStream:
+    """Decodes the tokens of a text one by one, without special tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Begin before the first token; the tokenizer is a fast one of transformers."""
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self.is_whole = True
+        """Whether the text so far is that of the tokens; if not, a part of it is other."""
+
+    def step(self, token: int) -> str:
+        """Return the text that a token adds; nothing while it ends inside of a character."""
+        try:
+            return self._stream.step(self._tokenizer, token) or ""
+        except Exception:
+            # A tokenizer that falls back to bytes decodes a run of them as a whole: a byte that is
+            # no text takes back what those before it said, and the stream cannot.
+            self.is_whole = False
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._tokenizer, token) or ""
 
 
 def first_line(error: BaseException) -> str:

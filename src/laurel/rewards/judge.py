@@ -445,8 +445,9 @@ def verdict_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield conversations that teach a judge its verdicts, in the words of its own prompt.
 
-    With `compares` every pair of different ranks is shown in both positions, otherwise each
-    completion of such a pair once, so that both verdicts are equally frequent among pairs.
+    With `compares` every pair of different ranks is shown in both positions. Otherwise the best
+    completions have the first verdict and the worst the second, once each; those in between, about
+    which neither verdict is known, are left out. Of pairs both verdicts are equally frequent.
 
     Args:
         prompt: The prompt that scores.
@@ -476,10 +477,12 @@ def verdict_rows(
             row for better, worse in pairs for row in ((better, worse, good), (worse, better, bad))
         ]
     else:
+        best, worst = min(ranks_G), max(ranks_G)
         asked = [
-            row for better, worse in pairs for row in ((better, None, good), (worse, None, bad))
+            (index, None, good if rank == best else bad)
+            for index, rank in enumerate(ranks_G)
+            if rank in (best, worst) and best < worst
         ]
-        asked = list(dict.fromkeys(asked))
     for index, other, verdict in asked:
         messages = prompt.messages(group, index, other)
         yield {"messages": [*messages, {"role": "assistant", "content": verdict}]}

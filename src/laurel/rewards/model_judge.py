@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from laurel.config.environments import JudgeConfig
-from laurel.errors import DataError, ModelError, Terms, key_of, setting_of, speaking
-from laurel.models.chat import ENVIRONMENT, ChatFormat
+from laurel.errors import ConfigError, DataError, ModelError, Terms, key_of, setting_of, speaking
+from laurel.models.chat import ChatFormat
 from laurel.models.loading.pretrained import DTYPES, find_tokenizer, num_positions, read_config
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries
@@ -75,8 +75,7 @@ class ModelJudge:
 
     Without `compares` a score is that of the completion alone. With it, a score is the mean
     probability to win against the other completions of the group, 1/2 against an equal one; a
-    completion that is alone has none, and one whose comparisons partly failed has the mean of the
-    others and `failed_comparisons` among its parts.
+    completion that is alone has none, and `won_scores` says which comparisons it may lack.
     """
 
     reads_metadata = True
@@ -189,8 +188,11 @@ class ModelJudge:
 
     async def _verdicts(self, questions: Sequence[_Question]) -> list[Score]:
         if self.config.read_out == "written":
-            async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(self._written(one)) for one in questions]
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    asked = [tasks.create_task(self._written(one)) for one in questions]
+            except BaseExceptionGroup as failed:  # callers expect the error itself
+                raise failed.exceptions[0] from failed
             return [task.result() for task in asked]
         groups = [
             TokenGroup(id=str(index), trunk_ids=one.ids_L, branches_ids_G=self._words)
@@ -252,9 +254,10 @@ def word_score(first: float, second: float, *, num_tokens: int = 0) -> Score:
     The part `word_mass` is P(first) + P(second): little of it says that the judge would have
     answered with another word.
     """
-    if not (math.isfinite(first) and math.isfinite(second)):
-        return failed("nan: the log-probability of a verdict is not finite")
     margin = first - second
+    # One probability of 0 is a sure verdict; two of 0, or a NaN, say nothing.
+    if math.isnan(margin) or math.inf in (first, second):
+        return failed("nan: the log-probabilities of the verdicts are not finite")
     # Neither form overflows where it is used.
     low = math.exp(-abs(margin))
     value = 1.0 / (1.0 + low) if margin >= 0 else low / (1.0 + low)
@@ -265,6 +268,10 @@ def word_score(first: float, second: float, *, num_tokens: int = 0) -> Score:
 def won_scores(found: dict[tuple[int, int | None], Score], counts: Sequence[int]) -> list[Score]:
     """Return the mean probability of each completion to win, from the verdicts on ordered pairs.
 
+    A completion with which no comparison succeeded is unusable, and the others are compared without
+    it (`failed_comparisons`). If a comparison of two usable ones failed, both fail: the mean over
+    other opponents than the rest has would not be comparable.
+
     Args:
         found: The verdict on each ordered pair: the probability that the first one shown wins.
         counts: How often each of the different completions is in the group.
@@ -273,7 +280,7 @@ def won_scores(found: dict[tuple[int, int | None], Score], counts: Sequence[int]
         [(0.5, count - 1)] if count > 1 else [] for count in counts
     ]
     parts: list[dict[str, list[float]]] = [{} for _ in counts]
-    failures: list[list[str]] = [[] for _ in counts]
+    failures: list[list[tuple[int, str]]] = [[] for _ in counts]
     num_tokens = [0] * len(counts)
     for (one, other), verdict in found.items():
         if other is None or one > other:  # each pair once; the other position is read with it
@@ -282,26 +289,32 @@ def won_scores(found: dict[tuple[int, int | None], Score], counts: Sequence[int]
         for place in (one, other):
             num_tokens[place] = max(num_tokens[place], verdict.num_tokens, swapped.num_tokens)
         if verdict.value is None or swapped.value is None:
-            for place in (one, other):
-                failures[place].append(str(verdict.failure or swapped.failure))
+            for place, opponent in ((one, other), (other, one)):
+                failures[place].append((opponent, str(verdict.failure or swapped.failure)))
             continue
         chance = (verdict.value + 1.0 - swapped.value) / 2
         wins[one].append((chance, counts[other]))
         wins[other].append((1.0 - chance, counts[one]))
-        flips = (verdict.value > 0.5) != (swapped.value < 0.5)
+        # A verdict of 1/2 prefers neither, so that no position can turn it.
+        flips = (verdict.value - 0.5) * (0.5 - swapped.value) < 0
         for place in (one, other):
             parts[place].setdefault("position_flips", []).append(float(flips))
             for name in verdict.parts.keys() & swapped.parts.keys():
                 both = (verdict.parts[name] + swapped.parts[name]) / 2
                 parts[place].setdefault(name, []).append(both)
+    is_usable = [len(won) > (count > 1) for won, count in zip(wins, counts, strict=True)]
     scores: list[Score] = []
-    for count, won, means, missing, tokens in zip(
-        counts, wins, parts, failures, num_tokens, strict=True
+    for usable, won, means, missing, tokens in zip(
+        is_usable, wins, parts, failures, num_tokens, strict=True
     ):
-        num_compared = len(won) - (count > 1)
-        if not won or (missing and not num_compared):
-            alone = "error: a comparison needs another completion of the same prompt"
-            scores.append(failed(missing[0] if missing else alone))
+        lost = next((why for place, why in missing if is_usable[place] or not usable), None)
+        if lost is None and not won:
+            lost = (
+                "error: a comparison needs another completion of the same prompt (answers of "
+                "several turns share none)"
+            )
+        if lost is not None:
+            scores.append(failed(lost))
             continue
         value = math.fsum(chance * count for chance, count in won) / sum(c for _, c in won)
         named = {name: math.fsum(all_of) / len(all_of) for name, all_of in sorted(means.items())}
@@ -313,8 +326,7 @@ def won_scores(found: dict[tuple[int, int | None], Score], counts: Sequence[int]
 
 def _word_ids(chat: ChatFormat, config: JudgeConfig, where: str) -> tuple[TokenIds, ...]:
     words = config.verdict_words
-    # The tokens that fine-tuning on the word teaches: those of text that goes on the turn.
-    first, second = (chat.observation_ids({"role": ENVIRONMENT, "content": word}) for word in words)
+    first, second = (_taught_ids(chat, config, word, where) for word in words)
     length = min(len(first), len(second))
     if np.array_equal(first[:length], second[:length]):
         raise ModelError(
@@ -323,6 +335,30 @@ def _word_ids(chat: ChatFormat, config: JudgeConfig, where: str) -> tuple[TokenI
             "not distinguish them; choose other words"
         )
     return first, second
+
+
+def _taught_ids(chat: ChatFormat, config: JudgeConfig, word: str, where: str) -> TokenIds:
+    """Return the tokens that fine-tuning on the word teaches after the question, without its end.
+
+    A template may put text before an answer, such as a blank or an empty `<think>` block.
+    """
+    asked: tuple[Message, ...] = (Message("user", "a"),)
+    if config.system is not None:
+        asked = (Message("system", config.system), *asked)
+    try:
+        prompt_ids = chat.prompt_ids(asked)
+        taught = chat.demonstration((*asked, Message("assistant", word)), demonstration_id=word)
+    except DataError as error:
+        raise ModelError(f"{where}.words: {word!r} cannot be an answer: {error}") from error
+    assert taught is not None
+    ids_L = np.concatenate([taught.tokens.trunk_ids, taught.tokens.branches_ids_G[0]])
+    if not np.array_equal(ids_L[: len(prompt_ids)], prompt_ids):
+        raise ModelError(
+            f"{where}.words: the chat template renders the answer {word!r} after other tokens than "
+            "it prompts for one with, so training would not teach what is read; choose another "
+            f"with {where}.tokenizer.chat_template, or set its chat_template_kwargs"
+        )
+    return ids_L[len(prompt_ids) : -1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -398,7 +434,9 @@ def _on_transformers(
     model.requires_grad_(requires_grad=False)
     difference = check_policy_paths(model)
     chat = _chat_format(config, loaded.tokenizer, str(spec.name))
-    engine = TransformersEngine(model, loaded.tokenizer, end_ids=chat.end_ids)
+    engine = TransformersEngine(
+        model, loaded.tokenizer, end_ids=chat.end_ids, max_concurrent=config.max_concurrent
+    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
         engine,
@@ -410,21 +448,36 @@ def _on_transformers(
     )
 
 
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+
+
 def _on_vllm(
     config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
 ) -> tuple[VerdictEngine, ChatFormat, str]:
     from laurel.config.grpo import GenerationConfig, VllmConfig
     from laurel.generation.requests import GeneratorSpec
-    from laurel.generation.vllm.engine import VllmEngine
+    from laurel.generation.vllm.engine import COLDEST, HOTTEST, VllmEngine
     from laurel.generation.vllm.settings import check_has_vllm
+    from laurel.workers.process import choose_device
 
+    where, temperature = key_of("policy"), config.temperature
+    if 0 < temperature < COLDEST or temperature > HOTTEST:
+        raise ConfigError(
+            f"{where}.temperature={temperature:g}: vLLM takes 0 and {COLDEST:g} to {HOTTEST:g}"
+        )
+    if choose_device(device).type != choose_device("auto").type:
+        raise ConfigError(
+            f"{where}.backend=vllm: vLLM runs on the GPUs where there are any, and the device is "
+            f"{device}; set backend=transformers"
+        )
     check_has_vllm(f"{key_of('policy')}.backend=vllm")
     chat = _chat_format(config, find_tokenizer(spec, pad_may_end=True), str(spec.name))
     directory = str(spec.name)
     if not Path(directory).is_dir():
         from huggingface_hub import snapshot_download
 
-        directory = snapshot_download(directory)
+        # Pickled weights are not fetched, which vLLM might then load.
+        directory = snapshot_download(directory, allow_patterns=_FILES)
     vllm_cfg = VllmConfig(
         tensor_parallel_size=config.vllm_cfg.tensor_parallel_size,
         gpu_memory_utilization=config.vllm_cfg.gpu_memory_utilization,
@@ -432,7 +485,9 @@ def _on_vllm(
     engine = VllmEngine(
         directory,
         GeneratorSpec(
-            settings=GenerationConfig(backend="vllm", vllm_cfg=vllm_cfg),
+            settings=GenerationConfig(
+                backend="vllm", vllm_cfg=vllm_cfg, max_concurrent=config.max_concurrent
+            ),
             max_length=max_length,
             end_ids=chat.end_ids,
         ),

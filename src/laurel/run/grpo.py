@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from laurel.config.environments import (
     LOADED_JUDGE_KEYS,
     AskingConfig,
@@ -39,7 +41,7 @@ from laurel.run.context import (
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
-from laurel.run.request import uses_reward_model
+from laurel.run.request import judge_notes, loaded_judges, uses_reward_model
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline, Position
@@ -72,7 +74,10 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_grpo_run(config)
     planned = plan_allocation(config)
-    check_vllm(config, on_cluster=planned.are_remote)
+    num_gpus = 0 if config.cluster.device == "cpu" else torch.cuda.device_count()
+    check_vllm(config, on_cluster=planned.are_remote, num_gpus=num_gpus)
+    for note in judge_notes(config):
+        console.print(f"note    {note}", soft_wrap=True)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)
     benchmarks = [
@@ -143,13 +148,30 @@ def check_gives_steps(
         )
 
 
-def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
+def check_vllm(config: GRPORun, *, on_cluster: bool, num_gpus: int = 0) -> None:
     """Check that a run can use vLLM in the way it is configured, before anything is started.
+
+    Args:
+        config: The run.
+        on_cluster: Whether its workers are elsewhere.
+        num_gpus: The GPUs of this process, of which the policy is on the first.
 
     Raises:
         MissingDependencyError: vLLM is needed on this machine, and is not installed.
-        ConfigError: vLLM is to compute rewards on a cluster.
+        ConfigError: vLLM is to compute rewards on a cluster, or a judge in it would take the GPU
+            that the policy needs.
     """
+    for judge in loaded_judges(config):
+        if judge.backend != "vllm":
+            continue
+        check_has_vllm("env.reward_model.judge.backend=vllm")
+        share = judge.vllm_cfg.gpu_memory_utilization
+        if num_gpus and "gpu_memory_utilization" not in judge.vllm_cfg.model_fields_set:
+            raise ConfigError(
+                f"env.reward_model.judge.backend=vllm: vLLM would take {share:g} of the memory of "
+                "the GPU on which the policy trains. Set vllm_cfg.gpu_memory_utilization to the "
+                "share that the policy leaves, or serve the judge and name urls"
+            )
     # An existing cluster may have vLLM in its environment although this one does not.
     if config.policy.generation.backend == "vllm" and not config.cluster.address:
         check_has_vllm("policy.generation.backend=vllm")
@@ -366,9 +388,12 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
         rewarding["openenv"] = _session_keys(config.env.openenv)
     if config.env.openreward:
         rewarding["openreward"] = _session_keys(config.env.openreward)
+    grpo = config.grpo.model_dump(mode="json", exclude=left_out)
+    if not config.grpo.adv_estimator.per_step:
+        del grpo["adv_estimator"]["per_step"]
     return policy_settings(
         config.policy,
-        grpo=config.grpo.model_dump(mode="json", exclude=left_out),
+        grpo=grpo,
         loss_fn=config.loss_fn.model_dump(mode="json", exclude={"entropy"}),
         generation=config.policy.generation.model_dump(mode="json", include=sampled),
         data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
@@ -383,7 +408,8 @@ def _session_keys(servers: Mapping[str, SessionsConfig]) -> dict[str, dict[str, 
 
 
 def _judge_keys_left_out(config: RewardModelEnvironmentConfig) -> tuple[str, ...]:
-    asking = ("urls", "backend", "vllm_cfg", "batch_tokens", *AskingConfig.model_fields)
+    engine = ("backend", "vllm_cfg", "batch_tokens", "max_concurrent")
+    asking = ("urls", *engine, *AskingConfig.model_fields)
     if any(source.loads_judge for source in (config, *(config.models or ()))):
         return asking
     # The checkpoints of earlier versions, which only asked servers, do not have them.
@@ -439,6 +465,7 @@ def _parts(
         num_threads=64
         if any(one.spec.judges == "completion" for one in environments.values())
         else 16,
+        per_step=grpo.adv_estimator.per_step,
     )
     source = RolloutSource(
         rollouts,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from laurel.config.environments import ResourcesConfig
+from laurel.config.environments import JudgeConfig, ResourcesConfig, ScorerSource
 from laurel.config.grpo import GRPOConfig, GRPORun
 from laurel.config.policy import PlacementConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
@@ -112,8 +113,28 @@ def uses_reward_model(config: GRPORun) -> bool:
     The environment must be enabled, or a data set must name it; and no servers, judge or function
     may replace the model. One of several models is enough; all loaded models share the slots.
     """
-    if not config.env.reward_model.loaded:
-        return False
+    return bool(config.env.reward_model.loaded) and _names_reward_model(config)
+
+
+def loaded_judges(config: GRPORun) -> list[JudgeConfig]:
+    """Return the judges that the run loads into its own process, which no plan counts."""
+    section = config.env.reward_model
+    sources: Sequence[ScorerSource] = [section] if section.models is None else section.models
+    judges = [source.judge for source in sources if source.judge is not None]
+    loaded = [judge for judge in judges if judge.urls is None]
+    return loaded if loaded and _names_reward_model(config) else []
+
+
+def judge_notes(config: GRPORun) -> list[str]:
+    """Say which judges are beside the policy without being counted."""
+    return [
+        f"the judge {judge.model} is not counted in the plan: the run loads it beside the policy, "
+        "and its memory and its time are not estimated"
+        for judge in loaded_judges(config)
+    ]
+
+
+def _names_reward_model(config: GRPORun) -> bool:
     blocks = [*config.data.train_sets(), *config.data.validation_sets()]
     waiting = [config.default_environment, *(block.env_name or "" for block in blocks)]
     named: set[str] = set()

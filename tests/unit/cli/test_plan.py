@@ -118,6 +118,18 @@ def test_a_device_has_its_own_memory_and_its_seconds_are_facts(capsys):
     assert "time" not in json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(("is_used", "urls"), [(True, None), (False, None), (True, ["http://j"])])
+def test_a_judge_beside_the_policy_is_said_to_be_left_out(is_used, urls):
+    judge = {"model": "results/judge", "urls": urls}
+    parts = [{"name": name, "judge": judge, "normalize": "none"} for name in "ab"]
+    for source, times in (({"judge": judge}, 1), ({"models": parts}, 2)):
+        section = {"policy": {"model_name": "p"}, "env": {"reward_model": source}}
+        section["env"]["reward_model"]["enabled"] = is_used
+        notes = read_shapes(GRPORun.model_validate(section), options()).notes
+        said = [note for note in notes if "the judge results/judge is not counted" in note]
+        assert len(said) == (times if is_used and urls is None else 0)
+
+
 def test_what_does_not_fit_is_a_page_too(capsys):
     changes = [*SEED, "env.reward_model.resources.gpus_per_node=8"]
     assert not run_plan(EXAMPLES / "grpo_rm_1B.yaml", changes, options())

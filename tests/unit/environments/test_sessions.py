@@ -76,8 +76,8 @@ class Talks:
         self.opened.append(Talk(self, len(self.opened)))
         return self.opened[-1]
 
-    async def rows(self, limit):
-        return [{"prompt": "q", "metadata": {"talk": {}}}] * limit
+    async def make_rows(self, limit, made):
+        made += [{"prompt": "q", "metadata": {"talk": {}}}] * limit
 
     async def aclose(self):
         self.is_closed = True
@@ -310,8 +310,8 @@ def test_figures_of_sessions(environment):
     [
         ({"url": "localhost:8000"}, "is no address"),
         ({"url": "http://me:secret@here:1"}, "has a password"),
-        ({"url": "http://here:1", "step_timeout": 900}, "has to be less than timeout_seconds=600"),
-        ({"url": "http://here:1", "connect_patience": 600}, "has to be less than timeout_seconds"),
+        ({"url": "http://here:1", "step_timeout": 900}, "have to be less than timeout_seconds=600"),
+        ({"url": "http://here:1", "connect_patience": 600}, "have to be less than timeout_seconds"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, said):

@@ -1,5 +1,6 @@
 """Functions that the policy calls: what it is told, what is counted, and what ends."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,7 +70,8 @@ def tools():
         ('<tool_call>{"arguments": {}}</tool_call>', 'no "name" of a function', "malformed"),
         (call("look_up", word="x"), "Error: KeyError: 'x'", "raised"),
         (call("look_up", word="surrogate"), "?", "answered"),
-        (call("look_up", word="\ud800"), "does not take these arguments", "wrong_arguments"),
+        (call("look_up", word="\ud800"), "half of a surrogate pair", "malformed"),
+        (call("look_up", word=json.loads("[" * 64 + "]" * 64)), "more than 64 deep", "malformed"),
         (call("leave"), "Error: SystemExit: 3", "raised"),
     ],
 )

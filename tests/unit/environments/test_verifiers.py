@@ -1,5 +1,6 @@
 """Tasksets of verifiers, with the package itself: `make test-environments` installs it."""
 
+import asyncio
 import json
 import re
 import sys
@@ -23,7 +24,7 @@ from laurel.environments.registry import (
     environment_names,
     row_sources,
 )
-from laurel.errors import ConfigError, MissingDependencyError
+from laurel.errors import ConfigError, MissingDependencyError, WorkerError
 from policy_runs import completions_of, grpo, grpo_settings, metrics_of, sft, sft_settings
 from tool_templates import TOKENIZERS
 
@@ -200,6 +201,16 @@ def test_its_figures(tasksets):
         ({"id": "vowels-v1", "env": {"id": "user-sim"}}, {}, "assistant, user has no client"),
         ({"id": "vowels-v1", "env": {"agents": {}}}, {}, "agents"),
         ({"id": "guess-v1", "env": {"opening": "none"}}, {}, "cannot begin"),
+        (
+            {"id": "vowels-v1", "env": {"retries": {"max_retries": 2}}},
+            {},
+            "the environment has retries",
+        ),
+        (
+            {"id": "vowels-v1", "env": {"agent": {"retries": {"rules": [{"max_retries": 1}]}}}},
+            {},
+            "the agent 'agent', the policy, has retries",
+        ),
         ({"id": "vowels-v1"}, {"env_name": "math"}, "is no environment of env.verifiers"),
     ],
 )
@@ -344,7 +355,7 @@ def test_tools_are_shown_called_and_closed(play):
     assert "Field required" in answer["content"]
     (answer,) = game.say("<tool_call>{</tool_call>")
     assert "the call cannot be read: it is not valid JSON" in answer["content"]
-    # What no server of tools could be sent is answered as well, so that it is no way out of a reward.
+    # What no server of tools could be sent is answered as well: it is no way out of a reward.
     for unsent in (r'"\ud800"', "[" * 900 + "]" * 900):
         text = CALL.replace('"a": 2', f'"a": {unsent}')
         (answer,) = game.say(text)
@@ -385,6 +396,34 @@ def test_a_step_that_is_given_up_is_released_by_the_close(play):
     game.environment.close_conversations([game.metadata])
     waiting.join(10)
     assert "was closed" in returned[0].failures[0]
+
+
+def test_a_conversation_that_was_closed_does_not_begin(play):
+    game = play(3, args={"user_opens": False})
+    game.environment.close_conversations([game.metadata])
+    assert "was closed" in game.say("1").failures[0]
+    assert not game.environment._opened.conversations
+
+
+def test_a_close_before_an_episode_begins_to_run_releases_its_step(play):
+    game = play(3, args={"user_opens": False})
+    runner = game.environment._opened
+    task = game.environment._loaded.task_of(game.metadata["verifiers"])
+
+    async def closed():
+        conversation = runner.begin("b", task)
+        await runner.end(["b"])
+        return await asyncio.wait_for(conversation.news.get(), 10)
+
+    assert runner.call(closed()) == "the conversation was closed"
+
+
+def test_a_program_that_ends_the_runner_ends_the_run(play):
+    game = play(3, args={"user_opens": False})
+    for said in ("3 exit", "3"):
+        with pytest.raises(WorkerError, match=r"has ended: SystemExit\(3\)") as lost:
+            game.say(said)
+        assert lost.value.is_lost
 
 
 class SimulatedUser(BaseHTTPRequestHandler):

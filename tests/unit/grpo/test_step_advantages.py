@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import pickle
+import threading
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +21,12 @@ from laurel.grpo.advantages import Advantages, compute_step_advantages, resolve
 from laurel.grpo.metrics import rollout_metrics
 from laurel.grpo.source import Batch
 from laurel.grpo.state import batch_from_dict, batch_to_dict
+from laurel.run.grpo import grpo_identity
 from laurel.types import Rollout, RolloutGroup, StepReward, Task
 from policy_batches import gradient, labels, loss_of, outputs
 from policy_fakes import (
     SAMPLING,
+    ByteChat,
     Judge,
     ScriptedGenerator,
     rollout,
@@ -185,9 +190,12 @@ def test_each_token_is_learned_by_its_own_advantage() -> None:
 # ------------------------------------------------------------------ from the environment to a step
 
 
-def played(*texts: str, **verdict: Any) -> tuple[Rollout, ...]:
+def played(*texts: str, per_step: bool = True, **verdict: Any) -> tuple[Rollout, ...]:
     judge = Judge(lambda text, metadata: {k: v(text) for k, v in verdict.items()})
-    rollouts = rollouts_of(ScriptedGenerator(saying(*texts)), judge=judge, max_length=64)
+    judge.spec = replace(judge.spec, gives_steps=True)
+    rollouts = rollouts_of(
+        ScriptedGenerator(saying(*texts)), judge=judge, max_length=64, per_step=per_step
+    )
     playing = rollouts.play(
         [task()], num_generations=len(texts), sampling=SAMPLING, batch=(0, 0, 0)
     )
@@ -212,12 +220,44 @@ def test_ends_of_steps_become_tokens() -> None:
         ([StepReward(0, 1.0)], "end at"),
         ([StepReward(2, 1.0), StepReward(1, 1.0)], "end at"),
         ([StepReward(1, math.nan)], "not finite"),
+        ([StepReward(1.0, 0.5)], "as steps"),  # type: ignore[arg-type]
+        ([(1, 0.5, 2)], "as steps"),
+        ([(1, torch.ones(2))], "as steps"),
+        (7, "as steps"),
+        (None, "None as steps"),
     ],
 )
 def test_steps_that_cannot_be_are_a_failure(steps: Any, reason: str) -> None:
     (found,) = played("ab", steps=lambda text: steps)
     assert found.reward is None
     assert reason in str(found.failure)
+
+
+def test_steps_of_numpy_and_torch_become_plain_numbers() -> None:
+    given = [(np.int64(1), np.float32(0.5)), (torch.tensor(2), torch.tensor(0.25))]
+    (found,) = played("ab", steps=lambda text: given)
+    assert found.failure is None
+    assert found.steps == (StepReward(1, 0.5), StepReward(2, 0.25))
+    assert json.loads(json.dumps(found.steps)) == [[1, 0.5], [2, 0.25]]
+
+
+def test_steps_that_nothing_reads_fail_no_answer() -> None:
+    (found,) = played("ab", per_step=False, steps=lambda text: [StepReward(9, math.nan)])
+    assert (found.failure, found.steps) == (None, None)
+    assert found.reward is not None
+
+
+def test_the_place_of_steps_is_sought_beside_the_loop(monkeypatch: Any) -> None:
+    threads = list[str]()
+
+    def ends_of(*given: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return [1]
+
+    monkeypatch.setattr(ByteChat, "token_ends", lambda self, *given: ends_of(*given))
+    (found,) = played("a", steps=lambda text: [StepReward(1, 0.5)])
+    assert found.steps == (StepReward(1, 0.5),)
+    assert threads == ["environment"]
 
 
 def test_a_checkpoint_holds_the_steps() -> None:
@@ -230,6 +270,13 @@ def test_a_checkpoint_holds_the_steps() -> None:
 
 
 # --------------------------------------------------------------------------------- what is refused
+
+
+def test_a_run_without_them_goes_on_from_an_older_checkpoint() -> None:
+    name = "grpo.adv_estimator.per_step"
+    assert name not in grpo_identity(GRPORun())
+    run = GRPORun.model_validate({"grpo": {"adv_estimator": {"per_step": True}}})
+    assert grpo_identity(run)[name] is True
 
 
 @pytest.mark.parametrize(

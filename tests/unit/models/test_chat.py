@@ -13,6 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tiny_tokenizers as made
 from laurel.errors import DataError, ModelError
+from laurel.generation.transformers.batch import StopStringWatch
 from laurel.models.chat import ChatFormat
 from laurel.models.tokenizer import CHATML, CONCATENATION, PLAIN, plain_text
 from laurel.types import USUAL_ROLES, Message
@@ -477,6 +478,52 @@ def test_tokens_that_are_no_text_have_places_too(ids):
     for end, number in zip(range(1, len(text)), found, strict=False):
         assert plain_text(BY_LEARNED_BYTES.tokenizer, ids[:number]).startswith(text[:end])
         assert not plain_text(BY_LEARNED_BYTES.tokenizer, ids[: number - 1]).startswith(text[:end])
+
+
+def falls_back_to_bytes():
+    """A tokenizer as Llama 2 and Mistral have it: what is no token is written in bytes."""
+    pieces = ["<|im_start|>", "<|im_end|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁a", "a", "b", "1", "é", "\n"]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    replaced = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse()])
+    made_of = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    made_of.chat_template = CHATML
+    return ChatFormat(made_of)
+
+
+BY_FALLBACK = falls_back_to_bytes()
+
+
+def by_fallback(*pieces):
+    return BY_FALLBACK.tokenizer.convert_tokens_to_ids(list(pieces))
+
+
+# A byte that is no text takes back the two line breaks before it.
+TAKEN_BACK = by_fallback("a", "<0x0A>", "<0x0A>", "<0xF0>", "b", "b", "<|im_end|>")
+
+
+def test_a_byte_that_is_no_text_takes_back_those_before_it():
+    assert plain_text(BY_FALLBACK.tokenizer, TAKEN_BACK[:3]) == "a\n\n"
+    text = plain_text(BY_FALLBACK.tokenizer, TAKEN_BACK)
+    assert text == "a\ufffd\ufffd\ufffdbb"
+    assert BY_FALLBACK.token_ends(TAKEN_BACK, text, range(1, 7)) == [1, 4, 4, 4, 5, 7]
+
+
+def test_stop_strings_are_found_after_bytes_that_are_no_text():
+    watch = StopStringWatch(BY_FALLBACK.tokenizer, ["bb"])
+    assert [watch.ends_with(token) for token in TAKEN_BACK[:6]] == [None] * 5 + [""]
+
+
+@given(ids=st.lists(st.integers(2, 264), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=150)
+def test_any_tokens_that_fall_back_to_bytes_have_places(ids):
+    text = plain_text(BY_FALLBACK.tokenizer, ids)
+    found = BY_FALLBACK.token_ends(ids, text, range(1, len(text) + 1))
+    assert found[-1] == len(ids)
+    for end, number in zip(range(1, len(text)), found, strict=False):
+        assert plain_text(BY_FALLBACK.tokenizer, ids[:number]).startswith(text[:end])
 
 
 def test_tokens_of_another_text_are_an_error():

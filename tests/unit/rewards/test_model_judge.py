@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -15,13 +16,13 @@ import tiny
 import tiny_tokenizers
 from laurel.config.environments import JudgeConfig, RewardModelEnvironmentConfig
 from laurel.environments.reward_model_environment import RewardModelEnvironment
-from laurel.errors import ConfigError, ModelError
+from laurel.errors import ConfigError, EngineError, ModelError
 from laurel.models.chat import ChatFormat
 from laurel.rewards.judge import JudgePrompt, NoScoreError, read_verdict, verdict_rows
-from laurel.rewards.model_judge import ModelJudge, ring_pairs, word_score
+from laurel.rewards.model_judge import ModelJudge, ring_pairs, won_scores, word_score
 from laurel.rewards.open import ScorerPlacement, open_scorer
 from laurel.rewards.spec import ScorerSpec
-from laurel.types import Generated, Message, group_of
+from laurel.types import Generated, Message, Score, TokenGroup, group_of
 from model_directories import save_model
 
 HERE = "env.reward_model.judge"
@@ -175,6 +176,60 @@ def test_a_sure_verdict_does_not_overflow(first, second):
     assert word_score(first, second).value == (first > second)
 
 
+def test_a_probability_of_zero_is_a_sure_verdict_and_two_are_none():
+    assert word_score(-0.1, -math.inf).value == 1.0
+    assert word_score(-math.inf, -0.1).value == 0.0
+    assert "not finite" in word_score(-math.inf, -math.inf).failure
+
+
+def test_a_verdict_of_one_half_is_no_flip():
+    found = {(0, 1): Score(value=0.5), (1, 0): Score(value=0.4)}
+    assert [one.parts["position_flips"] for one in won_scores(found, [1, 1])] == [0.0, 0.0]
+    assert [one.value for one in won_scores(found, [1, 1])] == pytest.approx([0.55, 0.45])
+
+
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+    " {{ m.content }} <|im_end|>{% endif %}{% endfor %}"
+)
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+    "<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "read"), [(LLAMA, " Yes"), (THINKS, "<think>\n\n</think>\n\nYes")]
+)
+def test_the_words_have_the_tokens_that_fine_tuning_on_a_verdict_teaches(template, read):
+    class Recording(Table):
+        async def branch_logprobs(self, groups, *, batch_tokens):
+            self.asked += groups
+            return [[-1.0, -1.0] for _ in groups]
+
+    engine = Recording({})
+    engine.tokenizer.chat_template = template
+    settings = {"compares": False, "template": "{{ response }}", "read_out": "log_probability"}
+    judged(engine, ["a"], **settings)
+    (asked,) = engine.asked
+    question = (Message("user", "a"), Message("assistant", "Yes"))
+    taught = ChatFormat(engine.tokenizer).demonstration(question, demonstration_id="a").tokens
+    assert asked.trunk_ids.tolist() == taught.trunk_ids.tolist()
+    assert asked.branches_ids_G[0].tolist() == taught.branches_ids_G[0].tolist()[:-1]
+    assert engine.tokenizer.decode(asked.branches_ids_G[0]) == read
+
+
+def test_a_template_that_prompts_with_what_no_answer_begins_with_is_refused():
+    engine = Table({})
+    engine.tokenizer.chat_template = tiny_tokenizers.chatml().chat_template.replace(
+        "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
+    )
+    assert not ChatFormat(engine.tokenizer).asks_as_it_answers
+    with pytest.raises(ModelError, match=r"judge.words: 'A' cannot be an answer"):
+        judged(engine, ["a", "b"], read_out="log_probability")
+
+
 # ------------------------------------------------------------------------------------- written
 
 
@@ -201,6 +256,16 @@ def test_a_reply_that_was_cut_off_is_no_score():
     engine = Table({}, {("a", 0): ("Score: 1", "length")})
     ((score,),) = judged(engine, ["a"], compares=False, template="{{ response }}")
     assert "cut off" in score.failure
+
+
+def test_an_error_of_the_engine_comes_as_itself_when_verdicts_are_written():
+    class Broken(Table):
+        async def generate(self, request):
+            raise EngineError("vLLM died")
+            yield
+
+    with pytest.raises(EngineError, match="vLLM died"):
+        judged(Broken({}), ["a", "b"])
 
 
 def test_a_model_that_writes_no_verdict_gives_a_failure(directory):
@@ -232,6 +297,24 @@ def test_what_is_too_long_fails_and_the_others_are_compared_without_it():
     assert scores[0].parts["failed_comparisons"] == 1
     # An equal completion is no opponent that could make up for the ones that failed.
     assert values(doubled) == [None, None, None]
+
+
+def test_one_failed_comparison_fails_both_sides_rather_than_change_their_opponents():
+    engine = Table({"a|b": 0.9, "b|a": 0.1, "b|c": 0.6, "c|b": 0.4, "a|c": None, "c|a": 0.9})
+    (scores,) = judged(engine, ["a", "b", "c"], read_out="log_probability")
+    assert values(scores) == [None, pytest.approx((0.1 + 0.6) / 2), None]
+    assert "not finite" in scores[0].failure
+
+
+def test_a_forward_pass_that_fails_is_an_error_of_its_call_alone(directory):
+    group = group_of(PROMPT, ["4"], group_id="g")
+    with opened(directory, read_out="log_probability") as scorer:
+        engine, outside = scorer.scorer.engine, np.asarray([10**6], dtype=np.int32)
+        broken = TokenGroup(id="x", trunk_ids=outside, branches_ids_G=(outside,))
+        with pytest.raises(EngineError, match="IndexError"):
+            scorer.wait_for(lambda: engine.branch_logprobs([broken], batch_tokens=10))
+        ((score,),) = scorer.score_now([group])
+    assert score.failure is None
 
 
 def test_a_completion_that_is_alone_and_a_probability_that_is_nan_are_failures():
@@ -295,6 +378,8 @@ URLS = {"urls": ["http://127.0.0.1:1"]}
         ({"vllm_cfg": {"tensor_parallel_size": 2}}, "vllm_cfg is for backend=vllm"),
         ({"backend": "vllm", "batch_tokens": 1}, "batch_tokens is for backend=transformers"),
         ({"seed": None}, "seed=null"),
+        ({"read_out": "log_probability", "max_concurrent": 2}, "max_concurrent is for replies"),
+        (URLS | {"max_concurrent": 2}, "max_concurrent is for a judge that this process loads"),
     ],
 )
 def test_a_key_without_effect_is_refused_by_name(settings, said):
@@ -304,8 +389,38 @@ def test_a_key_without_effect_is_refused_by_name(settings, said):
 
 def test_a_judge_that_compares_subtracts_no_reference():
     judge = {"model": "judge", "compares": True}
-    with pytest.raises(ValidationError, match=r"take transform.subtract_reference out"):
-        RewardModelEnvironmentConfig(judge=judge, transform={"subtract_reference": True})
+    parts = [{"name": name, "judge": judge, "normalize": "none"} for name in "ab"]
+    for source in ({"judge": judge}, {"models": parts}):
+        with pytest.raises(ValidationError, match=r"take transform.subtract_reference out"):
+            RewardModelEnvironmentConfig(**source, transform={"subtract_reference": True})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "float32"},
+        {"max_model_len": 100},
+        {"batch_tokens": 1},
+        {"tokenizer": {"chat_template": "chatml"}},
+        {"trust_remote_code": True},
+        {"dtensor_cfg": {"tensor_parallel_size": 2}},
+        {"batch_timeout": 1.0},
+        {"sequence_packing": {"share_prompts": False}},
+    ],
+)
+def test_a_key_of_a_reward_model_is_refused_beside_a_judge(settings):
+    with pytest.raises(ValidationError, match=f"{next(iter(settings))} is for a reward model"):
+        RewardModelEnvironmentConfig(judge={"model": "judge"}, **settings)
+
+
+def test_words_that_yaml_reads_as_booleans_are_refused_with_the_cause():
+    with pytest.raises(ValidationError, match="put the words in quotes"):
+        config_of(read_out="log_probability", words=[True, False])
+
+
+def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_starts(directory):
+    with pytest.raises(ConfigError, match=r"judge.temperature=3: vLLM takes 0 and 0.01 to 2"):
+        opened(directory, backend="vllm", temperature=3.0)
 
 
 @pytest.mark.parametrize(
@@ -333,13 +448,27 @@ def test_verdicts_to_learn_from_are_asked_as_the_judge_asks_and_balanced():
     single = config_of(read_out="log_probability", words=("good", "bad"))
     prompt = JudgePrompt(single, where=HERE)
     rows = [row["messages"] for row in verdict_rows(prompt, single, group, (1, 0, 1))]
-    assert [row[-1]["content"] for row in rows] == ["good", "bad", "bad"]
-    assert rows[0][:-1] == prompt.messages(group, 1)
+    assert [row[-1]["content"] for row in rows] == ["bad", "good", "bad"]
+    assert rows[1][:-1] == prompt.messages(group, 1)
+    rows = list(verdict_rows(prompt, single, group, (1, 2, 0)))
+    assert [row["messages"][-1]["content"] for row in rows] == ["bad", "good"]
+    assert not list(verdict_rows(prompt, single, group, (1, 1, 1)))
     written = config_of(compares=True)
     rows = list(verdict_rows(JudgePrompt(written, where=HERE), written, group, (0, 1, 1)))
     assert rows[0]["messages"][-1]["content"] == "[[A]]"
     with pytest.raises(ConfigError, match="read_out=log_probability, or compares=true"):
         list(verdict_rows(JudgePrompt(config_of(), where=HERE), config_of(), group, (0, 1, 1)))
+
+
+def test_completions_are_one_group_whatever_the_keys_of_reward_models_say():
+    engine = Table(CHANCES)
+    config = config_of(compares=True, template=BARE, read_out="log_probability")
+    judge = ModelJudge(config, engine, ChatFormat(engine.tokenizer), max_length=1000)
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": a}] for a in "ab"]
+    settings = {"model_name": "unused", "sequence_packing": {"share_prompts": False}}
+    with RewardModelEnvironment(settings, scorer=judge) as environment:
+        rewards = environment.step(logs, [{}] * 2).rewards.tolist()
+    assert rewards == pytest.approx([0.7, 0.3])
 
 
 def test_the_environment_rewards_with_a_judge_that_compares(directory):

@@ -80,6 +80,21 @@ def test_it_is_looked_for_before_anything_is_started(run, key, monkeypatch):
     check_vllm(run, on_cluster=False)
 
 
+def test_a_judge_in_vllm_says_its_share_of_the_gpu_that_the_policy_trains_on(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    judge = {"model": "j", "backend": "vllm"}
+    run = run_of(reward_model={"enabled": True, "judge": judge})
+    check_vllm(run, on_cluster=False)
+    with pytest.raises(ConfigError, match=r"take 0\.9 of the memory of the GPU"):
+        check_vllm(run, on_cluster=False, num_gpus=1)
+    judge["vllm_cfg"] = {"gpu_memory_utilization": 0.3}
+    run = run_of(reward_model={"enabled": True, "judge": judge})
+    check_vllm(run, on_cluster=False, num_gpus=1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"judge\.backend=vllm needs"):
+        check_vllm(run, on_cluster=False)
+
+
 def test_nodes_of_a_cluster_may_have_what_this_one_has_not(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_vllm(run_of("vllm", address="auto"), on_cluster=True)

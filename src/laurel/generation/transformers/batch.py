@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from laurel.errors import EngineError
@@ -22,7 +21,7 @@ from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
 from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeptTokens, KeyValueStore
 from laurel.models.forest.policy import PolicyModel
-from laurel.models.tokenizer import plain_text
+from laurel.models.tokenizer import TextStream, plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -552,8 +551,7 @@ class StopStringWatch:
             tokenizer: A fast tokenizer of transformers.
             stop_strings: At least one stop string, none of them empty.
         """
-        self._tokenizer = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = TextStream(tokenizer)
         self._stop_strings = tuple(stop_strings)
         self._longest = max(map(len, stop_strings))
         self._tail = ""
@@ -565,8 +563,8 @@ class StopStringWatch:
             The text after the stop string that the token completes (the one that ends first); None
             if it completes none.
         """
-        new = self._stream.step(self._tokenizer, token)
-        if not new:  # the token ends inside of a character
+        new = self._stream.step(token)
+        if not new:
             return None
         text = self._tail + new
         ends = [start + len(stop) for stop in self._stop_strings if (start := text.find(stop)) >= 0]

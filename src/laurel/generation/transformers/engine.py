@@ -183,11 +183,15 @@ class TransformersEngine:
         Returns:
             For each group the natural log-probability of each branch, [G]: the sum over its tokens,
                 each in float32, at temperature 1.
+
+        Raises:
+            EngineError: A forward pass failed, or the engine is closed.
         """
         model = self._batch.model
         sums: list[list[float]] = [[] for _ in groups]
+        failures: list[Exception] = []
 
-        def work() -> None:
+        def compute() -> None:
             with model.at_temperature(1.0):
                 for part in bin_pack([group.num_tokens for group in groups], batch_tokens):
                     chosen = [groups[index] for index in part]
@@ -198,7 +202,20 @@ class TransformersEngine:
                             for branch in group.branches_ids_G
                         ]
 
+        def work() -> None:
+            # Nothing of the engine changes here: what this call lacks, such as memory, need not
+            # end the thread and with it every later call.
+            try:
+                compute()
+            except Exception as error:
+                failures.append(error)
+
         await self._do(work)
+        for error in failures:
+            raise EngineError(
+                f"the log-probabilities of {len(groups)} questions failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return sums
 
     async def sleep(self) -> None:

@@ -302,6 +302,7 @@ def _diagnosed(
             members=members,
             in_other_language=translated,
             noise=noise,
+            reads_logits=request.scorer.judge is None,
         )
     return {"diagnostics": report}
 
