@@ -142,7 +142,7 @@ def test_without_an_id_the_metadata_that_it_returns_goes_on(environment, talks):
     ("said", "reason"),
     [
         ("raise", r"error: env\.talk\.me: KeyError: 'no such thing' \(.*test_sessions\.py:\d+\)"),
-        ("hang", r"timeout: no answer within 0\.4 s \(step_timeout\)"),
+        ("hang", r"timeout: no answer to a step within 0\.4 s \(step_timeout\)"),
         ("nothing", "the session ended without any reward"),
     ],
 )
