@@ -13,12 +13,14 @@ for each seed and each reward in turn; nothing else differs:
 Accuracy is that of the final answer, on held-out problems, whatever the reward is: a policy that
 games the reward model gains nothing. It is measured every `val_period` steps of the recipe; a run
 ends at the first validation with 0.9, or after the recipe's last step. Called again, it goes on
-where it was stopped: what is in the folder of `--work` is not made anew.
+where it was stopped: what is in the folder of `--work` is not made anew, and a folder of other
+settings or of other recipes is refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -67,15 +69,16 @@ def main() -> None:
     add("--rewards", nargs="+", choices=REWARDS, default=list(REWARDS))
     add("--work", type=Path, default=Path("benchmark_results/process_rewards"))
     add("--json", type=Path, default=Path("benchmark_results/process_rewards.json"))
-    add("overrides", nargs="*", help="further settings of all runs, as key=value")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs")
     options = parser.parse_args()
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
+    refuse_other_settings(work, options.set)
     prepare(work)
     runs = []
     for seed in options.seeds:
         for reward in options.rewards:
-            run = train(reward, seed, work, options.overrides)
+            run = train(reward, seed, work, options.set)
             runs.append(run)
             print(
                 f"  seed {seed}, {reward}: {run.reached or 'not'} "
@@ -85,6 +88,19 @@ def main() -> None:
     print(report(runs))
     found = {"machine": machine(), "runs": [asdict(run) for run in runs]}
     write_json(options.json, found)
+
+
+def refuse_other_settings(work: Path, overrides: list[str]) -> None:
+    """End the program if the folder has results of other settings, recipes or data."""
+    names = ("arithmetic_sft_cpu", "process_reward_cpu", "arithmetic_grpo_cpu")
+    made_from = [ROOT / "examples/arithmetic_steps.py"]
+    made_from += [ROOT / "recipes" / f"{name}.yaml" for name in names]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in made_from}
+    settings = {"set": sorted(overrides), "made_from": digests}
+    path = work / "settings.json"
+    if path.is_file() and json.loads(path.read_text()) != settings:
+        sys.exit(f"{work} has results of other settings or recipes ({path}): give another --work")
+    path.write_text(json.dumps(settings, indent=1))
 
 
 def prepare(work: Path) -> None:

@@ -9,9 +9,9 @@ of ProcessBench; half of their solutions have a wrong step, and 9 in 10 of those
     python examples/arithmetic_steps.py DIRECTORY --careless [NUM_TRAIN] [NUM_TEST]
 
 writes longer problems for GRPO with process rewards. `demonstrations.jsonl` has solutions whose
-form is right, and of whose steps two in five are wrong. `graded.jsonl` has others with a label for
-every step: whether it does what the problem asks for next, with the number that stands before it.
-`graded_test.jsonl` has other problems in the form of ProcessBench. `tasks.jsonl` and
+form is right, and of whose steps more than a third are wrong. `graded.jsonl` has others with a
+label for every step: whether it does what the problem asks for next, with the number that stands
+before it. `graded_test.jsonl` has other problems in the form of ProcessBench. `tasks.jsonl` and
 `tasks_validation.jsonl` have problems with their answers; no problem is in two files.
 """
 

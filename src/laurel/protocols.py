@@ -158,6 +158,9 @@ class Environment(Protocol):
         Differences below it mean nothing.
         """
 
+    def step_noise_floor(self) -> float:
+        """Measure the same of the rewards of steps."""
+
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
         """List the tasks that it cannot score fairly: their own reference gets no reward."""
 

@@ -738,6 +738,14 @@ class GRPORun(Section):
                 "same weight in the gradient, so grpo.adv_estimator.per_step=true would have no "
                 "effect on which of them are learned; use one of them"
             )
+        transform = self.env.reward_model.transform
+        if grpo.adv_estimator.per_step and transform.clip and transform.normalize != "none":
+            raise ValueError(
+                f"env.reward_model.transform.normalize={transform.normalize} subtracts the mean of "
+                "the aggregates, which may leave all steps beyond env.reward_model.transform.clip, "
+                "equal: with grpo.adv_estimator.per_step=true leave one of them out (advantages "
+                "are normalised anyway)"
+            )
         longest = policy.generation.max_new_tokens
         if longest is not None and longest > policy.max_total_sequence_length:
             raise ValueError(

@@ -107,6 +107,10 @@ class EnvironmentInterface(ABC):
         """Return the standard deviation of the rewards' noise, which `spec` gives; 0 by default."""
         return self.spec.noise_floor or 0.0
 
+    def step_noise_floor(self) -> float:
+        """Return the same of the rewards of steps; by default it is that of the rewards."""
+        return self.noise_floor()
+
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
         """Return the tasks whose reference answer would not earn the reward; by default none."""
         return []

@@ -52,6 +52,7 @@ _OF_INTERFACE = (
     *_STATE,
     "close_conversations",
     "noise_floor",
+    "step_noise_floor",
     "validate",
     "use_tokenizer",
     "resting",

@@ -169,7 +169,9 @@ class RewardModelEnvironment(EnvironmentInterface):
             gives_steps=self._separator is not None,
         )
         self._noise_probe = NoiseProbe()
-        self._noise: float | None = getattr(scorer, "noise", None)
+        declared: float | None = getattr(scorer, "noise", None)
+        # Of scores, and of the values of steps, which are noisier than their mean or product.
+        self._noise = {False: declared, True: declared}
         self._lock = threading.Lock()
 
     @classmethod
@@ -291,7 +293,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 reads_metadata=self._reads_metadata,
                 judges_groups=self._judges_groups,
             )
-        if self._noise is None:
+        if None in self._noise.values():
             self._noise_probe.add(case.conversation for case in readable if case.failure is None)
         whole = [case for case in cases if case.failure is None]
         references = [case.reference_score for case in whole]
@@ -381,13 +383,20 @@ class RewardModelEnvironment(EnvironmentInterface):
         The first call measures it with `measure_noise`, on the golden conversations that the model
         was saved with, or otherwise on the first that were scored.
         """
+        return self._measured(of_steps=False)
+
+    def step_noise_floor(self) -> float:
+        """Return what `noise_floor` does, for the rewards of steps."""
+        return self._measured(of_steps=True)
+
+    def _measured(self, *, of_steps: bool) -> float:
         with self._lock:
-            if self._noise is None:
+            noise = self._noise[of_steps]
+            if noise is None:
                 found = self.noise_groups()
-                noise = noise_of(self._open(), found or PROBE)
-                self._noise = noise if found else None
-                return noise * self.transform.factor
-            return self._noise * self.transform.factor
+                noise = noise_of(self._open(), found or PROBE, of_steps=of_steps)
+                self._noise[of_steps] = noise if found else None
+            return noise * self.transform.factor
 
     def noise_groups(self) -> list[Group]:
         """Return the groups on which the noise is measured; empty if there are too few."""
@@ -406,12 +415,17 @@ class RewardModelEnvironment(EnvironmentInterface):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to give the same rewards, as JSON values."""
-        return {"transform": self.transform.state_dict(), "noise": self._noise}
+        return {
+            "transform": self.transform.state_dict(),
+            "noise": self._noise[False],
+            "step_noise": self._noise[True],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state."""
         self.transform.load_state_dict(state["transform"])
-        self._noise = state["noise"]
+        # Older checkpoints lack the second, and are of runs that do not read it.
+        self._noise = {False: state["noise"], True: state.get("step_noise")}
 
     def shutdown(self) -> None:
         """Close the scorer; further calls do nothing.
@@ -783,23 +797,30 @@ class NoiseProbe:
             return [self._by_digest[digest] for digest in sorted(self._by_digest)]
 
 
-def noise_of(scorer: ModelScorer | BlockingScorer, groups: Sequence[Group]) -> float:
+def noise_of(
+    scorer: ModelScorer | BlockingScorer, groups: Sequence[Group], *, of_steps: bool = False
+) -> float:
     """Measure a scorer's rounding noise with `measure_noise`; 0 if it returns no scores."""
     if isinstance(scorer, LoopScorer):  # which would answer repetitions from its cache
-        return scorer.directly(lambda model: noise_of(model, groups))
+        return scorer.directly(lambda model: noise_of(model, groups, of_steps=of_steps))
+    measured = partial(measure_noise, groups=groups, of_steps=of_steps)
     with contextlib.suppress(ValueError):
         if isinstance(scorer, BlockingScorer):
-            return measure_noise(scorer.score_afresh, groups)
+            return measured(scorer.score_afresh)
         if isinstance(scorer, ContractScorer) and scorer.has_exact_scores:
             # Not every device and kernel supports float64, or has the memory.
             with contextlib.suppress(RuntimeError, TypeError):
-                return measure_noise(scorer.score_now, groups, exact=scorer.score_exactly)
-        return measure_noise(scorer.score_now, groups)
+                return measured(scorer.score_now, exact=scorer.score_exactly)
+        return measured(scorer.score_now)
     return 0.0
 
 
 def measure_noise(
-    score: ScoreNow, groups: Sequence[Group], *, exact: ScoreNow | None = None
+    score: ScoreNow,
+    groups: Sequence[Group],
+    *,
+    exact: ScoreNow | None = None,
+    of_steps: bool = False,
 ) -> float:
     """Measure the noise of a scorer, about one standard deviation, in units of its scores.
 
@@ -819,44 +840,49 @@ def measure_noise(
         groups: The groups to score. The layouts of batches differ only with at least two prompts
             that have two answers each.
         exact: Scores groups in a higher precision.
+        of_steps: Whether the noise is that of the scorer's outputs, which are the values of the
+            steps, instead of that of the scores.
 
     Raises:
         ValueError: No conversation could be scored.
     """
+    values_of = partial(_values, of_steps=of_steps)
     together = score(groups)
-    sizes = [value for value in _values(together) if value is not None]
+    sizes = [value for values in values_of(together) for value in values]
     size = _root_mean_square(sizes) if sizes else 0.0
     alone = [replace(g, completions_G=(c,)) for g in groups for c in g.completions_G]
     turned = [replace(g, completions_G=g.completions_G[::-1]) for g in groups[::-1]]
     layouts = [
-        _values(together),
-        [value for one in alone for value in _values(score([one]))],
-        _values(score(alone)),
-        _values(score(turned))[::-1],
+        values_of(together),
+        [values for one in alone for values in values_of(score([one]))],
+        values_of(score(alone)),
+        values_of(score(turned))[::-1],
     ]
     deviations = []
-    for values in zip(*layouts, strict=True):
-        scored = [value for value in values if value is not None]
-        if len(scored) == len(layouts):
-            mean = math.fsum(scored) / len(scored)
-            deviations.append(max(abs(value - mean) for value in scored))
+    for of_conversation in zip(*layouts, strict=True):
+        # A layout without a score has no value, and leaves the conversation out.
+        for values in zip(*of_conversation, strict=False):
+            mean = math.fsum(values) / len(values)
+            deviations.append(max(abs(value - mean) for value in values))
     if not deviations:
         raise ValueError("the noise of a scorer cannot be measured on what it cannot score")
     found = [_root_mean_square(deviations), RESOLUTION * size]
     if exact is not None:
-        found.append(_noise_of_rounding(together, exact(groups)))
+        found.append(_noise_of_rounding(together, exact(groups), values_of))
     return max(found)
 
 
 def _noise_of_rounding(
-    rounded: Sequence[tuple[Score, ...]], exact: Sequence[tuple[Score, ...]]
+    rounded: Sequence[tuple[Score, ...]],
+    exact: Sequence[tuple[Score, ...]],
+    values_of: Callable[[Sequence[tuple[Score, ...]]], list[tuple[float, ...]]],
 ) -> float:
     """Return the standard deviation of errors, pooled within groups, or over groups of one."""
     errors_BG = [
         [
-            a.value - b.value
-            for a, b in zip(one, other, strict=True)
-            if a.value is not None and b.value is not None
+            value - true
+            for values, trues in zip(values_of([one]), values_of([other]), strict=True)
+            for value, true in zip(values, trues, strict=False)
         ]
         for one, other in zip(rounded, exact, strict=True)
     ]
@@ -871,8 +897,13 @@ def _noise_of_rounding(
     return math.sqrt(squares / freedom) if freedom > 0 else 0.0
 
 
-def _values(scored: Sequence[tuple[Score, ...]]) -> list[float | None]:
-    return [score.value for scores_G in scored for score in scores_G]
+def _values(scored: Sequence[tuple[Score, ...]], *, of_steps: bool) -> list[tuple[float, ...]]:
+    # Of each conversation its score, or the values of its steps; nothing where it has no score.
+    return [
+        () if one.value is None else one.values_K if of_steps else (one.value,)
+        for scores_G in scored
+        for one in scores_G
+    ]
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

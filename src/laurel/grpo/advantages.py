@@ -271,7 +271,10 @@ def _of_tokens(ends: Sequence[int], values: Floats, length: int) -> Floats:
     # Each token gets the sum over the steps that end with it or later.
     ending = np.zeros(length)
     np.add.at(ending, np.array(ends, np.int64) - 1, values)
-    return np.cumsum(ending[::-1])[::-1]
+    sums: Floats = np.cumsum(ending[::-1])[::-1]
+    # What rounding leaves of steps that cancel out is no signal.
+    sums[np.abs(sums) <= len(values) * np.finfo(np.float64).eps * np.abs(values).sum()] = 0.0
+    return sums
 
 
 # -------------------------------------------------------------------------------------- estimators

@@ -197,7 +197,11 @@ class GRPO(TrainingLoop):
         # Noise is measured of the rewards that environments give.
         by_reward = slope(settings.grpo.reward_scaling)
         asked = {group.task.environment for group in groups}
-        noises = {name: by_reward * self.parts.environments[name].noise_floor() for name in asked}
+        noises = {
+            name: by_reward * (one.step_noise_floor() if self.rule.per_step else one.noise_floor())
+            for name, one in self.parts.environments.items()
+            if name in asked
+        }
         noise_B = [noises[group.task.environment] for group in groups]
         if self.rule.per_step:
             advantages = compute_step_advantages(groups, rewards_BG, self.rule, noise=noise_B)

@@ -475,7 +475,11 @@ def _parts(
         # Rows without end are made in a random order.
         shuffle=config.data.shuffle and data.endless is None,
         total_steps=num_steps,
-        noise=lambda name: environments[name].noise_floor(),
+        noise=lambda name: (
+            environments[name].step_noise_floor()
+            if grpo.adv_estimator.per_step
+            else environments[name].noise_floor()
+        ),
     )
     context.stack.callback(source.close)
     validation = None

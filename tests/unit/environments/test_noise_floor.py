@@ -47,6 +47,20 @@ def test_the_largest_deviation_from_a_conversations_mean():
     assert measure_noise(lambda g: scores(g, alone), GROUPS) == pytest.approx(0.3)
 
 
+def test_the_noise_of_steps_is_that_of_each_of_them():
+    """Each group's answers have 2 steps, and their product as score; alone, the second is 0.4
+    more: deviations of 0 and 0.3, and of the product 0.5 * 0.3."""
+
+    def stepped(groups):
+        added = 0.4 if len(groups) == 1 else 0.0
+        values = (0.5, 0.5 + added)
+        one = Score(value=math.prod(values), values_K=values)
+        return [tuple(one for _ in group.completions_G) for group in groups]
+
+    assert measure_noise(stepped, GROUPS) == pytest.approx(0.15)
+    assert measure_noise(stepped, GROUPS, of_steps=True) == pytest.approx(0.3 / math.sqrt(2))
+
+
 def test_conversations_are_pooled_by_their_squares():
     """Only prompt a is noisy: sqrt((0.3^2 + 0.3^2 + 0 + 0) / 4)."""
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,11 +42,16 @@ def source_of(
     **changes: Any,
 ) -> Iterator[RolloutSource]:
     """A source; when it is closed, no thread of its is left."""
-    rollouts = rollouts_of(generator, judge=judge or Judge(), generation_timeout=generation_timeout)
+    judge, config = judge or Judge(), config_of(**changes)
+    per_step = config.adv_estimator.per_step
+    judge.spec = replace(judge.spec, gives_steps=per_step)
+    rollouts = rollouts_of(
+        generator, judge=judge, generation_timeout=generation_timeout, per_step=per_step
+    )
     source = RolloutSource(
         rollouts,
         TASKS,
-        config_of(**changes),
+        config,
         SAMPLING,
         shuffle=shuffle,
         total_steps=total_steps,

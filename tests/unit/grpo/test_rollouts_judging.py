@@ -19,7 +19,7 @@ from laurel.grpo.judging import (
     copy_reward_to_duplicates,
     parts_to_judge,
 )
-from laurel.types import JudgingUnit, Message, RolloutGroup, Task
+from laurel.types import JudgingUnit, Message, RolloutGroup, StepReward, Task
 from policy_fakes import SAMPLING, Judge, Say, ScriptedGenerator, rollouts_of, saying, task
 
 
@@ -199,9 +199,11 @@ def test_agreeing_keeps_components_apart() -> None:
         for i in range(2)
     ]
     rollouts[0].components = {"a": 1.0}
+    rollouts[0].steps, rollouts[1].steps = [StepReward(3, 0.5)], [StepReward(4, 0.25)]
     copy_reward_to_duplicates(rollouts)
     rollouts[1].components["a"] = 5.0
     assert (rollouts[0].components, rollouts[1].reward) == ({"a": 1.0}, 0.0)
+    assert rollouts[1].steps == [StepReward(4, 0.5)], "its own tokens, the first's reward"
 
 
 # ---------------------------------------------------------------------------------------- the clock

@@ -95,6 +95,13 @@ def test_each_is_compared_with_the_steps_of_the_others() -> None:
     assert found[2] == pytest.approx([0.0, 2 / 3, 2 / 3, 1 / 3])
 
 
+def test_steps_that_cancel_out_leave_no_rounding() -> None:
+    # Their mean is 0.5, and 0.1 + 0.2 - 0.3 is not 0 in floating point.
+    group = rollout_group(stepped("abc", (1, 0.6), (2, 0.7), (3, 0.2)), stepped("a", (1, 0.5)))
+    (found,) = tokens_of(group, chosen=config(scale="none"))
+    assert found[0] == [0.0, pytest.approx(-0.1), pytest.approx(-0.3)]
+
+
 def test_the_deviation_of_the_batch() -> None:
     other = rollout_group(stepped("a", (1, 3.0)), stepped("a", (1, 5.0)))
     first, second = tokens_of(THREE, other, chosen=config(scale="batch"))
@@ -294,6 +301,10 @@ def test_a_run_without_them_goes_on_from_an_older_checkpoint() -> None:
         ({"grpo": {"reward_scaling": {"enabled": True}}}, "reward_scaling"),
         ({"grpo": {"reward_shaping": {"enabled": True}}}, "reward_shaping"),
         ({"loss_fn": {"use_kl_in_reward": True}}, "use_kl_in_reward"),
+        (
+            {"env": {"reward_model": {"transform": {"normalize": "running", "clip": [-1, 1]}}}},
+            "transform.normalize=running",
+        ),
         (
             {"loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False}},
             "sequence_level_importance_ratios",
