@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from pydantic import field_validator
 
 PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
 MOST = int(sys.argv[3]) if len(sys.argv) > 3 else 64
@@ -22,6 +23,13 @@ DRIFTS = "--drift" in sys.argv
 
 class Guess(Action):
     guess: int | Literal["raise", "sleep", "die"]
+
+    @field_validator("guess")
+    @classmethod
+    def _is_lucky(cls, guess: int | str) -> int | str:
+        if guess == 13:
+            raise ValueError("13 is no number")
+        return guess
 
 
 class Hint(Observation):

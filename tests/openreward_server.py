@@ -7,8 +7,8 @@ each session that begins or ends.
 import sys
 from pathlib import Path
 
-from openreward.environments import Environment, Server, TextBlock, ToolOutput, tool
-from pydantic import BaseModel
+from openreward.environments import Environment, Server, TextBlock, ToolOutput, terminal, tool
+from pydantic import BaseModel, Field
 
 PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
 
@@ -66,5 +66,30 @@ class Sums(Environment):
         raise ArithmeticError("the abacus broke")
 
 
+class Word(BaseModel):
+    word: str = Field(max_length=3)
+
+
+class Words(Environment):
+    """One plain message is the answer."""
+
+    @classmethod
+    def list_splits(cls):
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        return [{}]
+
+    def get_prompt(self):
+        return _text("Say yes.")
+
+    @terminal
+    @tool
+    async def grade(self, word: Word) -> ToolOutput:
+        """Grade the answer."""
+        return ToolOutput(blocks=[], reward=float(word.word == "yes"), finished=True)
+
+
 if __name__ == "__main__":
-    Server([Sums]).run(host="127.0.0.1", port=PORT)
+    Server([Sums, Words]).run(host="127.0.0.1", port=PORT)

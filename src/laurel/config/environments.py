@@ -729,11 +729,13 @@ class SessionsConfig(Section):
     system_prompt: str | None = None
     """The first message of every prompt. Null: none, or that of `data.system_prompt_file`."""
     connect_patience: float = Field(default=60.0, gt=0)
-    """Seconds to wait for a server that does not answer, at the start and later; then the run ends
-    as for a lost worker (exit code 75), and the same command goes on. Default: a restart of a
-    server takes less."""
+    """Seconds to wait for a server from when it is first missed, at the start and later; then the
+    run ends as for a lost worker (exit code 75), and the same command goes on. Default: a restart
+    of a server takes less."""
     step_timeout: float = Field(default=60.0, gt=0)
-    """Seconds of one step; then the completion has failed. Less than `env.timeout_seconds`."""
+    """Seconds of one step, and of the beginning of a session; the completion then fails, unless
+    the server answers nobody else either and is waited for. Twice this and `connect_patience` are
+    together less than `env.timeout_seconds`."""
     max_observation_chars: int = Field(default=4096, ge=64)
     """Longest message that the policy sees; a longer one loses its middle."""
 
@@ -757,7 +759,7 @@ class OpenEnvConfig(SessionsConfig):
     """The field of the action that takes the policy's text. Null: the text is a JSON object, which
     is the action."""
     action_fields: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of every action."""
+    """Further fields of every action, whatever the policy says in them."""
     action_tag: str | None = Field(default=None, pattern=r"^\w+$")
     """The text is what stands in the last `<TAG>...</TAG>` of the message. Null: all of it, after
     its thoughts."""
@@ -765,6 +767,12 @@ class OpenEnvConfig(SessionsConfig):
     """The field of an observation that the policy sees. Null: all of them, as JSON."""
     role: Literal["user", "tool", "environment"] = "user"
     """The role of the message with the observation."""
+
+    @model_validator(mode="after")
+    def _leaves_the_action_to_the_policy(self) -> OpenEnvConfig:
+        if self.action_key in self.action_fields:
+            raise ValueError(f"action_fields has {self.action_key} (action_key): leave one out")
+        return self
 
 
 class OpenRewardConfig(SessionsConfig):
@@ -1067,11 +1075,13 @@ class EnvironmentsConfig(Section):
         }
         for kind, named in servers.items():
             for name, config in named.items():
-                for key in ("connect_patience", "step_timeout"):
-                    if getattr(config, key) >= self.timeout_seconds:
-                        raise ValueError(
-                            f"{kind}.{name}.{key}={getattr(config, key):g} has to be less than "
-                            f"timeout_seconds={self.timeout_seconds:g}, after which the completion "
-                            "has failed anyway"
-                        )
+                # A step that a server lets wait, the outage, and the step again.
+                longest = config.connect_patience + 2 * config.step_timeout
+                if longest >= self.timeout_seconds:
+                    raise ValueError(
+                        f"{kind}.{name}: connect_patience={config.connect_patience:g} and twice "
+                        f"step_timeout={config.step_timeout:g} have to be less than "
+                        f"timeout_seconds={self.timeout_seconds:g}, after which the completion has "
+                        "failed anyway"
+                    )
         return self

@@ -6,27 +6,30 @@ Standard (`openreward` 0.1): tools that the policy calls.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
 from laurel.config.environments import OpenEnvConfig, OpenRewardConfig
 from laurel.data.sources import Row
 from laurel.environments.sessions import (
+    ServerFullError,
     ServerSession,
     SessionEnvironment,
     SessionLostError,
     SessionTurn,
 )
 from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
-from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, form_of
+from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, form_of
 from laurel.types import ToolSchemas
 
+_FULL = "CAPACITY_REACHED"  # what a server of OpenEnv calls it
 _CODE = re.compile(r"\(code: (\w+)\)\s*$")
 _GONE_STATUS = frozenset({404, 410, 502, 503, 504})
 """HTTP statuses that speak of a session or a server that is gone, not of an environment's error."""
@@ -90,19 +93,27 @@ class OpenEnvServer:
         """Reset the environment of a connection, and return what the policy sees.
 
         Raises:
-            SessionLostError: The server does not answer.
+            SessionLostError: The server does not answer, or is full.
             EnvironmentFailedError: It says that it cannot.
         """
+        full = ServerFullError(
+            f"{self.config.url} has no more sessions: start it with as many (max_concurrent_envs) "
+            "as there are rollouts at a time"
+        )
         try:
             result = await client.reset(**{**self.config.reset, **given})
-        except (ConnectionError, self._closed, TimeoutError) as error:
+        except (ConnectionError, self._closed) as error:
+            # A full server says so and closes, perhaps before the reset is sent; then what it said
+            # is still to be read, for which the client has no other method.
+            said: Any = None
+            with suppress(ConnectionError, self._closed):
+                said = await client._receive()
+            if said is not None and said.get("data", {}).get("code") == _FULL:
+                raise full from error
             raise SessionLostError(f"{type(error).__name__}: {error}") from error
         except RuntimeError as error:  # which is how the client passes on the server's errors
-            if _code(error) == "CAPACITY_REACHED":
-                raise EnvironmentFailedError(
-                    f"{self.config.url} has no more sessions ({error}): start it with as many "
-                    "(max_concurrent_envs) as there are rollouts at a time"
-                ) from error
+            if _code(error) == _FULL:
+                raise full from error
             raise EnvironmentFailedError(f"reset({dict(given)}): {error}") from error
         return self.text_of(result.observation)
 
@@ -122,7 +133,7 @@ class OpenEnvServer:
         opened: ServerSession = await self._connected(begin)
         return opened
 
-    async def rows(self, limit: int | None) -> list[Row]:
+    async def make_rows(self, limit: int | None, made: list[Row]) -> None:
         """Make a row of each seed, whose prompt is what `reset` shows."""
         if limit is None:
             raise ConfigError(
@@ -130,9 +141,10 @@ class OpenEnvServer:
                 "one (data.max_samples)"
             )
 
-        async def make(client: Any) -> list[Row]:
-            made: list[Row] = []
-            for seed in range(self.config.first_seed, self.config.first_seed + limit):
+        first = self.config.first_seed
+
+        async def make(client: Any) -> None:
+            for seed in range(first + len(made), first + limit):
                 given = {"seed": seed}
                 start = await self.reset(client, given)
                 said = "\n\n".join(text for text in (self.config.instruction, start) if text)
@@ -145,10 +157,8 @@ class OpenEnvServer:
                 task = {"reset": given, "start": start}
                 made.append({"prompt": prompt, "metadata": {self.key: task}})
             await client.close()
-            return made
 
-        found: list[Row] = await self._connected(make)
-        return found
+        await self._connected(make)
 
     def text_of(self, observation: Mapping[str, Any]) -> str:
         """Return what the policy sees of an observation.
@@ -177,15 +187,17 @@ class OpenEnvServer:
                 raise ValueError(f"write your action as <{tag}>...</{tag}>")
             text = found[-1]
         text = text.strip()
-        if self.config.action_key is not None:
-            return {**self.config.action_fields, self.config.action_key: text}
-        try:
-            action = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"the action is no JSON: {error}") from None
-        if not isinstance(action, dict):
-            raise ValueError('the action has to be a JSON object, {"...": ...}')
-        return {**self.config.action_fields, **action}
+        action: Any = {self.config.action_key: text}
+        if self.config.action_key is None:
+            try:
+                action = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"the action is no JSON: {error}") from None
+            if not isinstance(action, dict):
+                raise ValueError('the action has to be a JSON object, {"...": ...}')
+        if fault := fault_of(action):
+            raise ValueError(f"the action cannot be sent: {fault}")
+        return {**action, **self.config.action_fields}
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Do nothing: actions are text."""
@@ -208,6 +220,10 @@ class _OpenEnvSession:
         except RuntimeError as error:
             if _code(error) == "VALIDATION_ERROR":
                 return self._refused("the environment does not take this action")
+            if _code(error) == "SESSION_ERROR":
+                # What the action's validator raised was no text that the server could send, and it
+                # has ended the session. A failure would be a way out of the reward.
+                return SessionTurn(reward=0.0, is_over=True, num_refused=1)
             raise EnvironmentFailedError(str(error)) from error
         except (ConnectionError, self._server._closed) as error:
             raise SessionLostError(f"{type(error).__name__}: {error}") from error
@@ -350,24 +366,27 @@ class OpenRewardServer:
             )
         return session, tools
 
-    async def rows(self, limit: int | None) -> list[Row]:
+    async def make_rows(self, limit: int | None, made: list[Row]) -> None:
         """Read the tasks of the split, and the prompt of each from a session that is closed."""
         with self.asking():
             tasks = await self._environment.get_task_range(self.config.split, 0, limit)
-        rows: list[Row] = []
-        for one in tasks:
+        for one in tasks[len(made) :]:
             task = {**vars(one), "task_spec": dict(one.task_spec)}
-            session, _ = await self._begun(task)
-            try:
-                with self.asking():
-                    messages = await session.get_messages()
-            finally:
-                await session.__aexit__(None, None, None)
+            async with asyncio.timeout(self.config.step_timeout):
+                messages = await self._opening(task)
             said = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
-            rows.append(
+            made.append(
                 {"prompt": _prompt(self.config.system_prompt, said), "metadata": {self.key: task}}
             )
-        return rows
+
+    async def _opening(self, task: Mapping[str, Any]) -> Sequence[Any]:
+        session, _ = await self._begun(task)
+        try:
+            with self.asking():
+                found: Sequence[Any] = await session.get_messages()
+        finally:
+            await session.__aexit__(None, None, None)
+        return found
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Choose the form of calls that the chat template writes, unless one is named."""
@@ -391,7 +410,11 @@ class _OpenRewardSession:
                 if await self._session.terminal_tool() is None:
                     # Nothing else would ever end it, and the policy chose not to call.
                     return SessionTurn(reward=0.0, is_over=True)
-                final = await self._session.call_terminal_tool(message)
+                try:
+                    final = await self._session.call_terminal_tool(message)
+                except server._errors.ToolCallError as error:
+                    shown = {"role": "user", "content": f"Error: {error.detail}"}
+                    return SessionTurn(messages=(shown,), num_refused=1)
             return SessionTurn(reward=final.reward, is_over=True)
         is_over = False
         for call in calls:

@@ -1,7 +1,15 @@
 """Sessions of a server as an environment: one for each rollout, from its first turn to its end.
 
 What a server is and says is in `session_servers`; here is when its sessions begin, what becomes of
-one that is lost, and that each is closed.
+one that is lost, and that each is closed. Whatever goes wrong is one of three things:
+
+- A refused action: the policy wrote something that is no action, or none that the server takes. It
+  reads why, its rewards count, and the conversation goes on.
+- A failure: the server says that its environment failed, or takes longer than `step_timeout` while
+  it answers others; a new session repeats itself differently; two sessions in a row are lost at the
+  same message; the server is full. The completion takes part in nothing.
+- An outage: the server cannot be reached, or a session is lost at anything else. The server is
+  waited for, `connect_patience` seconds after it was first missed, and then the run ends.
 """
 
 from __future__ import annotations
@@ -40,6 +48,7 @@ from laurel.types import ToolSchemas
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _CLOSING_SECONDS = 10.0  # limit of closing one session
+_REACHING_SECONDS = 10.0  # limit of one attempt to see whether a server answers
 _REMEMBERED = 1 << 16  # conversations that have ended
 Result = TypeVar("Result")
 C = TypeVar("C", bound=SessionsConfig)
@@ -47,6 +56,10 @@ C = TypeVar("C", bound=SessionsConfig)
 
 class SessionLostError(Exception):
     """A session or its server is gone, whatever the policy did."""
+
+
+class ServerFullError(SessionLostError):
+    """A server has no room for another session; one that is closing may still take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +113,21 @@ class SessionServer(Protocol):
         """Begin a session for a task.
 
         Raises:
-            SessionLostError: The server does not answer.
+            SessionLostError: The server does not answer, or is full (`ServerFullError`).
             EnvironmentFailedError: The server says that its environment failed.
         """
 
-    async def rows(self, limit: int | None) -> list[Row]:
-        """Make the rows of the server's tasks, the first `limit` of them."""
+    async def make_rows(self, limit: int | None, made: list[Row]) -> None:
+        """Make the rows of the server's tasks, the first `limit` of them.
+
+        Args:
+            limit: How many; None for all.
+            made: Those that earlier calls made; the others are appended.
+
+        Raises:
+            SessionLostError: The server does not answer.
+            TimeoutError: A session took longer than `step_timeout` to begin.
+        """
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Take the policy's tokenizer, whose chat template says how it calls functions."""
@@ -136,8 +158,8 @@ class SessionEnvironment(EnvironmentInterface):
     """Plays each conversation in a session of its own; the reward is the sum of its rewards.
 
     A session that is lost is begun anew, and the policy's messages are sent again: if every answer
-    is as it was, the conversation goes on, otherwise the completion is a failure. A server that
-    does not answer for `connect_patience` seconds ends the run as a lost worker does.
+    is as it was, the conversation goes on, otherwise the completion is a failure. An outage of
+    `connect_patience` seconds ends the run as a lost worker does.
     """
 
     def __init__(self, where: str, server: SessionServer, config: SessionsConfig) -> None:
@@ -158,7 +180,7 @@ class SessionEnvironment(EnvironmentInterface):
         self._ended: Memory[bool] = Memory(_REMEMBERED)
         self._background = BackgroundLoop("laurel-sessions")
         try:
-            self._wait_for(self._patiently(server.reach))
+            self._wait_for(self._patiently(self._reach))
         except WorkerError as error:
             self.shutdown()
             raise ConfigError(
@@ -181,7 +203,14 @@ class SessionEnvironment(EnvironmentInterface):
 
     def rows(self, limit: int | None) -> list[Row]:
         """Make the rows of the server's tasks, the first `limit` of them."""
-        return self._wait_for(self._patiently(lambda: self._server.rows(limit)))
+        made: list[Row] = []
+
+        async def make() -> None:
+            # Of as many sessions as there are rows, each with its own limit.
+            await self._within(None, "a reset", self._server.make_rows(limit, made))
+
+        self._wait_for(self._patiently(make, made))
+        return made
 
     # ------------------------------------------------------------------------------------- turns
 
@@ -273,55 +302,106 @@ class SessionEnvironment(EnvironmentInterface):
                 raise EnvironmentFailedError("the task is not of this server, which would play it")
             if sum(one["role"] == "assistant" for one in log) > 1:
                 raise EnvironmentFailedError("the conversation has no session to go on in")
-            held = _Held(await self._patiently(lambda: self._server.open(task)), task)
+            held = _Held(await self._patiently(lambda: self._open(task)), task)
             self._held[name] = held
         try:
             turn = await self._answer(held.session, message)
         except SessionLostError as error:
             await self._replace(held, error)
-            turn = await self._answer(held.session, message)
+            try:
+                turn = await self._answer(held.session, message)
+            except SessionLostError as again:
+                # The message may be what ends sessions, or servers: it is not sent a third time.
+                raise EnvironmentFailedError(
+                    f"two sessions in a row were lost at the same message ({error}; {again})"
+                ) from again
         held.turns.append((message, turn))
         return turn, held
 
+    async def _open(self, task: Mapping[str, Any]) -> ServerSession:
+        return await self._within(
+            self._config.step_timeout, "the beginning of a session", self._server.open(task)
+        )
+
     async def _answer(self, session: ServerSession, message: str) -> SessionTurn:
-        limit = self._config.step_timeout
+        return await self._within(self._config.step_timeout, "a step", session.turn(message))
+
+    async def _within(
+        self, limit: float | None, what: str, work: Coroutine[Any, Any, Result]
+    ) -> Result:
+        """Wait for an answer, and tell an environment that is slow from a server that hangs.
+
+        Raises:
+            EnvironmentFailedError: It takes too long, and the server answers others.
+            SessionLostError: The server does not answer others either.
+        """
         try:
             async with asyncio.timeout(limit):
-                return await session.turn(message)
+                return await work
         except TimeoutError:
+            await self._reach()
             raise EnvironmentFailedError(
-                f"timeout: no answer within {limit:g} s (step_timeout)"
+                f"timeout: no answer to {what} within {self._config.step_timeout:g} s "
+                "(step_timeout)"
             ) from None
 
+    async def _reach(self) -> None:
+        try:
+            async with asyncio.timeout(_REACHING_SECONDS):
+                await self._server.reach()
+        except TimeoutError:
+            raise SessionLostError(f"no answer within {_REACHING_SECONDS:g} s") from None
+
     async def _replace(self, held: _Held, lost: SessionLostError) -> None:
-        """Open another session in place of a lost one, and bring it to where that was.
+        """Open another session in place of a lost one, and bring it to where that was."""
+        _log.warning("%s: a session is lost (%s), and is begun anew", self.where, lost)
+        await _end(held.session)
+        held.session = await self._patiently(lambda: self._repeated(held, lost))
+
+    async def _repeated(self, held: _Held, lost: SessionLostError) -> ServerSession:
+        """Open a session, and send it what the lost one answered.
 
         Raises:
             EnvironmentFailedError: It answers something else.
+            SessionLostError: It is lost, too.
         """
-        _log.warning("%s: a session is lost (%s), and is begun anew", self.where, lost)
-        await _end(held.session)
-        held.session = await self._patiently(lambda: self._server.open(held.task))
-        for message, turn in held.turns:
-            if await self._answer(held.session, message) != turn:
-                raise EnvironmentFailedError(
-                    f"the session is lost ({lost}), and a new one answers the same messages "
-                    "differently"
-                )
+        session = await self._open(held.task)
+        try:
+            for message, turn in held.turns:
+                if await self._answer(session, message) != turn:
+                    raise EnvironmentFailedError(
+                        f"the session is lost ({lost}), and a new one answers the same messages "
+                        "differently"
+                    )
+        except BaseException:
+            await _end(session)
+            raise
+        return session
 
-    async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Ask a server until it answers.
+    async def _patiently(
+        self, ask: Callable[[], Coroutine[Any, Any, Result]], made: Sequence[Row] = ()
+    ) -> Result:
+        """Ask a server until it answers; what grows in `made` meanwhile is an answer as well.
 
         Raises:
             WorkerError: It has not answered for `connect_patience` seconds.
+            EnvironmentFailedError: It is full, and nothing ends.
         """
         patience, clock = self._config.connect_patience, asyncio.get_running_loop().time
-        end, pause = clock() + patience, _FIRST_PAUSE
+        missed: float | None = None
+        num_made, pause = 0, _FIRST_PAUSE
         while True:
             try:
                 return await ask()
             except SessionLostError as error:
-                if clock() >= end:
+                if missed is None or len(made) > num_made:
+                    missed, num_made, pause = clock(), len(made), _FIRST_PAUSE
+                if isinstance(error, ServerFullError):
+                    # Sessions that are closing need a moment; the others may wait for this one.
+                    end = missed + min(patience, _CLOSING_SECONDS)
+                    if clock() >= end:
+                        raise EnvironmentFailedError(str(error)) from error
+                elif clock() >= (end := missed + patience):
                     raise WorkerError(
                         f"{self.where}: {self._config.url} has not answered for {patience:g} s "
                         f"(connect_patience): {error}",

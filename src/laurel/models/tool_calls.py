@@ -18,7 +18,7 @@ from laurel.models.tokenizer import first_line
 
 FormName = Literal["hermes", "llama"]
 MAX_DEPTH = 64
-"""Objects and lists within each other in a call's arguments; readers of JSON behind tools take 200
+"""Objects and lists within each other in a call or an action; readers of JSON behind tools take 200
 or fewer, and an error of theirs would be a failure in place of the policy's own mistake."""
 _NAMES_A_FUNCTION = re.compile(r"\{\s*\"name\"\s*:")
 
@@ -185,13 +185,20 @@ def _call(value: Any, keys: Sequence[str]) -> ReadCall:
     arguments: Any = next((value[key] for key in keys if key in value), {})
     if not isinstance(arguments, dict):
         return MalformedCall(f'its "{keys[0]}" must be a JSON object')
-    if _is_deep(arguments):
-        return MalformedCall(f'its "{keys[0]}" are nested more than {MAX_DEPTH} deep')
-    try:
-        json.dumps([name, arguments], ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return MalformedCall("it has half of a surrogate pair, as in \\ud800, which is no text")
+    if fault := fault_of(arguments) or fault_of({"name": name}):
+        return MalformedCall(fault)
     return ToolCall(name, arguments)
+
+
+def fault_of(value: Mapping[str, Any]) -> str | None:
+    """Say why an object of JSON that a policy wrote cannot be sent to a server; None if it can."""
+    if _is_deep(value):
+        return f"it is nested more than {MAX_DEPTH} deep"
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "it has half of a surrogate pair, as in \\ud800, which is no text"
+    return None
 
 
 def _is_deep(value: Any) -> bool:

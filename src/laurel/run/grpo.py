@@ -18,6 +18,7 @@ from laurel.config.environments import (
     ReasoningGymEnvironmentConfig,
     RewardModelEnvironmentConfig,
     SandboxConfig,
+    SessionsConfig,
     ToolsConfig,
 )
 from laurel.config.grpo import GRPORun
@@ -384,9 +385,9 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
     if config.env.verifiers:
         rewarding["verifiers"] = True
     if config.env.openenv:
-        rewarding["openenv"] = True
+        rewarding["openenv"] = _session_keys(config.env.openenv)
     if config.env.openreward:
-        rewarding["openreward"] = True
+        rewarding["openreward"] = _session_keys(config.env.openreward)
     grpo = config.grpo.model_dump(mode="json", exclude=left_out)
     if not config.grpo.adv_estimator.per_step:
         del grpo["adv_estimator"]["per_step"]
@@ -398,6 +399,12 @@ def grpo_identity(config: GRPORun) -> dict[str, object]:
         data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
         env=config.env.model_dump(mode="json", include=rewarding),
     )
+
+
+def _session_keys(servers: Mapping[str, SessionsConfig]) -> dict[str, dict[str, bool]]:
+    # A server may move between the runs.
+    address = ("url", "api_key_env", "connect_patience", "step_timeout")
+    return {name: _all_but(type(one), *address) for name, one in servers.items()}
 
 
 def _judge_keys_left_out(config: RewardModelEnvironmentConfig) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ def test_an_action_that_never_ends_is_a_failure_alone(server):
     with create_environment("game", config) as environment:
         slow, game = Game(environment, task), Game(environment, task)
         game.say(str(number_of(0) % 9 + 1))
-        assert "timeout: no answer within 1 s" in slow.say("sleep").failures[0]
+        assert "no answer to a step within 1 s" in slow.say("sleep").failures[0]
         assert game.say(str(number_of(0))).rewards.tolist() == [1.0]
 
 
@@ -137,7 +137,21 @@ def test_actions_in_json_and_observations_whole(server):
         answer = game.say(f'<think>{{}}</think>{{"guess": {wrong}}}').observations[0][0]
         assert answer["role"] == "tool"
         assert '"tries": 1' in answer["content"]
-        environment.close_conversations([game.metadata])
+        for text in ("[" * 5000, '{"guess": "\\ud800"}', '{"guess": ' + "[" * 99 + "]" * 99 + "}"):
+            verdict = game.say(text)
+            assert (verdict.failures, verdict.notes[0]["ended"]) == ([None], 0.0)
+            assert verdict.observations[0][0]["content"].startswith("Error: the action ")
+        # The server cannot write down what this validator raises, and ends the session.
+        unlucky = game.say('{"guess": 13}')
+        assert (unlucky.failures, unlucky.terminateds.tolist()) == ([None], [True])
+        assert unlucky.notes == [{"turns": 6.0, "refused": 5.0, "ended": 1.0}]
+
+
+def test_the_policy_does_not_change_the_fields_of_every_action(server):
+    config = config_of(server, action_key=None, action_fields={"guess": number_of(0)})
+    task = load(config, env_name="game", max_samples=1)[0]
+    with create_environment("game", config) as environment:
+        assert Game(environment, task).say('{"guess": 0}').rewards.tolist() == [1.0]
 
 
 def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
@@ -224,7 +238,7 @@ def test_what_cannot_be_used_is_said_before_the_run(server, settings, data, said
 
 def test_a_server_that_is_full_or_does_not_repeat_itself_is_said(tmp_path, shared):
     with ServerProcess("openenv_server.py", tmp_path, "1", "--drift") as server:
-        config = config_of(server)
+        config = config_of(server, connect_patience=1.0)
         task = load(config, env_name="game", max_samples=1)[0]
         with create_environment("game", config) as environment:
             drifted = Game(environment, task).say("1")
@@ -234,6 +248,7 @@ def test_a_server_that_is_full_or_does_not_repeat_itself_is_said(tmp_path, share
             first.say("raise" if number_of(0) == 1 else "1")
             assert "has no more sessions" in second.say("1").failures[0]
             environment.close_conversations([first.metadata])
+            assert Game(environment, task).say("raise").failures != [None]
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):

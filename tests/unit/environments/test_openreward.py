@@ -104,6 +104,28 @@ def test_calls_that_the_server_does_not_take_are_answered(server):
         assert (silent.rewards.tolist(), silent.terminateds.tolist()) == ([0.0], [True])
 
 
+def test_calls_and_answers_that_cannot_be_sent_are_no_failures(server):
+    config = config_of(server)
+    task = load(config, max_samples=1)[0]
+    with create_environment("sums", config) as environment:
+        talk = Conversation(environment, task, "x")
+        for one in ('"\\ud800"', "[" * 900 + "]" * 900, "1e999"):
+            written = '{"name": "add", "arguments": {"b": 2, "a": ' + one + "}}"
+            verdict = talk.say(f"<tool_call>{written}</tool_call>")
+            assert verdict.failures == [None]
+            assert verdict.observations[0][0]["content"].startswith("Error: ")
+        assert verdict.notes == [{"turns": 3.0, "refused": 3.0, "ended": 0.0}]
+    config = config_of(server, environment="words")
+    task = load(config, max_samples=1)[0]
+    with create_environment("sums", config) as environment:
+        talk = Conversation(environment, task, "y")
+        long = talk.say("yes, I do")
+        assert (long.failures, long.terminateds.tolist()) == ([None], [False])
+        assert long.observations[0][0]["content"].startswith("Error: ")
+        last = talk.say("yes")
+        assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
+
+
 def test_a_tool_that_raises_is_a_failure(server):
     config = config_of(server)
     task = load(config, max_samples=1)[0]

@@ -76,8 +76,8 @@ class Talks:
         self.opened.append(Talk(self, len(self.opened)))
         return self.opened[-1]
 
-    async def rows(self, limit):
-        return [{"prompt": "q", "metadata": {"talk": {}}}] * limit
+    async def make_rows(self, limit, made):
+        made += [{"prompt": "q", "metadata": {"talk": {}}}] * limit
 
     async def aclose(self):
         self.is_closed = True
@@ -142,7 +142,7 @@ def test_without_an_id_the_metadata_that_it_returns_goes_on(environment, talks):
     ("said", "reason"),
     [
         ("raise", r"error: env\.talk\.me: KeyError: 'no such thing' \(.*test_sessions\.py:\d+\)"),
-        ("hang", r"timeout: no answer within 0\.4 s \(step_timeout\)"),
+        ("hang", r"timeout: no answer to a step within 0\.4 s \(step_timeout\)"),
         ("nothing", "the session ended without any reward"),
     ],
 )
@@ -310,8 +310,8 @@ def test_figures_of_sessions(environment):
     [
         ({"url": "localhost:8000"}, "is no address"),
         ({"url": "http://me:secret@here:1"}, "has a password"),
-        ({"url": "http://here:1", "step_timeout": 900}, "has to be less than timeout_seconds=600"),
-        ({"url": "http://here:1", "connect_patience": 600}, "has to be less than timeout_seconds"),
+        ({"url": "http://here:1", "step_timeout": 900}, "have to be less than timeout_seconds=600"),
+        ({"url": "http://here:1", "connect_patience": 600}, "have to be less than timeout_seconds"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, said):

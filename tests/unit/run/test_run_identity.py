@@ -4,7 +4,11 @@ from typing import Any
 
 import pytest
 
-from laurel.config.environments import CodeEnvironmentConfig, RewardModelEnvironmentConfig
+from laurel.config.environments import (
+    CodeEnvironmentConfig,
+    EnvironmentsConfig,
+    RewardModelEnvironmentConfig,
+)
 from laurel.config.grpo import GRPORun
 from laurel.run.grpo import grpo_identity
 from laurel.training.state import leaves
@@ -89,3 +93,13 @@ def test_what_a_program_earns_may_not_change_and_where_it_runs_may(settings):
     assert of_code(**settings) != of_code()
     sandbox = {"min_tier": "A", "backlog": 3}
     assert of_code(num_workers=1, deadline_seconds=9.0, sandbox=sandbox) == of_code()
+
+
+@pytest.mark.parametrize("kind", ["openenv", "openreward"])
+def test_a_server_of_sessions_may_move_and_its_rewards_may_not_change(kind):
+    def of_server(**settings):
+        env = EnvironmentsConfig(**{kind: {"x": {"url": URL, **settings}}})
+        return dict(leaves("", grpo_identity(GRPORun().model_copy(update={"env": env}))))
+
+    assert of_server(url=OTHER, connect_patience=1.0, step_timeout=2.0) == of_server()
+    assert of_server(max_observation_chars=64) != of_server()
