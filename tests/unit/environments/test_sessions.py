@@ -282,7 +282,8 @@ def test_rollouts_leave_no_session_behind(environment, talks, end):
     groups = asyncio.run(run())
     rollouts.close()
     assert environment.num_open == 0
-    assert len(talks.opened) == 4
+    # An engine that dies can do so before the last session opens.
+    assert len(talks.opened) == 4 or end == "engine"
     assert talks.num_left == 0
     if end in ("over", "turns"):
         rewards = [r.reward for g in groups for r in g.rollouts_G]
