@@ -63,7 +63,9 @@ def serving(scorer: Any, behave: Any = None, **settings: Any) -> RewardServer:
 
 
 def opened(said: list[str] | None = None, **settings: Any) -> RewardModelEnvironment:
-    settings = {"precision": "float32", "connect_patience": 0.0, **settings}
+    settings = {"connect_patience": 0.0, **settings}
+    if "judge" not in settings:
+        settings = {"precision": "float32", **settings}
     say = said.append if said is not None else lambda _: None
     return RewardModelEnvironment(settings, device="cpu", say=say)
 
