@@ -1,6 +1,12 @@
 """What tests in several folders share: one small Ray cluster, which takes seconds to start."""
 
+import os
+
 import pytest
+
+# A thread that calls Ray when its cluster has gone raises, where Ray would start another cluster
+# beside the one that the next test starts. Ray reads this when it is imported.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 LONG = ("unit/training/test_learner_group.py", "unit/workers/test_ray_cluster.py")
 """Files that take long and would come last, when other processes have nothing left to do."""
