@@ -195,9 +195,11 @@ def fault_of(value: Mapping[str, Any]) -> str | None:
     if _is_deep(value):
         return f"it is nested more than {MAX_DEPTH} deep"
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         return "it has half of a surrogate pair, as in \\ud800, which is no text"
+    except ValueError:
+        return "it has a number that is no JSON (NaN or infinite)"
     return None
 
 

@@ -137,14 +137,15 @@ def test_actions_in_json_and_observations_whole(server):
         answer = game.say(f'<think>{{}}</think>{{"guess": {wrong}}}').observations[0][0]
         assert answer["role"] == "tool"
         assert '"tries": 1' in answer["content"]
-        for text in ("[" * 5000, '{"guess": "\\ud800"}', '{"guess": ' + "[" * 99 + "]" * 99 + "}"):
+        no_actions = ['"\\ud800"', "[" * 99 + "]" * 99, "NaN", "1e999"]
+        for text in ("[" * 5000, *('{"guess": ' + one + "}" for one in no_actions)):
             verdict = game.say(text)
             assert (verdict.failures, verdict.notes[0]["ended"]) == ([None], 0.0)
             assert verdict.observations[0][0]["content"].startswith("Error: the action ")
         # The server cannot write down what this validator raises, and ends the session.
         unlucky = game.say('{"guess": 13}')
         assert (unlucky.failures, unlucky.terminateds.tolist()) == ([None], [True])
-        assert unlucky.notes == [{"turns": 6.0, "refused": 5.0, "ended": 1.0}]
+        assert unlucky.notes == [{"turns": 8.0, "refused": 7.0, "ended": 1.0}]
 
 
 def test_the_policy_does_not_change_the_fields_of_every_action(server):
