@@ -390,7 +390,7 @@ class OpenRewardServer:
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Choose the form of calls that the chat template writes, unless one is named."""
-        self.form = form_of(tokenizer, self.config.form)
+        self.form = form_of(tokenizer, self.config.form, where=self.where)
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -13,10 +13,12 @@ from laurel.environments.registry import (
     row_sources,
     tools_of,
 )
-from laurel.errors import ConfigError, MissingDependencyError, WorkerError
+from laurel.errors import ConfigError, MissingDependencyError, ModelError, WorkerError
+from laurel.models.tokenizer import CHATML
 from laurel.models.tool_calls import HermesForm, ToolCall
 from sandbox_processes import wait_until
 from session_servers import ServerProcess
+from tool_templates import chatml_like
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,12 @@ def test_calls_and_answers_that_cannot_be_sent_are_no_failures(server):
         assert long.observations[0][0]["content"].startswith("Error: ")
         last = talk.say("yes")
         assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
+
+
+def test_a_template_that_leaves_tools_out_names_their_section(server):
+    with create_environment("sums", config_of(server, form="auto")) as environment:
+        with pytest.raises(ModelError, match=r"leaves out the tools of env\.openreward\.sums"):
+            environment.use_tokenizer(chatml_like(CHATML))
 
 
 def test_a_tool_that_raises_is_a_failure(server):
