@@ -26,7 +26,7 @@ from laurel.environments.sessions import (
     SessionTurn,
 )
 from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
-from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, form_of
+from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, form_of, needed_form
 from laurel.types import ToolSchemas
 
 _FULL = "CAPACITY_REACHED"  # what a server of OpenEnv calls it
@@ -404,7 +404,7 @@ class _OpenRewardSession:
 
     async def turn(self, message: str) -> SessionTurn:
         server, said, rewards, refused = self._server, [], [], 0
-        calls = [] if server.form is None else server.form.read(message)
+        calls = needed_form(server.form, server.where).read(message) if server.tools else []
         if not calls:
             with server.asking():
                 if await self._session.terminal_tool() is None:

@@ -18,7 +18,7 @@ from laurel.models.tokenizer import CHATML
 from laurel.models.tool_calls import HermesForm, ToolCall
 from sandbox_processes import wait_until
 from session_servers import ServerProcess
-from tool_templates import chatml_like
+from tool_templates import TOKENIZERS, chatml_like
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,22 @@ def test_calls_and_answers_that_cannot_be_sent_are_no_failures(server):
         assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
 
 
+def test_calls_whose_form_is_not_known_are_failures_and_no_answers(server):
+    config = config_of(server, form="auto")
+    task = load(config, max_samples=1)[0]
+    with create_environment("sums", config) as environment:
+        unread = Conversation(environment, task, "x").call(("submit", {"answer": 1}))
+        assert "env.openreward.sums.form=auto depends on" in unread.failures[0]
+        environment.use_tokenizer(TOKENIZERS["hermes"]())
+        read = Conversation(environment, task, "y").call(("submit", {"answer": 1}))
+        assert (read.failures, read.rewards.tolist()) == ([None], [1.0])
+
+
 def test_a_template_that_leaves_tools_out_names_their_section(server):
-    with create_environment("sums", config_of(server, form="auto")) as environment:
-        with pytest.raises(ModelError, match=r"leaves out the tools of env\.openreward\.sums"):
-            environment.use_tokenizer(chatml_like(CHATML))
+    said = r"leaves out the tools of env\.openreward\.sums"
+    environment = create_environment("sums", config_of(server, form="auto"))
+    with environment, pytest.raises(ModelError, match=said):
+        environment.use_tokenizer(chatml_like(CHATML))
 
 
 def test_a_tool_that_raises_is_a_failure(server):
