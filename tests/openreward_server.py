@@ -7,7 +7,16 @@ each session that begins or ends.
 import sys
 from pathlib import Path
 
-from openreward.environments import Environment, Server, TextBlock, ToolOutput, terminal, tool
+from openreward.environments import (
+    Environment,
+    ListToolsOutput,
+    Server,
+    TextBlock,
+    ToolOutput,
+    ToolSpec,
+    terminal,
+    tool,
+)
 from pydantic import BaseModel, Field
 
 PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
@@ -66,6 +75,14 @@ class Sums(Environment):
         raise ArithmeticError("the abacus broke")
 
 
+class Own(Sums):
+    """Its second task has a tool more than the others."""
+
+    def list_task_tools(self):
+        more = ToolSpec(name="more", description="", input_schema=None)
+        return ListToolsOutput(tools=[more] if self.task_spec["a"] == 1 else [])
+
+
 class Word(BaseModel):
     word: str = Field(max_length=3)
 
@@ -92,4 +109,4 @@ class Words(Environment):
 
 
 if __name__ == "__main__":
-    Server([Sums, Words]).run(host="127.0.0.1", port=PORT)
+    Server([Sums, Words, Own]).run(host="127.0.0.1", port=PORT)

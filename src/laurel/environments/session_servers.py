@@ -347,24 +347,23 @@ class OpenRewardServer:
 
     async def open(self, task: Mapping[str, Any]) -> ServerSession:
         """Begin a session for a task of the server."""
-        session, _ = await self._begun(task)
-        return _OpenRewardSession(session, self)
+        return _OpenRewardSession(await self._begun(task), self)
 
-    async def _begun(self, task: Mapping[str, Any]) -> tuple[Any, ToolSchemas]:
+    async def _begun(self, task: Mapping[str, Any]) -> Any:
         session = self._environment.session(task=self.types.Task(**task))
         try:
             with self.asking():
                 await session.__aenter__()
                 tools = self._schemas(await session.list_tools())
+            if tools != self.tools:
+                raise EnvironmentFailedError(
+                    "the task has tools of its own, and here all tasks of a server show the same "
+                    "ones"
+                )
         except BaseException:
             await session.__aexit__(None, None, None)
             raise
-        if tools != self.tools:
-            await session.__aexit__(None, None, None)
-            raise EnvironmentFailedError(
-                "the task has tools of its own, and here all tasks of a server show the same ones"
-            )
-        return session, tools
+        return session
 
     async def make_rows(self, limit: int | None, made: list[Row]) -> None:
         """Read the tasks of the split, and the prompt of each from a session that is closed."""
@@ -380,7 +379,7 @@ class OpenRewardServer:
             )
 
     async def _opening(self, task: Mapping[str, Any]) -> Sequence[Any]:
-        session, _ = await self._begun(task)
+        session = await self._begun(task)
         try:
             with self.asking():
                 found: Sequence[Any] = await session.get_messages()

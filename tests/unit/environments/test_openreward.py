@@ -13,7 +13,13 @@ from laurel.environments.registry import (
     row_sources,
     tools_of,
 )
-from laurel.errors import ConfigError, MissingDependencyError, ModelError, WorkerError
+from laurel.errors import (
+    ConfigError,
+    EnvironmentFailedError,
+    MissingDependencyError,
+    ModelError,
+    WorkerError,
+)
 from laurel.models.tokenizer import CHATML
 from laurel.models.tool_calls import HermesForm, ToolCall
 from sandbox_processes import wait_until
@@ -126,6 +132,13 @@ def test_calls_and_answers_that_cannot_be_sent_are_no_failures(server):
         assert long.observations[0][0]["content"].startswith("Error: ")
         last = talk.say("yes")
         assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
+
+
+def test_a_task_with_tools_of_its_own_is_refused(server):
+    config = config_of(server, environment="own")
+    assert len(load(config, max_samples=1)) == 1
+    with pytest.raises(EnvironmentFailedError, match="the task has tools of its own"):
+        load(config, max_samples=2)
 
 
 def test_calls_whose_form_is_not_known_are_failures_and_no_answers(server):
