@@ -30,6 +30,7 @@ from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, f
 from laurel.types import ToolSchemas
 
 _FULL = "CAPACITY_REACHED"  # what a server of OpenEnv calls it
+_OPENINGS_AT_A_TIME = 8  # sessions that are begun at a time to read prompts
 _CODE = re.compile(r"\(code: (\w+)\)\s*$")
 _GONE_STATUS = frozenset({404, 410, 502, 503, 504})
 """HTTP statuses that speak of a session or a server that is gone, not of an environment's error."""
@@ -369,23 +370,24 @@ class OpenRewardServer:
         """Read the tasks of the split, and the prompt of each from a session that is closed."""
         with self.asking():
             tasks = await self._environment.get_task_range(self.config.split, 0, limit)
-        for one in tasks[len(made) :]:
-            task = {**vars(one), "task_spec": dict(one.task_spec)}
-            async with asyncio.timeout(self.config.step_timeout):
-                messages = await self._opening(task)
-            said = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
-            made.append(
-                {"prompt": _prompt(self.config.system_prompt, said), "metadata": {self.key: task}}
-            )
+        while some := tasks[len(made) : len(made) + _OPENINGS_AT_A_TIME]:
+            # Each is waited for, whatever becomes of the others: none is left open.
+            for row in await asyncio.gather(*map(self._row_of, some), return_exceptions=True):
+                if isinstance(row, BaseException):
+                    raise row
+                made.append(row)
 
-    async def _opening(self, task: Mapping[str, Any]) -> Sequence[Any]:
-        session = await self._begun(task)
-        try:
-            with self.asking():
-                found: Sequence[Any] = await session.get_messages()
-        finally:
-            await session.__aexit__(None, None, None)
-        return found
+    async def _row_of(self, one: Any) -> Row:
+        task = {**vars(one), "task_spec": dict(one.task_spec)}
+        async with asyncio.timeout(self.config.step_timeout):
+            session = await self._begun(task)
+            try:
+                with self.asking():
+                    messages = await session.get_messages()
+            finally:
+                await session.__aexit__(None, None, None)
+        said = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
+        return {"prompt": _prompt(self.config.system_prompt, said), "metadata": {self.key: task}}
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Choose the form of calls that the chat template writes, unless one is named."""

@@ -13,6 +13,8 @@ from laurel.environments.registry import (
     row_sources,
     tools_of,
 )
+from laurel.environments.session_servers import OpenRewardServer
+from laurel.environments.sessions import SessionLostError
 from laurel.errors import (
     ConfigError,
     EnvironmentFailedError,
@@ -94,6 +96,26 @@ def test_tasks_of_a_split_are_played_by_calls_of_tools(server):
         assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
         assert last.notes == [{"turns": 2.0, "refused": 0.0, "ended": 1.0}]
     assert tools_of("sums", config) == environment.spec.tools
+
+
+def test_rows_are_read_some_at_a_time_and_those_of_before_an_outage_are_kept(server, monkeypatch):
+    lost, asked = [12, 4], []
+    real = OpenRewardServer._row_of
+
+    async def row_of(self, task):
+        number = task.task_spec["a"]
+        asked.append(number)
+        if number in lost:
+            lost.remove(number)
+            raise SessionLostError("the line is dead")
+        return await real(self, task)
+
+    monkeypatch.setattr(OpenRewardServer, "_row_of", row_of)
+    tasks = load(config_of(server))
+    assert [task.prompt[-1].content for task in tasks] == [
+        f"What is {n} + {n + 1}?" for n in range(14)
+    ]
+    assert asked == [*range(8), *range(4, 12), *range(12, 14), *range(12, 14)]
 
 
 def test_calls_that_the_server_does_not_take_are_answered(server):
