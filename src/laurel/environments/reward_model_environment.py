@@ -1057,8 +1057,7 @@ def gpus_of_actor(
         ConfigError: The settings are invalid.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
-    sources = [settings, *(settings.models or ())]
-    is_loaded = bool(settings.loaded) or any(source.loads_judge for source in sources)
+    is_loaded = any(source.loads_model or source.loads_judge for source in settings.sources)
     is_elsewhere = scorer is not None or not is_loaded or _has_ranks(settings)
     return float(device != "cpu" and not is_elsewhere)
 
