@@ -548,6 +548,9 @@ def test_the_noise_of_the_first_conversations_is_kept_and_resumed():
     floor = made.noise_floor()
     assert 0 < floor < 1e-5
     assert before > 0
+    kept = made._noise_probe.all()
+    rewards(made, [log("Another?", "Not kept.")])
+    assert made._noise_probe.all() == kept, "what is measured needs no more conversations"
     other = RewardModelEnvironment({}, scorer=WordScorer())
     other.load_state_dict(made.state_dict())
     assert other.noise_floor() == floor
