@@ -111,7 +111,8 @@ class RolloutInProgress:
     def place_steps(self, ends_of: TokenEnds, step: Callable[..., Any]) -> None:
         """Check the rewards of the last turn's steps, and find the tokens at which the steps end.
 
-        The conversation fails if they are invalid, or if it has ended without any.
+        The conversation fails if they are invalid, or if the environment has ended it without any.
+        One that is cut off before may have no steps.
 
         Args:
             ends_of: Finds the tokens, as `Chat.token_ends` does.

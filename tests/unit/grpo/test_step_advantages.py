@@ -240,6 +240,26 @@ def test_steps_that_cannot_be_are_a_failure(steps: Any, reason: str) -> None:
     assert reason in str(found.failure)
 
 
+def test_a_conversation_that_is_cut_off_needs_no_steps() -> None:
+    """The environment would have gone on, and there is no further turn."""
+    (found,) = played("ab", steps=lambda text: None, over=lambda text: False)
+    assert (found.failure, found.reward, found.steps) == (None, 1.0, None)
+    assert found.truncated
+    (advantages_GL,) = tokens_of(rollout_group(*THREE.rollouts_G, found))
+    assert advantages_GL == [*tokens_of(THREE)[0], [0.0] * len(found.ids_L)]
+
+
+def test_a_failure_to_place_steps_says_so(monkeypatch: Any) -> None:
+    def broken(*given: Any) -> list[int]:
+        raise KeyError("no such token")
+
+    monkeypatch.setattr(ByteChat, "token_ends", broken)
+    (found,) = played("ab", steps=lambda text: [StepReward(1, 0.5)])
+    assert found.reward is None
+    said = str(found.failure)
+    assert said.startswith("the tokens that end its steps were not found: KeyError: 'no such token'")
+
+
 def test_steps_of_numpy_and_torch_become_plain_numbers() -> None:
     given = [(np.int64(1), np.float32(0.5)), (torch.tensor(2), torch.tensor(0.25))]
     (found,) = played("ab", steps=lambda text: given)
