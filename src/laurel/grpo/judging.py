@@ -403,9 +403,6 @@ class Judges:
                     calls.slots, environment.step, logs, metadata, timeout=timeout
                 )
                 take_verdict(environment.step, verdict, rollouts)
-                if self._ends_of is not None and environment.spec.gives_steps:
-                    place = partial(_place_steps, rollouts, self._ends_of, environment.step)
-                    await self._threads.call(calls.slots, place, timeout=timeout)
             except GivenUpError:
                 for rollout in rollouts:
                     rollout.fail(f"timeout: no verdict within {timeout:g} s (env.timeout_seconds)")
@@ -419,6 +416,16 @@ class Judges:
                     raise  # the worker is gone: not these samples' fault, nor the next ones'
                 for rollout in rollouts:
                     rollout.fail(described(error, environment.step))
+        # From here on the environment is not at fault, and its time is over.
+        if self._ends_of is not None and environment.spec.gives_steps:
+            place = partial(_place_steps, rollouts, self._ends_of, environment.step)
+            try:
+                await self._threads.call(calls.slots, place, timeout=timeout)
+            except Exception as error:  # of a tokenizer
+                reason = f"the tokens that end its steps were not found: {described(error)}"
+                for rollout in rollouts:
+                    if rollout.failure is None:
+                        rollout.fail(reason)
 
     async def close_conversations(
         self, environment: Environment, metadata: Sequence[dict[str, Any]], calls: Calls
