@@ -24,6 +24,7 @@ import numpy as np
 from laurel.environments.interface import (
     CONVERSATION_ID,
     GROUP_ID,
+    EnvironmentInterface,
     checked_return,
     close_quietly,
     column_of,
@@ -441,6 +442,14 @@ class Judges:
             logging.getLogger(__name__).warning(
                 "%s: %s (env.timeout_seconds)", method_name(environment.close_conversations), error
             )
+
+
+def keeps_conversations(environment: Environment) -> bool:
+    """Report whether `close_conversations` does anything."""
+    # An environment of the user's own need not have it.
+    method = getattr(environment, "close_conversations", None)
+    no_op = EnvironmentInterface.close_conversations
+    return method is not None and getattr(method, "__func__", method) is not no_op
 
 
 def parts_to_judge(
