@@ -351,16 +351,54 @@ def _by_component(
 def _against_groups(
     rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]
 ) -> _Compared:
-    values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
-    for row, noise in zip(rewards, noise_B, strict=True):
+    centred_B = list[Floats]()
+    for row in rewards:
         n = len(row)
         centred = _centred(row)
         if n < 2:
             centred = np.zeros(n)
         elif rule.leave_one_out:
             centred = centred * (n / (n - 1))  # r_i minus the mean of the others
-        divisors = np.ones(n)
-        is_floor = False
+        centred_B.append(centred)
+    return _scaled(centred_B, rewards, rule, noise_B)
+
+
+def _steps_against_groups(
+    rows_BG: Sequence[Sequence[Floats]], rule: AdvantageRule, noise_B: Sequence[float]
+) -> _Compared:
+    # Of each group, the steps of all completions in one row.
+    steps_B = [np.concatenate([*row_G, np.zeros(0)]) for row_G in rows_BG]
+    centred_B, compared_B = list[Floats](), list[Floats]()
+    for row_G, steps in zip(rows_BG, steps_B, strict=True):
+        counts_G = np.array([len(row) for row in row_G])
+        centred = np.zeros(len(steps))
+        is_compared = np.count_nonzero(counts_G) >= 2
+        if is_compared:
+            centred = _centred(steps)
+            if rule.leave_one_out:
+                sums_G = np.array([float(np.sort(c).sum()) for c in _split(centred, counts_G)])
+                others_G = (np.sort(centred).sum() - sums_G) / (len(steps) - counts_G)
+                centred = centred - np.repeat(others_G, counts_G)
+        centred_B.append(centred)
+        # Without a spread nothing is divided, and no noise floor counts.
+        compared_B.append(steps if is_compared else centred)
+    compared = _scaled(centred_B, compared_B, rule, noise_B)
+    if rule.scale == "batch":
+        std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.std_ddof)
+        compared = _over_batch(compared, float(std), rule)
+    return compared
+
+
+def _scaled(
+    centred_B: Sequence[Floats],
+    rewards_B: Sequence[Floats],
+    rule: AdvantageRule,
+    noise_B: Sequence[float],
+) -> _Compared:
+    values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
+    for centred, row, noise in zip(centred_B, rewards_B, noise_B, strict=True):
+        n = len(row)
+        divisors, is_floor = np.ones(n), False
         if rule.scale == "group" and n >= 2:
             if rule.leave_one_out_std:
                 others = np.tile(row, (n, 1))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
@@ -372,36 +410,6 @@ def _against_groups(
         noises.append(noise / divisors)
         at_floor.append(is_floor)
     return _Compared(values=values, noise=noises, at_floor=at_floor)
-
-
-def _steps_against_groups(
-    rows_BG: Sequence[Sequence[Floats]], rule: AdvantageRule, noise_B: Sequence[float]
-) -> _Compared:
-    # Of each group, the steps of all completions in one row.
-    steps_B = [np.concatenate([*row_G, np.zeros(0)]) for row_G in rows_BG]
-    values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
-    for row_G, steps, noise in zip(rows_BG, steps_B, noise_B, strict=True):
-        counts_G = np.array([len(row) for row in row_G])
-        divisors, is_floor = np.ones(1), False
-        if np.count_nonzero(counts_G) < 2:
-            centred = np.zeros(len(steps))
-        else:
-            centred = _centred(steps)
-            if rule.leave_one_out:
-                sums_G = np.array([float(np.sort(c).sum()) for c in _split(centred, counts_G)])
-                others_G = (np.sort(centred).sum() - sums_G) / (len(steps) - counts_G)
-                centred = centred - np.repeat(others_G, counts_G)
-            if rule.scale == "group":
-                std = np.array([_deviation(steps, rule.std_ddof)])
-                divisors, is_floor = _divisors(std, rule, noise)
-        values.append(centred / divisors)
-        noises.append(np.full(len(steps), noise) / divisors)
-        at_floor.append(is_floor)
-    compared = _Compared(values=values, noise=noises, at_floor=at_floor)
-    if rule.scale == "batch":
-        std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.std_ddof)
-        compared = _over_batch(compared, float(std), rule)
-    return compared
 
 
 def _split(values: Floats, counts: npt.NDArray[np.int64]) -> list[Floats]:

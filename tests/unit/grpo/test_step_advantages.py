@@ -158,6 +158,13 @@ def test_figures_are_of_the_tokens_that_the_policy_wrote() -> None:
     assert "steps/mean_reward" not in rollout_metrics([rollout_group(rollout("b", 1.0))])
 
 
+def test_steps_of_one_completion_alone_are_divided_by_nothing() -> None:
+    alone = rollout_group(stepped("ab", (1, 0.0), (2, 1.0)), stepped("a"))
+    found = advantages_of(alone, THREE, noise=100.0)
+    assert found.metrics["groups_at_noise_floor"] == 1.0, "the other group"
+    assert found.metrics["groups_without_signal"] == 1.0
+
+
 ROWS = st.lists(st.lists(st.floats(-3, 3, allow_nan=False), max_size=4), min_size=2, max_size=5)
 
 
