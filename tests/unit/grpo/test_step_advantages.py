@@ -264,7 +264,9 @@ def test_a_failure_to_place_steps_says_so(monkeypatch: Any) -> None:
     (found,) = played("ab", steps=lambda text: [StepReward(1, 0.5)])
     assert found.reward is None
     said = str(found.failure)
-    assert said.startswith("the tokens that end its steps were not found: KeyError: 'no such token'")
+    assert said.startswith(
+        "the tokens that end its steps were not found: KeyError: 'no such token'"
+    )
 
 
 def test_steps_of_numpy_and_torch_become_plain_numbers() -> None:
