@@ -293,7 +293,8 @@ class RewardModelEnvironment(EnvironmentInterface):
                 reads_metadata=self._reads_metadata,
                 judges_groups=self._judges_groups,
             )
-        if None in self._noise.values():
+        # A run reads one of the two.
+        if all(noise is None for noise in self._noise.values()):
             self._noise_probe.add(case.conversation for case in readable if case.failure is None)
         whole = [case for case in cases if case.failure is None]
         references = [case.reference_score for case in whole]

@@ -465,6 +465,11 @@ def _parts(
     from laurel.training.batches import Batcher
 
     config, grpo, allocation = context.config, context.config.grpo, context.allocation
+
+    def noise_of(name: str) -> float:
+        one = environments[name]
+        return one.step_noise_floor() if grpo.adv_estimator.per_step else one.noise_floor()
+
     rollouts = Rollouts(
         generator,
         environments,
@@ -489,11 +494,7 @@ def _parts(
         # Rows without end are made in a random order.
         shuffle=config.data.shuffle and data.endless is None,
         total_steps=num_steps,
-        noise=lambda name: (
-            environments[name].step_noise_floor()
-            if grpo.adv_estimator.per_step
-            else environments[name].noise_floor()
-        ),
+        noise=noise_of,
     )
     context.stack.callback(source.close)
     validation = None
@@ -515,6 +516,7 @@ def _parts(
         generator=generator,
         source=source,
         environments=environments,
+        noise_of=noise_of,
         validation=validation,
         pad_id=pad_id,
         generator_rests=take_turns,
