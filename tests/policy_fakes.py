@@ -302,9 +302,13 @@ class Uneven(Matches):
 class DigitSteps(Matches):
     """Also rewards each character that is a digit, as the end of a step, and the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, noise: float = 0.0, step_noise: float = 0.0) -> None:
+        super().__init__(noise=noise)
         self.spec = replace(self.spec, gives_steps=True)
+        self._step_noise = step_noise
+
+    def step_noise_floor(self) -> float:
+        return self._step_noise
 
     def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
         given = super().step(message_log_batch, metadata)

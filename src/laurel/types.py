@@ -511,15 +511,17 @@ class EnvironmentReturn(_SixFields):
         made.failures, made.notes, made.steps = failures, notes, steps
         return made
 
+    @property
+    def _beside(self) -> dict[str, Any]:
+        return {"failures": self.failures, "notes": self.notes, "steps": self.steps}
+
     def _replace(self, **changes: Any) -> EnvironmentReturn:
         """Return a copy with fields replaced, or with attributes beside them replaced."""
-        beside = {"failures": self.failures, "notes": self.notes, "steps": self.steps}
-        fields = {**self._asdict(), **beside}
+        fields = {**self._asdict(), **self._beside}
         return EnvironmentReturn(**(fields | changes))
 
     def __repr__(self) -> str:
-        beside = {"failures": self.failures, "notes": self.notes, "steps": self.steps}
-        named = ", ".join(f"{name}={value!r}" for name, value in beside.items())
+        named = ", ".join(f"{name}={value!r}" for name, value in self._beside.items())
         return f"{super().__repr__()[:-1]}, {named})"
 
 

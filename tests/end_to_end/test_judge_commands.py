@@ -150,9 +150,30 @@ def test_eval_asks_a_judge_behind_an_address(called, tmp_path):
     assert json.loads(done.stdout)["final"]["value"] == 0.5
 
 
+@pytest.mark.parametrize("command", [("eval", "pairs", "-d"), ("score",)])
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"model": "./nowhere"}, "judge.model=./nowhere"),
+        ({"urls": ["http://h"], "model": "j", "template": "{{ x }}"}, "judge.template: there is"),
+    ],
+)
+def test_a_wrong_judge_is_reported_before_rows_are_read(called, command, section, said, tmp_path):
+    file = write(tmp_path / "judge.yaml", [{"judge": section}])
+    done = called(*command, tmp_path / "no rows.jsonl", "--judge", file)
+    assert said in str(done.exception)
+
+
 def test_process_bench_needs_the_values_of_steps(called, judge, tmp_path):
     row = {"id": "1", "problem": "?", "steps": ["a", "b"], "label": 0}
     data = write(tmp_path / "rows.jsonl", [row])
     done = called("eval", "process-bench", "--judge", judge, "-d", data)
     assert done.exit_code
     assert "values of steps" in str(done.exception)
+
+
+def test_verdicts_need_the_file_of_a_judge(called):
+    done = called("data", "verdicts", "rows.jsonl")
+    assert done.exit_code == 2
+    assert "Missing option '--judge'" in done.output
+    assert "in place of a reward model" not in called("data", "verdicts", "--help").output

@@ -357,6 +357,27 @@ def test_a_policy_learns_from_advantages_per_step(model: Path, tmp_path: Path) -
     assert metrics_of(tmp_path / "other")[1]["train/loss"] != figures["train/loss"]
 
 
+@pytest.mark.slow
+def test_the_noise_of_steps_is_what_a_run_reads(model: Path, tmp_path: Path) -> None:
+    """By that of completions no group would have a signal, and dynamic sampling would find none."""
+    settings = (
+        PER_STEP,
+        "data.env_name=digits",
+        "+env.custom.digits.name=policy_fakes.DigitSteps",
+        "+env.custom.digits.kwargs.noise=1e6",
+        "+env.custom.digits.kwargs.step_noise=0.001",
+        "grpo.use_dynamic_sampling=true",
+        "grpo.dynamic_sampling_max_gen_batches=50",
+        "grpo.max_num_epochs=99",
+        "grpo.max_num_steps=1",
+    )
+    grpo(grpo_settings(tmp_path, model, *settings))
+    figures = metrics_of(tmp_path)[1]
+    assert figures["train/scorer_noise"] == 0.001
+    assert figures["train/groups_at_noise_floor"] == 0
+    assert figures["train/groups_without_signal"] == 0
+
+
 def test_an_environment_without_steps_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the environment math gives no rewards of steps"):
         grpo(grpo_settings(tmp_path, None, PER_STEP))

@@ -20,10 +20,10 @@ from laurel.cli.options import (
     ModelOption,
     Overrides,
     PrecisionOption,
+    PreferenceSetOption,
     SettingsOption,
     ThreadsOption,
     complete_environments,
-    complete_preferences,
     complete_tasks,
 )
 from laurel.errors import Terms, speaking
@@ -340,14 +340,7 @@ def eval_judge_bench(rows: RowOptions, how: OneBenchmarkOptions) -> None:
 def eval_pairs(
     rows: NeededRowOptions,
     overrides: ColumnKeys = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            autocompletion=complete_preferences,
-            help="The data set class that reads the rows. Default: recognized by their columns.",
-        ),
-    ] = None,
+    dataset: PreferenceSetOption = None,
     *,
     also: DiagnosticOptions,
     how: OneBenchmarkOptions,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from contextlib import suppress
@@ -31,11 +30,12 @@ from laurel.cli.options import (
     Overrides,
     PlanOptions,
     PrecisionOption,
+    PreferenceSetOption,
     ServeOptions,
     SettingsOption,
     ThreadsOption,
     complete_overrides,
-    complete_preferences,
+    sets_column,
 )
 from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
 from laurel.observe.console import make_console, verbosity
@@ -247,7 +247,7 @@ def score_command(
 
     # Words that set a key may stand before the file, or without one.
     words = [file, *(overrides or [])]
-    file = next((word for word in words if not re.match(r"\+*data\.\w+=", word)), "-")
+    file = next((word for word in words if not sets_column(word)), "-")
     columns = column_overrides([word for word in words if word != file], or_bad_rows=True)
     is_skip = columns.pop("on_bad_row", "error") == "skip"
     options = ScorerSpec(
@@ -650,19 +650,20 @@ def data_verdicts(
             metavar="FILE...", help="Preferences: files or hub names; and names of columns."
         ),
     ] = None,
-    judge: JudgeOption = None,
+    *,
+    judge: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="The judge that is to learn: a YAML file with a section judge, as in "
+            "env.reward_model.judge.",
+        ),
+    ],
     split: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The split of a directory or a hub data set."),
     ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            autocompletion=complete_preferences,
-            help="The data set class that reads the rows. Default: recognized by their columns.",
-        ),
-    ] = None,
+    dataset: PreferenceSetOption = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The JSON lines to write.")
     ] = Path("verdicts.jsonl"),
@@ -681,7 +682,7 @@ def data_verdicts(
     from laurel.evaluation.benchmarks import BenchmarkOptions
 
     words = files or []
-    columns = [word for word in words if re.match(r"\+*data\.\w+=", word)]
+    columns = [word for word in words if sets_column(word)]
     rows = BenchmarkOptions(
         data=tuple(word for word in words if word not in columns),
         split=split,

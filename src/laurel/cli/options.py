@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,11 @@ def complete_tasks() -> list[str]:
     return list(TASK_SETS)
 
 
+def sets_column(word: str) -> bool:
+    """Report whether a word sets a key of the section `data`; it may stand beside files."""
+    return re.match(r"\+*data\.\w+=", word) is not None
+
+
 def complete_preferences() -> list[str]:
     """List the classes of preference data sets, as shell completions."""
     from laurel.data.preferences import DATASET_CLASSES
@@ -198,6 +204,15 @@ ColumnKeys = Annotated[
 ModelOption = Annotated[
     str,
     typer.Option("--model", "-m", metavar="MODEL", help="The model: a directory or a hub name."),
+]
+PreferenceSetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        metavar="NAME",
+        autocompletion=complete_preferences,
+        help="The data set class that reads the rows. Default: recognized by their columns.",
+    ),
 ]
 JudgeOption = Annotated[
     Path | None,

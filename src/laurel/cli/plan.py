@@ -39,6 +39,7 @@ from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
 from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
 from laurel.run.request import judge_notes, request_of, uses_reward_model, workload_of
 from laurel.run.specs import model_spec
+from laurel.workers.launch import backend_of
 
 
 def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) -> bool:
@@ -63,6 +64,11 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     read = read_shapes(config, options)
     request = request_of(config)
     fitted = fit(request, read.shapes, device_memory=device_memory)
+    if isinstance(config, GRPORun):
+        may_be = fitted.fits and config.cluster.backend != "local"
+        on_cluster = may_be and backend_of(fitted.plan, config.cluster) == "ray"
+        notes = judge_notes(config, on_cluster=on_cluster)
+        read = replace(read, notes=(*read.notes, *notes))
     time = None
     if device is not None:
         time = step_time(
@@ -105,8 +111,6 @@ def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
             judges = tuple(_judge_shape(judge, split, options.reward_shape) for judge in loaded)
         except (ModelError, CheckpointError) as error:
             unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
-    if isinstance(config, GRPORun):
-        notes += judge_notes(config)
     shapes = Shapes(policy=policy, reward_models=judges)
     return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows, with_steps_joined
-from laurel.errors import ConfigError, DataError, counted, counted_that, if_interrupted
+from laurel.errors import DataError, counted, counted_that, if_interrupted
 from laurel.observe.console import make_console, message_console, print_scores, say_on
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text, write_json
 from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import Say, ScorerSpec
-from laurel.run.specs import asked_scorer, open_asked, open_asked_judge, read_judge
+from laurel.run.specs import asked_scorer, check_judge, open_asked, open_asked_judge, read_judge
 from laurel.types import Score
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def run_score(
     messages = message_console()
     say = say_on(messages)
     judge = None if judge_file is None else read_judge(judge_file, say=say)
+    if judge is not None:
+        check_judge(judge)
     spec = options if judge is not None else asked_scorer(model, options)
     # Before the model is loaded: that it cannot be written is known at once.
     if output is not None:
@@ -271,15 +273,13 @@ class Tally:
 
 
 def write_verdicts(
-    rows: BenchmarkOptions, *, judge_file: Path | None, output: Path, as_json: bool
+    rows: BenchmarkOptions, *, judge_file: Path, output: Path, as_json: bool
 ) -> None:
     """Write the verdicts on preferences as conversations for `laurel sft`.
 
     Raises:
         UserError: A file, a row or the judge's section cannot be used.
     """
-    if judge_file is None:
-        raise ConfigError("which questions? Name the file of the judge with --judge")
     say = say_on(message_console())
     judge = read_judge(judge_file, say=say)
     for file in rows.data:

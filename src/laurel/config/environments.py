@@ -419,6 +419,13 @@ class JudgeConfig(AskingConfig):
         """The verdicts for the better (or first) response, and for the worse (or second)."""
         return self.words or (("A", "B") if self.compares else ("Yes", "No"))
 
+    def lacks_slot(self, where: str) -> str:
+        """Return the message on a loaded judge in a run on a cluster, for the section `where`."""
+        return (
+            f"{where}: on a cluster a judge is not loaded by the run, which would have no slot for "
+            f"it. Serve it (vllm serve {self.model}), and name its address in {where}.urls"
+        )
+
 
 LOADED_JUDGE_KEYS = (
     *("backend", "vllm_cfg", "precision", "max_model_len", "batch_tokens", "max_concurrent"),
@@ -881,7 +888,7 @@ class RewardModelEnvironmentConfig(ScorerSource):
             raise ValueError(f"combine={self.combine} is for several models, and there are none")
         elif self.enabled and not self._sources():
             raise ValueError("model_name is missing: which reward model?")
-        judges = [source.judge for source in (self, *(self.models or ())) if source.judge]
+        judges = [source.judge for source in self.sources if source.judge]
         if self.transform.subtract_reference and any(judge.compares for judge in judges):
             raise ValueError(
                 "judge.compares: a judge that compares has no score for a reference answer alone; "
@@ -948,10 +955,14 @@ class RewardModelEnvironmentConfig(ScorerSource):
         return self.models is None and super().loads_model
 
     @property
+    def sources(self) -> Sequence[ScorerSource]:
+        """Return what gives the scores: the environment itself, or its `models`."""
+        return [self] if self.models is None else self.models
+
+    @property
     def loaded(self) -> list[ScorerSource]:
-        """Return the sources whose models are loaded: the environment itself, or some `models`."""
-        sources: Sequence[ScorerSource] = [self] if self.models is None else self.models
-        return [source for source in sources if source.loads_model]
+        """Return the sources whose models are loaded."""
+        return [source for source in self.sources if source.loads_model]
 
     @property
     def uses_workers(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from laurel.data.sources import (
     text,
     unlike,
 )
-from laurel.data.steps import is_trl_row, joined_steps
+from laurel.data.steps import is_trl_row, joined_steps, trl_row
 from laurel.data.task_formats import gsm8k_demonstration
 from laurel.errors import DataError
 from laurel.types import Completion, Conversation, Group, Message, ToolSchemas
@@ -65,8 +64,8 @@ class ScoringRow:
     """The value of the row's `id` column, if that is a text or a whole number."""
     problem: str | None = None
     """The reason why the row cannot be read, if it cannot; its group is then empty."""
-    has_labels: bool = False
-    """Whether its completions are texts with `labels`, as in training of process reward models."""
+    labelled: Row | None = None
+    """The row itself if it has texts with `labels`, as in training of process reward models."""
 
 
 class _Parts(NamedTuple):
@@ -144,7 +143,8 @@ def scoring_row(
             key.removesuffix("_key"): required(row, column, setting=key)
             for key, column in (columns or {}).items()
         }
-        prompt, completions_G = _parts({**row, **named}, written=row)
+        merged = {**row, **named}
+        prompt, completions_G = _parts(merged, written=row)
     except UnusableRow as problem:
         return _bad_row(problem, source, where, on_bad_row)
     own_id = row.get("id")
@@ -152,8 +152,7 @@ def scoring_row(
         group=Group(id=where, prompt=prompt, completions_G=completions_G),
         source=source,
         id=own_id if isinstance(own_id, str | int) and not isinstance(own_id, bool) else None,
-        has_labels=is_trl_row({**row, **named}, "prompt")
-        and all(isinstance(step, str) for step in row["completions"]),
+        labelled=merged if _has_labelled_texts(merged) else None,
     )
 
 
@@ -168,17 +167,23 @@ def with_steps_joined(
         on_bad_row: As for `scoring_row`.
 
     Raises:
-        DataError: A step is empty, or holds the separator.
+        DataError: A step is empty, or holds the separator; or the labels do not fit the steps.
     """
-    if not row.has_labels:
+    if row.labelled is None:
         return row
-    steps = [(completion.messages[-1].content, math.nan) for completion in row.group.completions_G]
     try:
+        (steps,) = trl_row(row.labelled, "prompt").answers_GS
         text, _ = joined_steps(steps, separator)
     except UnusableRow as problem:
         return _bad_row(problem, row.source, row.group.id, on_bad_row)
     answered = Completion(messages=(Message("assistant", text),))
     return replace(row, group=replace(row.group, completions_G=(answered,)))
+
+
+def _has_labelled_texts(row: Row) -> bool:
+    # `completions` may be null where the row has its answer under another name.
+    steps = row.get("completions")
+    return is_trl_row(row, "prompt") and is_list(steps) and all(isinstance(s, str) for s in steps)
 
 
 def _bad_row(

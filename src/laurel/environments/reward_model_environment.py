@@ -293,7 +293,8 @@ class RewardModelEnvironment(EnvironmentInterface):
                 reads_metadata=self._reads_metadata,
                 judges_groups=self._judges_groups,
             )
-        if None in self._noise.values():
+        # A run reads one of the two.
+        if all(noise is None for noise in self._noise.values()):
             self._noise_probe.add(case.conversation for case in readable if case.failure is None)
         whole = [case for case in cases if case.failure is None]
         references = [case.reference_score for case in whole]
@@ -1057,8 +1058,7 @@ def gpus_of_actor(
         ConfigError: The settings are invalid.
     """
     settings = settings_of(RewardModelEnvironmentConfig, config, where=WHERE)
-    sources = [settings, *(settings.models or ())]
-    is_loaded = bool(settings.loaded) or any(source.loads_judge for source in sources)
+    is_loaded = any(source.loads_model or source.loads_judge for source in settings.sources)
     is_elsewhere = scorer is not None or not is_loaded or _has_ranks(settings)
     return float(device != "cpu" and not is_elsewhere)
 

@@ -77,7 +77,8 @@ class VllmMaker:
     """
 
     directory: str
-    """A directory with the weights and the tokenizer, readable on every node."""
+    """A directory with the weights and the tokenizer, readable on every node; or a hub name, of
+    weights that are never replaced."""
     spec: GeneratorSpec
     precision: str
     """The value of the learner's setting `policy.precision`."""

@@ -178,11 +178,8 @@ def compute_advantages(
         values_G = np.zeros(len(used_G))
         values_G[used_G] = np.clip(values, rule.clip_low, rule.clip_high)
         values_BG.append(values_G)
-    means_B = np.array([_mean(row) if len(row) else math.nan for row in rewards], np.float64)
-    stds_B = np.array([_deviation(row, rule.std_ddof) for row in rewards], np.float64)
-    metrics = _metrics(values_BG, used_BG, rewards, stds_B, rule.std_ddof)
-    metrics["groups_at_noise_floor"] = float(sum(compared.at_floor))
-    return Advantages(values_BG=values_BG, means_B=means_B, stds_B=stds_B, metrics=metrics)
+    counted_B = [values_G[used_G] for values_G, used_G in zip(values_BG, used_BG, strict=True)]
+    return _with_metrics(values_BG, None, counted_B, rewards, compared, rule)
 
 
 def compute_step_advantages(
@@ -221,8 +218,10 @@ def compute_step_advantages(
         for steps_G in steps_BG
     ]
     compared = _steps_against_groups(rows_BG, rule, noise)
-    tokens_BGL, values_BG = list[list[Floats]](), list[Floats]()
-    for group, steps_G, values in zip(groups, steps_BG, compared.values, strict=True):
+    tokens_BGL, values_BG, counted_B = list[list[Floats]](), list[Floats](), list[Floats]()
+    for group, steps_G, used_G, values in zip(
+        groups, steps_BG, used_BG, compared.values, strict=True
+    ):
         parts = _split(values, np.array([len(steps) for steps in steps_G]))
         tokens_GL = [
             np.clip(
@@ -232,31 +231,29 @@ def compute_step_advantages(
             )
             for rollout, steps, part in zip(group.rollouts_G, steps_G, parts, strict=True)
         ]
+        written_GU = [
+            values_L[rollout.mask_L]
+            for values_L, rollout in zip(tokens_GL, group.rollouts_G, strict=True)
+        ]
         tokens_BGL.append(tokens_GL)
-        values_BG.append(
-            np.array(
-                [
-                    float(values_L[rollout.mask_L].mean()) if rollout.mask_L.any() else 0.0
-                    for values_L, rollout in zip(tokens_GL, group.rollouts_G, strict=True)
-                ]
-            )
-        )
+        values_BG.append(np.array([float(w.mean()) if len(w) else 0.0 for w in written_GU]))
+        counted = [written for written, used in zip(written_GU, used_G, strict=True) if used]
+        counted_B.append(np.concatenate([*counted, np.zeros(0)]))
     rewards = [np.array([r for r in row_G if r is not None], np.float64) for row_G in rewards_BG]
+    return _with_metrics(values_BG, tokens_BGL, counted_B, rewards, compared, rule)
+
+
+def _with_metrics(
+    values_BG: list[Floats],
+    tokens_BGL: list[list[Floats]] | None,
+    counted_B: list[Floats],
+    rewards: list[Floats],
+    compared: _Compared,
+    rule: AdvantageRule,
+) -> Advantages:
     means_B = np.array([_mean(row) if len(row) else math.nan for row in rewards], np.float64)
     stds_B = np.array([_deviation(row, rule.std_ddof) for row in rewards], np.float64)
-    written_BU = [
-        np.concatenate(
-            [
-                values_L[rollout.mask_L] if is_used else np.zeros(0)
-                for values_L, rollout, is_used in zip(
-                    tokens_GL, group.rollouts_G, used_G, strict=True
-                )
-            ]
-        )
-        for tokens_GL, group, used_G in zip(tokens_BGL, groups, used_BG, strict=True)
-    ]
-    everything = [np.ones(len(values), bool) for values in written_BU]
-    metrics = _metrics(written_BU, everything, rewards, stds_B, rule.std_ddof)
+    metrics = _metrics(counted_B, rewards, stds_B, rule.std_ddof)
     metrics["groups_at_noise_floor"] = float(sum(compared.at_floor))
     return Advantages(
         values_BG=values_BG,
@@ -351,16 +348,54 @@ def _by_component(
 def _against_groups(
     rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]
 ) -> _Compared:
-    values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
-    for row, noise in zip(rewards, noise_B, strict=True):
+    centred_B = list[Floats]()
+    for row in rewards:
         n = len(row)
         centred = _centred(row)
         if n < 2:
             centred = np.zeros(n)
         elif rule.leave_one_out:
             centred = centred * (n / (n - 1))  # r_i minus the mean of the others
-        divisors = np.ones(n)
-        is_floor = False
+        centred_B.append(centred)
+    return _scaled(centred_B, rewards, rule, noise_B)
+
+
+def _steps_against_groups(
+    rows_BG: Sequence[Sequence[Floats]], rule: AdvantageRule, noise_B: Sequence[float]
+) -> _Compared:
+    # Of each group, the steps of all completions in one row.
+    steps_B = [np.concatenate([*row_G, np.zeros(0)]) for row_G in rows_BG]
+    centred_B, compared_B = list[Floats](), list[Floats]()
+    for row_G, steps in zip(rows_BG, steps_B, strict=True):
+        counts_G = np.array([len(row) for row in row_G])
+        centred = np.zeros(len(steps))
+        is_compared = np.count_nonzero(counts_G) >= 2
+        if is_compared:
+            centred = _centred(steps)
+            if rule.leave_one_out:
+                sums_G = np.array([float(np.sort(c).sum()) for c in _split(centred, counts_G)])
+                others_G = (np.sort(centred).sum() - sums_G) / (len(steps) - counts_G)
+                centred = centred - np.repeat(others_G, counts_G)
+        centred_B.append(centred)
+        # Without a spread nothing is divided, and no noise floor counts.
+        compared_B.append(steps if is_compared else centred)
+    compared = _scaled(centred_B, compared_B, rule, noise_B)
+    if rule.scale == "batch":
+        std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.std_ddof)
+        compared = _over_batch(compared, float(std), rule)
+    return compared
+
+
+def _scaled(
+    centred_B: Sequence[Floats],
+    rewards_B: Sequence[Floats],
+    rule: AdvantageRule,
+    noise_B: Sequence[float],
+) -> _Compared:
+    values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
+    for centred, row, noise in zip(centred_B, rewards_B, noise_B, strict=True):
+        n = len(row)
+        divisors, is_floor = np.ones(n), False
         if rule.scale == "group" and n >= 2:
             if rule.leave_one_out_std:
                 others = np.tile(row, (n, 1))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
@@ -372,36 +407,6 @@ def _against_groups(
         noises.append(noise / divisors)
         at_floor.append(is_floor)
     return _Compared(values=values, noise=noises, at_floor=at_floor)
-
-
-def _steps_against_groups(
-    rows_BG: Sequence[Sequence[Floats]], rule: AdvantageRule, noise_B: Sequence[float]
-) -> _Compared:
-    # Of each group, the steps of all completions in one row.
-    steps_B = [np.concatenate([*row_G, np.zeros(0)]) for row_G in rows_BG]
-    values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
-    for row_G, steps, noise in zip(rows_BG, steps_B, noise_B, strict=True):
-        counts_G = np.array([len(row) for row in row_G])
-        divisors, is_floor = np.ones(1), False
-        if np.count_nonzero(counts_G) < 2:
-            centred = np.zeros(len(steps))
-        else:
-            centred = _centred(steps)
-            if rule.leave_one_out:
-                sums_G = np.array([float(np.sort(c).sum()) for c in _split(centred, counts_G)])
-                others_G = (np.sort(centred).sum() - sums_G) / (len(steps) - counts_G)
-                centred = centred - np.repeat(others_G, counts_G)
-            if rule.scale == "group":
-                std = np.array([_deviation(steps, rule.std_ddof)])
-                divisors, is_floor = _divisors(std, rule, noise)
-        values.append(centred / divisors)
-        noises.append(np.full(len(steps), noise) / divisors)
-        at_floor.append(is_floor)
-    compared = _Compared(values=values, noise=noises, at_floor=at_floor)
-    if rule.scale == "batch":
-        std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.std_ddof)
-        compared = _over_batch(compared, float(std), rule)
-    return compared
 
 
 def _split(values: Floats, counts: npt.NDArray[np.int64]) -> list[Floats]:
@@ -467,18 +472,15 @@ def _spread(values: list[Floats], rule: AdvantageRule) -> float:
 
 
 def _metrics(
-    values_BG: list[Floats],
-    used_BG: list[npt.NDArray[np.bool_]],
-    rewards: list[Floats],
-    stds_B: Floats,
-    ddof: int,
+    counted_B: list[Floats], rewards: list[Floats], stds_B: Floats, ddof: int
 ) -> dict[str, float]:
-    silent = [not teaches(values_G) for values_G in values_BG]
+    # Of each group, the advantages that count: of completions with a reward, or of their tokens.
+    silent = [not teaches(values) for values in counted_B]
     metrics = {"groups_without_signal": float(sum(silent))}
     every = np.concatenate([*rewards, np.zeros(0)])
     if not len(every):
         return metrics
-    values = np.concatenate([row[used] for row, used in zip(values_BG, used_BG, strict=True)])
+    values = np.concatenate(counted_B)
     metrics |= {
         "advantages/mean": float(values.mean()),
         "advantages/max": float(values.max()),

@@ -24,6 +24,7 @@ import numpy as np
 from laurel.environments.interface import (
     CONVERSATION_ID,
     GROUP_ID,
+    EnvironmentInterface,
     checked_return,
     close_quietly,
     column_of,
@@ -111,7 +112,8 @@ class RolloutInProgress:
     def place_steps(self, ends_of: TokenEnds, step: Callable[..., Any]) -> None:
         """Check the rewards of the last turn's steps, and find the tokens at which the steps end.
 
-        The conversation fails if they are invalid, or if it has ended without any.
+        The conversation fails if they are invalid, or if the environment has ended it without any.
+        One that is cut off before may have no steps.
 
         Args:
             ends_of: Finds the tokens, as `Chat.token_ends` does.
@@ -402,9 +404,6 @@ class Judges:
                     calls.slots, environment.step, logs, metadata, timeout=timeout
                 )
                 take_verdict(environment.step, verdict, rollouts)
-                if self._ends_of is not None and environment.spec.gives_steps:
-                    place = partial(_place_steps, rollouts, self._ends_of, environment.step)
-                    await self._threads.call(calls.slots, place, timeout=timeout)
             except GivenUpError:
                 for rollout in rollouts:
                     rollout.fail(f"timeout: no verdict within {timeout:g} s (env.timeout_seconds)")
@@ -418,6 +417,16 @@ class Judges:
                     raise  # the worker is gone: not these samples' fault, nor the next ones'
                 for rollout in rollouts:
                     rollout.fail(described(error, environment.step))
+        # From here on the environment is not at fault, and its time is over.
+        if self._ends_of is not None and environment.spec.gives_steps:
+            place = partial(_place_steps, rollouts, self._ends_of, environment.step)
+            try:
+                await self._threads.call(calls.slots, place, timeout=timeout)
+            except Exception as error:  # of a tokenizer
+                reason = f"the tokens that end its steps were not found: {described(error)}"
+                for rollout in rollouts:
+                    if rollout.failure is None:
+                        rollout.fail(reason)
 
     async def close_conversations(
         self, environment: Environment, metadata: Sequence[dict[str, Any]], calls: Calls
@@ -433,6 +442,14 @@ class Judges:
             logging.getLogger(__name__).warning(
                 "%s: %s (env.timeout_seconds)", method_name(environment.close_conversations), error
             )
+
+
+def keeps_conversations(environment: Environment) -> bool:
+    """Report whether `close_conversations` does anything."""
+    # An environment of the user's own need not have it.
+    method = getattr(environment, "close_conversations", None)
+    no_op = EnvironmentInterface.close_conversations
+    return method is not None and getattr(method, "__func__", method) is not no_op
 
 
 def parts_to_judge(

@@ -197,11 +197,7 @@ class GRPO(TrainingLoop):
         # Noise is measured of the rewards that environments give.
         by_reward = slope(settings.grpo.reward_scaling)
         asked = {group.task.environment for group in groups}
-        noises = {
-            name: by_reward * (one.step_noise_floor() if self.rule.per_step else one.noise_floor())
-            for name, one in self.parts.environments.items()
-            if name in asked
-        }
+        noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
         if self.rule.per_step:
             advantages = compute_step_advantages(groups, rewards_BG, self.rule, noise=noise_B)
@@ -442,6 +438,8 @@ class PolicyParts:
     generator: Generator
     source: RolloutSource
     environments: dict[str, Environment]
+    noise_of: Callable[[str], float]
+    """Returns the noise floor of an environment: of the rewards that advantages compare."""
     validation: PolicyValidation | None
     pad_id: int
     generator_rests: bool = False
@@ -457,7 +455,7 @@ class PolicyParts:
 
         A noise floor is the standard deviation of the errors of rewards, such as those by rounding.
         """
-        return max((one.noise_floor() for one in self.environments.values()), default=0.0)
+        return max(map(self.noise_of, self.environments), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
         """Return the metric that counts weight broadcasts to the generator that failed.

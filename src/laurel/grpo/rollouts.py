@@ -29,6 +29,7 @@ from laurel.grpo.judging import (
     RolloutStats,
     copy_reward_to_duplicates,
     end_all,
+    keeps_conversations,
     parts_to_judge,
     together,
     worth_separate_call,
@@ -363,7 +364,8 @@ class Rollouts:
     ) -> None:
         if names := self._conversations(context, rollouts):
             self.generator.end_conversations(names)
-        if left := [rollout for rollout in rollouts if rollout.is_open]:
+        left = [rollout for rollout in rollouts if rollout.is_open]
+        if left and keeps_conversations(context.environment):
             for rollout in left:
                 rollout.is_open = False
             metadata = [rollout.full_metadata for rollout in left]

@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -394,7 +393,7 @@ def open_model_judge(config: JudgeConfig, *, device: Device, where: str, say: Sa
         quiet_libraries()
         spec = ModelSpec(name=place.name, tokenizer=config.tokenizer, precision=config.precision)
         hf_config = read_config(spec, place.name)
-        positions = num_positions(SimpleNamespace(config=hf_config)) or MAX_LENGTH
+        positions = num_positions(hf_config) or MAX_LENGTH
         max_length = config.max_model_len or min(MAX_LENGTH, positions)
         if max_length > positions:
             raise ModelError(
@@ -448,15 +447,13 @@ def _on_transformers(
     )
 
 
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-
-
 def _on_vllm(
     config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
 ) -> tuple[VerdictEngine, ChatFormat, str]:
     from laurel.config.grpo import GenerationConfig, VllmConfig
+    from laurel.generation.load import VllmMaker
     from laurel.generation.requests import GeneratorSpec
-    from laurel.generation.vllm.engine import COLDEST, HOTTEST, VllmEngine
+    from laurel.generation.vllm.engine import COLDEST, HOTTEST
     from laurel.generation.vllm.settings import check_has_vllm
     from laurel.workers.process import choose_device
 
@@ -470,31 +467,29 @@ def _on_vllm(
             f"{where}.backend=vllm: vLLM runs on the GPUs where there are any, and the device is "
             f"{device}; set backend=transformers"
         )
-    check_has_vllm(f"{key_of('policy')}.backend=vllm")
+    directory = Path(str(spec.name))
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{setting_of('policy.model_name', directory)} has no *.safetensors, and no other "
+            "weights are given to vLLM, as pickled ones can run code. Save the model again with "
+            "save_pretrained of transformers"
+        )
+    check_has_vllm(f"{where}.backend=vllm")
     chat = _chat_format(config, find_tokenizer(spec, pad_may_end=True), str(spec.name))
-    directory = str(spec.name)
-    if not Path(directory).is_dir():
-        from huggingface_hub import snapshot_download
-
-        # Pickled weights are not fetched, which vLLM might then load.
-        directory = snapshot_download(directory, allow_patterns=_FILES)
     vllm_cfg = VllmConfig(
+        load_format="safetensors",  # pickled weights could run code
         tensor_parallel_size=config.vllm_cfg.tensor_parallel_size,
         gpu_memory_utilization=config.vllm_cfg.gpu_memory_utilization,
     )
-    engine = VllmEngine(
-        directory,
-        GeneratorSpec(
-            settings=GenerationConfig(
-                backend="vllm", vllm_cfg=vllm_cfg, max_concurrent=config.max_concurrent
-            ),
-            max_length=max_length,
-            end_ids=chat.end_ids,
-        ),
-        precision=config.precision,
-        probe=None,
+    settings = GenerationConfig(
+        backend="vllm", vllm_cfg=vllm_cfg, max_concurrent=config.max_concurrent
     )
-    return engine, chat, f"a language model in vLLM, {config.precision},"
+    start = VllmMaker(
+        directory=str(spec.name),
+        spec=GeneratorSpec(settings=settings, max_length=max_length, end_ids=chat.end_ids),
+        precision=config.precision,
+    )
+    return start(), chat, f"a language model in vLLM, {config.precision},"
 
 
 def _chat_format(config: JudgeConfig, tokenizer: Any, name: str) -> ChatFormat:

@@ -182,10 +182,7 @@ def _open_judge(
     judge: JudgeConfig, spec: ScorerSpec, placement: ScorerPlacement, say: Say, *, where: str
 ) -> Scorer:
     if placement is not HERE:
-        raise ConfigError(
-            f"{where}: on a cluster a judge is not loaded by the run, which would have no slot for "
-            f"it. Serve it (vllm serve {judge.model}), and name its address in {where}.urls"
-        )
+        raise ConfigError(judge.lacks_slot(where))
     # Most runs have no judge: what it needs is imported with the first one.
     from laurel.rewards.model_judge import open_model_judge
 

@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from laurel.config.environments import (
     LOADED_JUDGE_KEYS,
     AskingConfig,
@@ -74,9 +72,9 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_grpo_run(config)
     planned = plan_allocation(config)
-    num_gpus = 0 if config.cluster.device == "cpu" else torch.cuda.device_count()
-    check_vllm(config, on_cluster=planned.are_remote, num_gpus=num_gpus)
-    for note in judge_notes(config):
+    check_judges(config, on_cluster=planned.are_remote)
+    check_vllm(config, on_cluster=planned.are_remote)
+    for note in judge_notes(config, on_cluster=planned.are_remote):
         console.print(f"note    {note}", soft_wrap=True)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)
@@ -148,30 +146,46 @@ def check_gives_steps(
         )
 
 
-def check_vllm(config: GRPORun, *, on_cluster: bool, num_gpus: int = 0) -> None:
+def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
+    """Check that a run has room for the judges that it loads, before anything is started.
+
+    Args:
+        config: The run.
+        on_cluster: Whether its workers are elsewhere.
+
+    Raises:
+        MissingDependencyError: A judge needs vLLM, and it is not installed.
+        ConfigError: A judge would have no slot, or would take the GPU that the policy needs.
+    """
+    for where, judge in loaded_judges(config).items():
+        if on_cluster:
+            raise ConfigError(judge.lacks_slot(where))
+        if judge.backend != "vllm":
+            continue
+        check_has_vllm(f"{where}.backend=vllm")
+        import torch
+
+        has_gpu = config.cluster.device != "cpu" and torch.cuda.device_count() > 0
+        share = judge.vllm_cfg.gpu_memory_utilization
+        if has_gpu and "gpu_memory_utilization" not in judge.vllm_cfg.model_fields_set:
+            raise ConfigError(
+                f"{where}.backend=vllm: vLLM would take {share:g} of the memory of the GPU on "
+                "which the policy trains. Set vllm_cfg.gpu_memory_utilization to the share that "
+                "the policy leaves, or serve the judge and name urls"
+            )
+
+
+def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
     """Check that a run can use vLLM in the way it is configured, before anything is started.
 
     Args:
         config: The run.
         on_cluster: Whether its workers are elsewhere.
-        num_gpus: The GPUs of this process, of which the policy is on the first.
 
     Raises:
         MissingDependencyError: vLLM is needed on this machine, and is not installed.
-        ConfigError: vLLM is to compute rewards on a cluster, or a judge in it would take the GPU
-            that the policy needs.
+        ConfigError: vLLM is to compute rewards on a cluster.
     """
-    for judge in loaded_judges(config):
-        if judge.backend != "vllm":
-            continue
-        check_has_vllm("env.reward_model.judge.backend=vllm")
-        share = judge.vllm_cfg.gpu_memory_utilization
-        if num_gpus and "gpu_memory_utilization" not in judge.vllm_cfg.model_fields_set:
-            raise ConfigError(
-                f"env.reward_model.judge.backend=vllm: vLLM would take {share:g} of the memory of "
-                "the GPU on which the policy trains. Set vllm_cfg.gpu_memory_utilization to the "
-                "share that the policy leaves, or serve the judge and name urls"
-            )
     # An existing cluster may have vLLM in its environment although this one does not.
     if config.policy.generation.backend == "vllm" and not config.cluster.address:
         check_has_vllm("policy.generation.backend=vllm")
@@ -410,7 +424,7 @@ def _session_keys(servers: Mapping[str, SessionsConfig]) -> dict[str, dict[str, 
 def _judge_keys_left_out(config: RewardModelEnvironmentConfig) -> tuple[str, ...]:
     engine = ("backend", "vllm_cfg", "batch_tokens", "max_concurrent")
     asking = ("urls", *engine, *AskingConfig.model_fields)
-    if any(source.loads_judge for source in (config, *(config.models or ()))):
+    if any(source.loads_judge for source in config.sources):
         return asking
     # The checkpoints of earlier versions, which only asked servers, do not have them.
     return (*asking, *(key for key in LOADED_JUDGE_KEYS if key not in asking))
@@ -451,6 +465,11 @@ def _parts(
     from laurel.training.batches import Batcher
 
     config, grpo, allocation = context.config, context.config.grpo, context.allocation
+
+    def noise_of(name: str) -> float:
+        one = environments[name]
+        return one.step_noise_floor() if grpo.adv_estimator.per_step else one.noise_floor()
+
     rollouts = Rollouts(
         generator,
         environments,
@@ -475,11 +494,7 @@ def _parts(
         # Rows without end are made in a random order.
         shuffle=config.data.shuffle and data.endless is None,
         total_steps=num_steps,
-        noise=lambda name: (
-            environments[name].step_noise_floor()
-            if grpo.adv_estimator.per_step
-            else environments[name].noise_floor()
-        ),
+        noise=noise_of,
     )
     context.stack.callback(source.close)
     validation = None
@@ -501,6 +516,7 @@ def _parts(
         generator=generator,
         source=source,
         environments=environments,
+        noise_of=noise_of,
         validation=validation,
         pad_id=pad_id,
         generator_rests=take_turns,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from laurel.config.environments import JudgeConfig, ResourcesConfig, ScorerSource
+from laurel.config.environments import JudgeConfig, ResourcesConfig
 from laurel.config.grpo import GRPOConfig, GRPORun
 from laurel.config.policy import PlacementConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
@@ -116,21 +115,30 @@ def uses_reward_model(config: GRPORun) -> bool:
     return bool(config.env.reward_model.loaded) and _names_reward_model(config)
 
 
-def loaded_judges(config: GRPORun) -> list[JudgeConfig]:
-    """Return the judges that the run loads into its own process, which no plan counts."""
-    section = config.env.reward_model
-    sources: Sequence[ScorerSource] = [section] if section.models is None else section.models
-    judges = [source.judge for source in sources if source.judge is not None]
-    loaded = [judge for judge in judges if judge.urls is None]
-    return loaded if loaded and _names_reward_model(config) else []
+def loaded_judges(config: GRPORun) -> dict[str, JudgeConfig]:
+    """Return the judges that the run loads into its own process, which no plan counts.
+
+    The keys are their sections.
+    """
+    section, key = config.env.reward_model, "env.reward_model"
+    if not _names_reward_model(config):
+        return {}
+    return {
+        f"{key}.judge" if source is section else f"{key}.models[{index}].judge": source.judge
+        for index, source in enumerate(section.sources)
+        if source.judge is not None and source.loads_judge
+    }
 
 
-def judge_notes(config: GRPORun) -> list[str]:
-    """Say which judges are beside the policy without being counted."""
+def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
+    """Say which judges are beside the policy without being counted, or that they cannot be."""
+    judges = loaded_judges(config)
+    if on_cluster:
+        return [f"the run is refused. {judge.lacks_slot(at)}" for at, judge in judges.items()]
     return [
         f"the judge {judge.model} is not counted in the plan: the run loads it beside the policy, "
         "and its memory and its time are not estimated"
-        for judge in loaded_judges(config)
+        for judge in judges.values()
     ]
 
 

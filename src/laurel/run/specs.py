@@ -173,6 +173,21 @@ def read_judge(file: Path, *, say: Say) -> JudgeConfig:
     return loaded.config.judge
 
 
+def check_judge(judge: JudgeConfig) -> None:
+    """Check the template of a command's judge, and that there is the model that it would load.
+
+    Raises:
+        UserError: The template is wrong, or there is no such model.
+    """
+    from laurel.rewards.judge import JudgePrompt
+    from laurel.rewards.spec import find_model
+
+    JudgePrompt(judge, where="judge")
+    if judge.urls is None:
+        with speaking(Terms({"policy": "judge", "policy.model_name": "judge.model"})):
+            find_model(judge.model)
+
+
 @contextmanager
 def open_asked_judge(
     judge: JudgeConfig, options: ScorerSpec, console: Console, *, cpu_threads: int | None

@@ -465,9 +465,7 @@ class PolicyLabels:
     @property
     def teaches_G(self) -> tuple[bool, ...]:
         """Whether any token of each completion has an advantage other than 0."""
-        if self.advantages_GL is None:
-            return tuple(advantage != 0.0 for advantage in self.advantages_G)
-        pairs = zip(self.advantages_GL, self.masks_GL, strict=True)
+        pairs = zip(self.advantage_of_tokens(), self.masks_GL, strict=True)
         return tuple(bool(np.any(values_L[mask_L] != 0.0)) for values_L, mask_L in pairs)
 
     @property

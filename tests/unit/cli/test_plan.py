@@ -18,6 +18,7 @@ from laurel.models.loading.pretrained import count_parameters, read_shape
 from laurel.models.parallel.tensor import tensor_plan
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import Shapes
+from laurel.run.request import judge_notes
 from model_directories import save_model
 from planned import fitted
 from tiny import tiny_language_model
@@ -125,9 +126,19 @@ def test_a_judge_beside_the_policy_is_said_to_be_left_out(is_used, urls):
     for source, times in (({"judge": judge}, 1), ({"models": parts}, 2)):
         section = {"policy": {"model_name": "p"}, "env": {"reward_model": source}}
         section["env"]["reward_model"]["enabled"] = is_used
-        notes = read_shapes(GRPORun.model_validate(section), options()).notes
+        notes = judge_notes(GRPORun.model_validate(section), on_cluster=False)
         said = [note for note in notes if "the judge results/judge is not counted" in note]
         assert len(said) == (times if is_used and urls is None else 0)
+
+
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_a_judge_that_the_run_would_refuse_on_a_cluster_is_a_note_of_the_plan(backend, capsys):
+    judge = ["env.reward_model.enabled=true", "env.reward_model.judge.model=results/judge"]
+    given = options(kind="grpo", as_json=True)
+    assert run_plan(None, [*judge, "policy.model_name=p", f"cluster.backend={backend}"], given)
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    refused = "the run is refused. env.reward_model.judge: on a cluster"
+    assert note.startswith(refused if backend == "ray" else "the judge results/judge is not")
 
 
 def test_what_does_not_fit_is_a_page_too(capsys):

@@ -28,7 +28,7 @@ def said(*texts):
 
 def test_labelled_steps_become_one_answer():
     labelled = {"prompt": "Why?", "completions": ["a", "b "], "labels": [True, None]}
-    (row, other) = rows_of(labelled, {**labelled, "labels": None} | {"completions": ["a", ""]})
+    (row, other) = rows_of(labelled, {**labelled, "completions": ["a", ""]})
     assert row.group.completions_G == said("a", "b ")
     assert with_steps_joined(row, "##", "error").group.completions_G == said("a##b")
     bad = with_steps_joined(row, "a", "skip")
@@ -38,6 +38,30 @@ def test_labelled_steps_become_one_answer():
         with_steps_joined(other, "##", "error")
     (plain,) = rows_of({"prompt": "Why?", "completions": ["a", "b"]})
     assert with_steps_joined(plain, "##", "error") is plain
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"),
+    [
+        (None, "labels"),
+        ([], "2 steps in 'completions' and 0 entries in 'labels'"),
+        ([1], "2 steps in 'completions' and 1 entries in 'labels'"),
+        ([1, 7], "the label of step 2 is 7"),
+    ],
+)
+def test_labels_that_do_not_fit_the_steps_are_told(labels, problem):
+    row = {"prompt": "Why?", "completions": ["a", "b"], "labels": labels}
+    for read in rows_of(row, {**row, "chosen": "a", "rejected": "b"}):
+        assert read.group.completions_G == said("a", "b"), "other models read no labels"
+        assert problem in str(with_steps_joined(read, "##", "skip").problem)
+        with pytest.raises(DataError, match=f"stdin:.: .*{problem}"):
+            with_steps_joined(read, "##", "error")
+
+
+def test_labels_without_steps_change_nothing():
+    (row,) = rows_of({"prompt": "Why?", "completion": "a", "completions": None, "labels": [1]})
+    assert row.group.completions_G == said("a")
+    assert with_steps_joined(row, "##", "error") is row
 
 
 def refusal(row):

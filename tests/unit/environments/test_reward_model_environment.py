@@ -8,6 +8,7 @@ import math
 import pickle
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -541,16 +542,26 @@ def test_the_noise_is_that_of_the_precision_in_units_of_the_reward(checkpoint):
 
 
 def test_the_noise_of_the_first_conversations_is_kept_and_resumed():
-    made = RewardModelEnvironment({}, scorer=WordScorer())
+    class InSteps(WordScorer):
+        def _score(self, conversation):
+            score = super()._score(conversation)
+            return replace(score, values_K=tuple(3 * value for value in score.values_K))
+
+    made = RewardModelEnvironment({}, scorer=InSteps())
     before = made.noise_floor()
     assert made.state_dict()["noise"] is None, "nothing of the run was measured"
     rewards(made, LOGS)
     floor = made.noise_floor()
     assert 0 < floor < 1e-5
     assert before > 0
+    kept = made._noise_probe.all()
+    rewards(made, [log("Another?", "Not kept.")])
+    assert made._noise_probe.all() == kept, "what is measured needs no more conversations"
+    of_steps = made.step_noise_floor()
+    assert of_steps == pytest.approx(3 * floor), "of the conversations that were kept"
     other = RewardModelEnvironment({}, scorer=WordScorer())
     other.load_state_dict(made.state_dict())
-    assert other.noise_floor() == floor
+    assert (other.noise_floor(), other.step_noise_floor()) == (floor, of_steps)
     for one in (made, other):
         one.shutdown()
 

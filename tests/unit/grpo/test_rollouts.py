@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from laurel.environments.interface import EnvironmentInterface
 from laurel.errors import DataError, EngineError, EnvironmentFailedError, WorkerError
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.rollouts import Rollouts
@@ -869,6 +870,19 @@ def test_an_environment_that_cannot_close_is_a_warning(caplog: Any) -> None:
     (said,) = caplog.messages
     assert re.search(r"Stubborn\.close_conversations \(.*test_rollouts.py:\d+\) has not ", said)
     assert re.search(r"closed 2 conversations: OSError: the line is dead \(.*:\d+\)", said)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_only_an_environment_that_keeps_something_is_told(monkeypatch: Any, keeps: bool) -> None:
+    class Forgets(Judge):
+        close_conversations = EnvironmentInterface.close_conversations
+
+    told = list[Any]()
+    monkeypatch.setattr("laurel.grpo.judging.close_quietly", lambda *given: told.append(given))
+    judge = (Judge if keeps else Forgets)(lambda text, m: {"over": False})
+    (group,) = play(rollouts_of(ScriptedGenerator(saying("a")), judge=judge), [task()])
+    assert [r.reward for r in group.rollouts_G] == [1.0, 1.0]
+    assert bool(told) is keeps
 
 
 def test_cancelling_tells_environments_of_what_they_have_seen() -> None:

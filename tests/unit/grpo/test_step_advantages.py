@@ -158,6 +158,13 @@ def test_figures_are_of_the_tokens_that_the_policy_wrote() -> None:
     assert "steps/mean_reward" not in rollout_metrics([rollout_group(rollout("b", 1.0))])
 
 
+def test_steps_of_one_completion_alone_are_divided_by_nothing() -> None:
+    alone = rollout_group(stepped("ab", (1, 0.0), (2, 1.0)), stepped("a"))
+    found = advantages_of(alone, THREE, noise=100.0)
+    assert found.metrics["groups_at_noise_floor"] == 1.0, "the other group"
+    assert found.metrics["groups_without_signal"] == 1.0
+
+
 ROWS = st.lists(st.lists(st.floats(-3, 3, allow_nan=False), max_size=4), min_size=2, max_size=5)
 
 
@@ -238,6 +245,28 @@ def test_steps_that_cannot_be_are_a_failure(steps: Any, reason: str) -> None:
     (found,) = played("ab", steps=lambda text: steps)
     assert found.reward is None
     assert reason in str(found.failure)
+
+
+def test_a_conversation_that_is_cut_off_needs_no_steps() -> None:
+    """The environment would have gone on, and there is no further turn."""
+    (found,) = played("ab", steps=lambda text: None, over=lambda text: False)
+    assert (found.failure, found.reward, found.steps) == (None, 1.0, None)
+    assert found.truncated
+    (advantages_GL,) = tokens_of(rollout_group(*THREE.rollouts_G, found))
+    assert advantages_GL == [*tokens_of(THREE)[0], [0.0] * len(found.ids_L)]
+
+
+def test_a_failure_to_place_steps_says_so(monkeypatch: Any) -> None:
+    def broken(*given: Any) -> list[int]:
+        raise KeyError("no such token")
+
+    monkeypatch.setattr(ByteChat, "token_ends", broken)
+    (found,) = played("ab", steps=lambda text: [StepReward(1, 0.5)])
+    assert found.reward is None
+    said = str(found.failure)
+    assert said.startswith(
+        "the tokens that end its steps were not found: KeyError: 'no such token'"
+    )
 
 
 def test_steps_of_numpy_and_torch_become_plain_numbers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -416,6 +417,13 @@ def test_a_key_of_a_reward_model_is_refused_beside_a_judge(settings):
 def test_words_that_yaml_reads_as_booleans_are_refused_with_the_cause():
     with pytest.raises(ValidationError, match="put the words in quotes"):
         config_of(read_out="log_probability", words=[True, False])
+
+
+def test_vllm_is_given_no_pickled_weights(directory, tmp_path):
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"judge\.model=.* has no \*\.safetensors"):
+        opened(tmp_path, backend="vllm")
 
 
 def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_starts(directory):

@@ -3,13 +3,14 @@
 import importlib.util
 
 import pytest
+import torch
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError, MissingDependencyError
 from laurel.run.allocation import plan_allocation
-from laurel.run.grpo import check_vllm
+from laurel.run.grpo import check_judges, check_vllm
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
@@ -82,17 +83,35 @@ def test_it_is_looked_for_before_anything_is_started(run, key, monkeypatch):
 
 def test_a_judge_in_vllm_says_its_share_of_the_gpu_that_the_policy_trains_on(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     judge = {"model": "j", "backend": "vllm"}
     run = run_of(reward_model={"enabled": True, "judge": judge})
-    check_vllm(run, on_cluster=False)
+    check_judges(run, on_cluster=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"take 0\.9 of the memory of the GPU"):
-        check_vllm(run, on_cluster=False, num_gpus=1)
+        check_judges(run, on_cluster=False)
+    on_cpu = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cpu"})})
+    check_judges(on_cpu, on_cluster=False)
     judge["vllm_cfg"] = {"gpu_memory_utilization": 0.3}
     run = run_of(reward_model={"enabled": True, "judge": judge})
-    check_vllm(run, on_cluster=False, num_gpus=1)
+    check_judges(run, on_cluster=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"judge\.backend=vllm needs"):
-        check_vllm(run, on_cluster=False)
+        check_judges(run, on_cluster=False)
+
+
+def test_a_judge_to_load_is_refused_on_a_cluster_by_its_section():
+    asked, loaded = {"model": "a", "urls": ["http://a"]}, {"model": "j"}
+    models = [
+        {"name": f"m{i}", "judge": judge, "normalize": "none"}
+        for i, judge in enumerate((asked, loaded))
+    ]
+    for section, key in (({"judge": loaded}, "judge"), ({"models": models}, r"models\[1\]\.judge")):
+        run = run_of(reward_model={"enabled": True} | section)
+        check_judges(run, on_cluster=False)
+        with pytest.raises(ConfigError, match=rf"^env\.reward_model\.{key}: .*vllm serve j"):
+            check_judges(run, on_cluster=True)
+    check_judges(run_of(reward_model={"enabled": True, "judge": asked}), on_cluster=True)
 
 
 def test_nodes_of_a_cluster_may_have_what_this_one_has_not(monkeypatch):

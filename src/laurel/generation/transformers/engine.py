@@ -160,7 +160,7 @@ class TransformersEngine:
     async def answer_probe(self) -> ProbeAnswer:
         """Compute log-probabilities of fixed test tokens (the probe) with the current weights."""
         model = self._batch.model
-        ids_L = fitting_ids(self._vocab_size, max_length=num_positions(model.causal_lm))
+        ids_L = fitting_ids(self._vocab_size, max_length=num_positions(model.causal_lm.config))
         precision = str(model.precision).removeprefix("torch.")
         answers: list[ProbeAnswer] = []
 

@@ -140,7 +140,7 @@ def _fitted(
             f"{setting_of('policy.model_name', name)}: {type(causal_lm).__name__} looks at later "
             "tokens, so it cannot write one after the other. A policy is a causal language model."
         )
-    positions = num_positions(causal_lm)
+    positions = num_positions(causal_lm.config)
     if positions is not None and max_length > positions:
         raise ConfigError(
             f"{setting_of('policy.max_total_sequence_length', max_length)}: {name} has "

@@ -365,14 +365,14 @@ def _why_padded(network: Any, spec: ModelSpec, *, pools_itself: bool) -> str | N
     return None
 
 
-def num_positions(network: Any) -> int | None:
-    """Return the maximum number of positions of the network; None if there is no limit.
+def num_positions(hf_config: Any) -> int | None:
+    """Return the maximum number of positions by a configuration; None if there is no limit.
 
     Rotary embeddings of type `longrope` (Phi-3) change for a whole batch as soon as one text is
     longer than the original training length. The output for a text must not depend on the rest of
     its batch, so the limit of such models is that length.
     """
-    hf_config = network.config.get_text_config()
+    hf_config = hf_config.get_text_config()
     positions: int | None = getattr(hf_config, "max_position_embeddings", None)
     rotary = getattr(hf_config, "rope_parameters", None) or {}
     by_layer_type = [entry for entry in rotary.values() if isinstance(entry, dict)]

@@ -649,7 +649,7 @@ def _contract(
                 f"{rules.truncation_side} to {rules.max_length:,} tokens, as it was trained"
             )
         return contract
-    positions = num_positions(classifier)
+    positions = num_positions(classifier.config)
     if positions is not None and _head_name(classifier) is None:
         # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
         positions = min(positions, tokenizer.model_max_length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,6 +50,7 @@ from laurel.run.evaluation.tables import (
 from laurel.run.specs import (
     asked_scorer,
     asked_server,
+    check_judge,
     model_spec,
     open_asked,
     open_asked_judge,
@@ -106,8 +107,8 @@ def _evaluated(
     asked: Mapping[BenchmarkName, EvaluationRequest], request: EvaluationRequest, console: Console
 ) -> list[Evaluation]:
     """Read the rows of benchmarks, load the requested scorer once, and evaluate it on each."""
-    if request.scorer.judge is not None and "process-bench" in asked:
-        raise ConfigError("ProcessBench needs the values of steps, and --judge gives one score")
+    if request.scorer.judge is not None:
+        _check_can_judge(request.scorer.judge, asked, request)
     notes: list[str] = []
     with console.status("reading the rows"):
         rows = {name: BENCHMARKS[name].read(one, notes.append) for name, one in asked.items()}
@@ -141,6 +142,19 @@ def _evaluated(
     return evaluations
 
 
+def _check_can_judge(
+    judge: JudgeConfig, asked: Collection[BenchmarkName], request: EvaluationRequest
+) -> None:
+    if "process-bench" in asked:
+        raise ConfigError("ProcessBench needs the values of steps, and --judge gives one score")
+    if judge.compares and request.sensitivity:
+        raise ConfigError(
+            "--sensitivity asks how the score of one answer changes, and a judge with "
+            "compares=true has only scores relative to the other answers"
+        )
+    check_judge(judge)
+
+
 def checked_request(request: EvaluationRequest) -> EvaluationRequest:
     """Return a request with its model resolved, before any row is read.
 
@@ -148,11 +162,6 @@ def checked_request(request: EvaluationRequest) -> EvaluationRequest:
         UserError: The model does not exist, or the output directory cannot be written.
     """
     scorer = request.scorer.found()
-    if scorer.judge is not None and scorer.judge.compares and request.sensitivity:
-        raise ConfigError(
-            "--sensitivity asks how the score of one answer changes, and a judge with "
-            "compares=true has only scores relative to the other answers"
-        )
     # Members are loaded after all rows are scored: a wrong name is reported now.
     for name in request.members:
         replace(request.scorer, model=name).found()
