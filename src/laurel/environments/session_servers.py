@@ -16,8 +16,10 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-from laurel.config.environments import OpenEnvConfig, OpenRewardConfig
+from laurel.config.data import TaskSetConfig
+from laurel.config.environments import OpenEnvConfig, OpenRewardConfig, SessionsConfig
 from laurel.data.sources import Row
+from laurel.data.tasks import MadeRows
 from laurel.environments.sessions import (
     ServerFullError,
     ServerSession,
@@ -248,17 +250,6 @@ def _code(error: RuntimeError) -> str | None:
     return None if found is None else found.group(1)
 
 
-def open_openenv(name: str, config: OpenEnvConfig) -> SessionEnvironment:
-    """Make the environment `env.openenv.<name>`.
-
-    Raises:
-        ConfigError: The server does not answer, or cannot be used.
-        MissingDependencyError: The package is not installed.
-    """
-    server = OpenEnvServer(name, config)
-    return SessionEnvironment(server.where, server, config)
-
-
 # --------------------------------------------------------------------------------------------------
 # The Open Reward Standard.
 
@@ -457,12 +448,38 @@ def text_of_blocks(blocks: Sequence[Any]) -> str:
     return "\n".join(block.text for block in blocks)
 
 
-def open_openreward(name: str, config: OpenRewardConfig) -> SessionEnvironment:
-    """Make the environment `env.openreward.<name>`.
+# --------------------------------------------------------------------------------------------------
+# Either.
+
+
+def open_sessions(name: str, config: SessionsConfig) -> SessionEnvironment:
+    """Make the environment of a server, `env.openenv.<name>` or `env.openreward.<name>`.
 
     Raises:
         ConfigError: The server does not answer, or cannot be used.
         MissingDependencyError: The package is not installed.
     """
-    server = OpenRewardServer(name, config)
-    return SessionEnvironment(server.where, server, config)
+    if isinstance(config, OpenEnvConfig):
+        return SessionEnvironment(OpenEnvServer(name, config), config)
+    assert isinstance(config, OpenRewardConfig)
+    return SessionEnvironment(OpenRewardServer(name, config), config)
+
+
+def session_rows(
+    set_config: TaskSetConfig, environments: Mapping[str, SessionsConfig], *, kind: str
+) -> MadeRows:
+    """Return the rows of the server that the set's environment names.
+
+    Raises:
+        ConfigError: No such environment is configured, or its server cannot be used.
+    """
+    name = set_config.env_name or kind
+    if name not in environments:
+        raise ConfigError(
+            f"dataset_name={kind}: data.env_name={name} is no environment of env.{kind}; there "
+            f"are: {', '.join(environments) or 'none'}. Name the server there: "
+            f"env.{kind}.{name}.url=http://HOST:PORT"
+        )
+    with open_sessions(name, environments[name]) as environment:
+        rows = environment.rows(set_config.max_samples)
+    return MadeRows(origin=f"{kind}: {environments[name].url}", rows=rows)

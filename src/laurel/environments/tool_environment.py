@@ -135,8 +135,6 @@ class ToolEnvironment(EnvironmentInterface):
                     failure = f"a tool failed: {error}"
                     continue
                 counted[outcome] += 1
-                # The tokenizer takes no unpaired surrogates.
-                text = text.encode("utf-8", "replace").decode()
                 content = cut_middle(text, self.config.max_result_chars)
                 shown.append({"role": TOOL_ROLE, "content": content})
             failures.append(failure)

@@ -4,12 +4,10 @@ import sys
 
 import pytest
 
-from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.config.data import TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
-from laurel.data.tasks import load_task_data
 from laurel.environments.registry import (
     create_environment,
-    environment_names,
     row_sources,
     tools_of,
 )
@@ -24,6 +22,7 @@ from laurel.errors import (
 )
 from laurel.models.tokenizer import CHATML
 from laurel.models.tool_calls import HermesForm, ToolCall
+from policy_runs import task_data
 from sandbox_processes import wait_until
 from session_servers import ServerProcess
 from tool_templates import TOKENIZERS, chatml_like
@@ -49,12 +48,8 @@ def config_of(server, **settings):
 
 
 def load(config, **data):
-    return load_task_data(
-        TaskDataConfig(dataset_name="openreward", env_name="sums", split_validation_size=0, **data),
-        default_environment="math",
-        environments=environment_names(config),
-        sources=row_sources(config),
-    ).train
+    data = {"dataset_name": "openreward", "env_name": "sums", "split_validation_size": 0, **data}
+    return task_data(config, **data).train
 
 
 class Conversation:
@@ -187,6 +182,22 @@ def test_a_tool_that_raises_is_a_failure(server):
     with create_environment("sums", config) as environment:
         verdict = Conversation(environment, task, "x").call(("boom", {"answer": 1}))
         assert "the abacus broke" in verdict.failures[0]
+
+
+def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
+    with ServerProcess("openreward_server.py", tmp_path) as server:
+        config = config_of(server)
+        task = load(config, max_samples=3)[2]
+        with create_environment("sums", config) as environment:
+            talk = Conversation(environment, task, "x")
+            talk.call(("add", {"a": 2, "b": 3}))
+            begun = server.counts()[0]
+            server.kill()
+            server.start()
+            last = talk.call(("submit", {"answer": 5}))
+            assert (last.failures, last.rewards.tolist()) == ([None], [1.0])
+            assert last.notes == [{"turns": 2.0, "refused": 0.0, "ended": 1.0}]
+            assert server.counts()[0] == begun + 1
 
 
 def test_a_server_that_dies_is_a_lost_worker(tmp_path, shared):
