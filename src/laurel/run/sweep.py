@@ -177,6 +177,8 @@ def _parse_range(override: Override, text: str) -> Dimension:
         if form is None:
             raise ValueError("it is no range")
         written = [end.strip() for end in form["ends"].split(",")]
+        if len(written) != 2:
+            raise ValueError("a range has two ends")
         low, high = (float(end) for end in written)
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError("the first end must be below the second")
