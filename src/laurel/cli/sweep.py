@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def run_sweep(options: SweepOptions, *, as_json: bool = False) -> None:
 
         try:
             with progress:
-                sweep.run(show)
+                sweep.run(show, partial(progress.message, is_routine=True))
         except (InterruptedSweep, KeyboardInterrupt) as error:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             name = error.args[0] if error.args else "SIGINT"
