@@ -122,6 +122,8 @@ def test_answers_that_are_too_long_are_left_out_and_counted(rows: Path, tmp_path
     changes = ("data.max_input_seq_length=40", "rm.max_num_steps=1")
     done = train(settings(tmp_path, f"data.train_data_path={rows}", *STEPS, *changes))
     assert "over-long" in done.text
+    assert " rows/s" in done.text
+    assert "pairs/s" not in done.text
 
 
 def test_rows_of_pairs_are_refused(tmp_path: Path) -> None:

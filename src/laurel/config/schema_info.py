@@ -215,7 +215,9 @@ def choices_of(kinds: Kinds) -> list[str]:
 
 def _describe_one(kind: Any, *, many: bool = False) -> str:
     if isinstance(kind, type) and issubclass(kind, Section):
-        some_keys = ", ".join(list(kind.model_fields)[:3])
+        # Those without a default come first: one of them is what is missing.
+        fields = sorted(kind.model_fields.items(), key=lambda item: not item[1].is_required())
+        some_keys = ", ".join(name for name, _ in fields[:3])
         return "sections" if many else f"a section with keys like {some_keys}"
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:

@@ -241,6 +241,7 @@ def _train(
         deadline=deadline,
         reports=data.all_reports,
         on_validation=on_validation,
+        unit="rows" if config.policy.reward_model_cfg.reward_model_type == "process" else "pairs",
     )
     batcher = Batcher(
         model.facts.path,

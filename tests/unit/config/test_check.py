@@ -38,6 +38,11 @@ class Steps(Section):
     milestones: list[int]
 
 
+class Needy(Section):
+    args: int = 0
+    name: str
+
+
 class Model(Section):
     foreign_keys: ClassVar[frozenset[str]] = frozenset({"megatron_cfg", "refit"})
 
@@ -49,6 +54,7 @@ class Model(Section):
     weights: list[float] | None = None
     plan: str | dict[str, Any] | None = None
     scheduler: Call | list[Call | Steps] | None = None
+    needy: Needy | None = None
     part: Part | list[Part] | None = None
     named: Part | dict[str, Part] | None = None
     paths: dict[str, str | Part] = Field(default_factory=dict)
@@ -132,6 +138,7 @@ def problems(folder: Path, text: str) -> list[str]:
             "model.paths.b: must be text, or a section with keys like path, rows, not [1]",
         ),
         ("paths: {a: {rws: 1}}", "model.paths.a.rws: unknown key; did you mean 'rows'?"),
+        ("needy: 5", "model.needy: must be a section with keys like name, args, or null, not 5"),
         ("scheduler: {kwargs: {}}", "model.scheduler.name: is missing; it must be text"),
         (
             "scheduler: [{name: a}, {milestones: [1, x]}]",
