@@ -87,23 +87,23 @@ test-vllm: $(VLLM_STAMP)
 $(ENV_STAMP): pyproject.toml
 	@echo "1/2 a virtual environment in $(ENV_VENV): seconds"
 	@$(PYTHON) -m venv $(ENV_VENV)
-	@echo "2/2 verifiers, openenv-core and what Laurel needs into it: about a minute, without a sound"
+	@echo "2/2 verifiers, openenv-core and what Laurel needs into it: some minutes, without a sound"
 	@$(ENV_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[serve,verifiers,openenv,reasoning-gym]' 'pytest>=8.4' 'psutil>=7.0'
 	@touch $(ENV_STAMP)
 
 test-environments: $(ENV_STAMP)
-	$(ENV_VENV)/bin/python -m pytest tests/unit/environments/test_verifiers.py tests/unit/environments/test_openenv.py
+	$(ENV_VENV)/bin/python -m pytest tests/unit/environments/test_verifiers.py tests/unit/environments/test_openenv.py tests/end_to_end/test_grpo_sessions.py
 
 # openreward pins sse-starlette, so that it cannot be installed beside verifiers.
 $(ORS_STAMP): pyproject.toml
 	@echo "1/2 a virtual environment in $(ORS_VENV): seconds"
 	@$(PYTHON) -m venv $(ORS_VENV)
-	@echo "2/2 openreward and what Laurel needs into it: about a minute, without a sound"
+	@echo "2/2 openreward and what Laurel needs into it: some minutes, without a sound"
 	@$(ORS_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[openreward]' 'pytest>=8.4' 'psutil>=7.0'
 	@touch $(ORS_STAMP)
 
 test-openreward: $(ORS_STAMP)
-	$(ORS_VENV)/bin/python -m pytest tests/unit/environments/test_openreward.py
+	$(ORS_VENV)/bin/python -m pytest tests/unit/environments/test_openreward.py tests/end_to_end/test_grpo_sessions.py
 
 # One process: tests of several GPUs take them all. Warnings of torch's compiler are no errors here.
 test-gpu: $(STAMP)

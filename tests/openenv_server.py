@@ -2,10 +2,9 @@
 
 A number from 1 to 9 is to be guessed in three tries: 1 for the right one, -0.1 for a wrong one.
 The log has a line for each session that begins or ends. What is said besides a number breaks it:
-`raise`, `sleep`, `die`.
+`raise`, `sleep`.
 """
 
-import os
 import random
 import sys
 import time
@@ -22,7 +21,7 @@ DRIFTS = "--drift" in sys.argv
 
 
 class Guess(Action):
-    guess: int | Literal["raise", "sleep", "die"]
+    guess: int | Literal["raise", "sleep"]
 
     @field_validator("guess")
     @classmethod
@@ -59,8 +58,6 @@ class GuessEnvironment(Environment[Guess, Hint, State]):
             raise ArithmeticError("the dice fell off the table")
         if action.guess == "sleep":
             time.sleep(4)
-        if action.guess == "die":
-            os._exit(1)
         self.tries += 1
         right = action.guess == self.number
         return Hint(

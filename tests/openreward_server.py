@@ -4,10 +4,20 @@ A sum is to be found with a tool that adds, and submitted; `boom` raises. The lo
 each session that begins or ends.
 """
 
+import random
 import sys
 from pathlib import Path
 
-from openreward.environments import Environment, Server, TextBlock, ToolOutput, terminal, tool
+from openreward.environments import (
+    Environment,
+    ListToolsOutput,
+    Server,
+    TextBlock,
+    ToolOutput,
+    ToolSpec,
+    terminal,
+    tool,
+)
 from pydantic import BaseModel, Field
 
 PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
@@ -38,7 +48,7 @@ class Sums(Environment):
 
     @classmethod
     def list_tasks(cls, split):
-        return [{"a": n, "b": n + 1} for n in range(8 if split == "train" else 2)]
+        return [{"a": n, "b": n + 1} for n in range(14 if split == "train" else 2)]
 
     def setup(self):
         _write("begin")
@@ -64,6 +74,43 @@ class Sums(Environment):
     async def boom(self, answer: Answer) -> ToolOutput:
         """Break."""
         raise ArithmeticError("the abacus broke")
+
+
+class Own(Sums):
+    """Its second task has a tool more than the others."""
+
+    def list_task_tools(self):
+        more = ToolSpec(name="more", description="", input_schema=None)
+        return ListToolsOutput(tools=[more] if self.task_spec["a"] == 1 else [])
+
+
+class Guesses(Environment):
+    """A number is to be guessed, as in `openenv_server`."""
+
+    @classmethod
+    def list_splits(cls):
+        return ["train"]
+
+    @classmethod
+    def list_tasks(cls, split):
+        return [{"seed": n} for n in range(40)]
+
+    def setup(self):
+        _write("begin")
+
+    def teardown(self):
+        _write("end")
+
+    def get_prompt(self):
+        return _text(f"Guess a number from 1 to 9, game {self.task_spec['seed']}.")
+
+    @tool
+    async def submit(self, answer: Answer) -> ToolOutput:
+        """Guess."""
+        number = random.Random(self.task_spec["seed"]).randint(1, 9)
+        right = answer.answer == number
+        hint = "right" if right else "higher" if answer.answer < number else "lower"
+        return ToolOutput(blocks=_text(hint), reward=1.0 if right else -0.1, finished=right)
 
 
 class Word(BaseModel):
@@ -92,4 +139,4 @@ class Words(Environment):
 
 
 if __name__ == "__main__":
-    Server([Sums, Words]).run(host="127.0.0.1", port=PORT)
+    Server([Sums, Words, Own, Guesses]).run(host="127.0.0.1", port=PORT)

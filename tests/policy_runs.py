@@ -11,9 +11,13 @@ from typing import Any
 from pyarrow import parquet
 from rich.console import Console
 
+from laurel.config.data import TaskDataConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
+from laurel.data.tasks import TaskData, load_task_data
+from laurel.environments.registry import environment_names, row_sources
 from laurel.observe.loggers import read_metrics
 from laurel.run.grpo import train_policy
 from laurel.run.sft import fine_tune
@@ -107,6 +111,16 @@ def sft_settings(directory: Path, *changes: str, model: Path | None = None) -> l
         write_rows(rows, noisy_answers())
     policy = SCRATCH if model is None else (f"policy.model_name={model}",)
     return [*TINY_SFT, *policy, f"data.train_data_path={rows}", *_places(directory), *changes]
+
+
+def task_data(config: EnvironmentsConfig, **data: Any) -> TaskData:
+    """What a run with these environments loads of a data set that a package brings."""
+    return load_task_data(
+        TaskDataConfig(**data),
+        default_environment="math",
+        environments=environment_names(config),
+        sources=row_sources(config),
+    )
 
 
 def grpo(overrides: Sequence[str], *, path: Path | None = None) -> Finished:

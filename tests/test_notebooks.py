@@ -37,7 +37,9 @@ CLAIMS = {
         # A tenth of the labels is swapped.
         "max(accuracy['baselines'].values()) + 0.1 < accuracy['value'] <= 0.95",
         "diagnostics['length_controlled_accuracy']['value'] < accuracy['value']",
-        "scores[0].value > max(one.value for one in scores[2:])",
+        # On four runs 0.92 to 0.99, and 0.09 to 0.27 (the notebook's last table).
+        "min(right_wins['another number'], right_wins['another number, friendly']) > 0.8",
+        "right_wins['right, friendly'] < 0.5",
         "diagnostics['leakage']['num_same_prompt'] == 0",
     ],
     "write_an_environment": [

@@ -202,16 +202,41 @@ plt.show()
 #
 # `open_scorer` loads a model and makes it prove that it gives the scores it gave when it was
 # saved. A score by itself means nothing; only differences between answers to the same prompt do.
-# The last answer is as wrong as the one before it, and friendlier.
+# One prompt says little, too: these are all the numbers that no training pair asks for, with five
+# answers to each. A friendly answer is as right or wrong as the one before it.
 
 # %%
 scorer = api.open_scorer(outcome.best, quiet=True)
-prompt = "Write three hundred forty-two in digits."
-answers = [boxed(342), boxed(341), boxed(917), "The answer is " + boxed(917)]
-scores = api.score(scorer, [{"prompt": prompt, "completions": answers}])[0]
-pd.DataFrame({"answer": answers, "score": [round(score.value, 2) for score in scores]})
+generator = random.Random(SEED)
+rows = []
+for number in numbers(held_out=True):
+    near = wrong_number(generator, number, "one digit off")
+    other = wrong_number(generator, number, "another number")
+    answers = {
+        "right": boxed(number),
+        "right, friendly": "The answer is " + boxed(number),
+        "one digit off": boxed(near),
+        "another number": boxed(other),
+        "another number, friendly": "The answer is " + boxed(other),
+    }
+    prompt = f"Write {in_words(number)} in digits."
+    rows.append({"prompt": prompt, "completions": list(answers.values())})
+scores = pd.DataFrame(
+    [[one.value for one in row] for row in api.score(scorer, rows)], columns=list(answers)
+)
+right_wins = scores.lt(scores["right"], axis=0).mean()
+pd.DataFrame(
+    {
+        "example": rows[0]["completions"],
+        "mean score": scores.mean().round(2),
+        "right is higher": right_wins.round(2),
+    }
+)
 
 # %% [markdown]
+# The right number nearly always scores higher than another one, even a friendly one. Of two right
+# answers the friendly one is mostly higher: people like a friendly word.
+#
 # ## How good is it?
 #
 # Accuracy alone says little. `evaluate` puts **baselines** beside it: always taking the longer
@@ -236,8 +261,8 @@ api.show(evaluation)
 # - **accuracy** beside its two baselines and its interval. 90 % is the ceiling here, because a
 #   tenth of the held-out labels is swapped as well.
 # - **the two files**: near misses ("one digit off") beside any other number. One figure for all
-#   would hide that a model knows one kind and not the other, as with seed 2 below; the intervals
-#   say whether a difference is more than chance.
+#   would hide that a model knows one kind and not the other; the intervals say whether a
+#   difference is more than chance.
 # - **either as often** counts pairs with a longer and with a shorter chosen answer alike. Where it
 #   is lower, some of the accuracy was a liking for "The answer is", which people have as well.
 # - **data sets**: how many held-out prompts were in the training set. None were, so this is no
@@ -294,20 +319,24 @@ sorted(path.name for path in exported.iterdir())
 # %% [markdown]
 # ## With other seeds
 #
-# One run is one story. Another `SEED` above tells another; this is what three of them gave:
+# One run is one story. Another `SEED` above tells another, and so does another processor, as sums
+# are rounded otherwise. This is what four runs gave; one of them was told to calculate as a
+# processor without AVX-512 does (`ATEN_CPU_CAPABILITY=avx2`, `MKL_ENABLE_INSTRUCTIONS=AVX2`,
+# `ONEDNN_MAX_CPU_ISA=AVX2`):
 #
-# | seed | 0 | 1 | 2 |
-# |---|---|---|---|
-# | accuracy | 89 % | 90 % | 76 % |
-# | longer wins; bag of words | 59 %; 46 % | 57 %; 44 % | 57 %; 42 % |
-# | either as often | 86 % | 90 % | 70 % |
-# | one digit off; another number | 89 %; 89 % | 90 %; 89 % | 66 %; 82 % |
+# | seed | 0 | 0, AVX2 | 1 | 2 |
+# |---|---|---|---|---|
+# | accuracy | 88 % | 86 % | 89 % | 85 % |
+# | longer wins; bag of words | 59 %; 46 % | 59 %; 46 % | 57 %; 44 % | 57 %; 42 % |
+# | either as often | 84 % | 81 % | 88 % | 84 % |
+# | one digit off; another number | 89 %; 87 % | 83 %; 88 % | 88 %; 90 % | 85 %; 85 % |
+# | right above another number, friendly | 94 % | 98 % | 92 % | 96 % |
+# | right and friendly above right | 73 % | 76 % | 91 % | 82 % |
 #
-# - **In all three** it is far above both baselines, the right number scores above another number,
-#   and "The answer is" lifts the score of a wrong one.
-# - **Not in all:** with seed 2 it has learned less in as many steps, and near misses least. With
-#   seeds 0 and 2 it prefers 341 to 342 in the example above: one prompt says little, which is why
-#   there are 600 pairs. With seed 1 either as often is no lower.
+# - **In all four** it is far above both baselines, the right number scores above another one, and
+#   of two right answers the friendly one is mostly higher.
+# - **Not in all:** which of the two kinds it knows better. The same data with other roundings
+#   moves near misses by six points; the intervals overlap.
 #
 # ## On your own data
 #

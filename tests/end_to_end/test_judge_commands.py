@@ -117,6 +117,9 @@ def test_probabilities_have_no_calibration_and_python_asks_judges_too(judge, tmp
     assert "calibration" not in facts
     with pytest.raises(ConfigError, match="leave out model"):
         api.evaluate("pairs", "x", data=[data], judge=judge, quiet=True)
+    options = ScorerSpec(precision="bfloat16", device="cpu")
+    with pytest.raises(ConfigError, match="all of scorer_options but device"):
+        api.evaluate("pairs", data=[data], judge=judge, scorer_options=options, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +173,12 @@ def test_process_bench_needs_the_values_of_steps(called, judge, tmp_path):
     done = called("eval", "process-bench", "--judge", judge, "-d", data)
     assert done.exit_code
     assert "values of steps" in str(done.exception)
+
+
+def test_a_judge_that_writes_numbers_has_no_verdicts_to_learn(called, tmp_path):
+    judge = write(tmp_path / "judge.yaml", [{"judge": {"model": "m"}}])
+    done = called("data", "verdicts", tmp_path / "no rows.jsonl", "--judge", judge)
+    assert "set read_out=log_probability, or compares=true" in str(done.exception)
 
 
 def test_verdicts_need_the_file_of_a_judge(called):

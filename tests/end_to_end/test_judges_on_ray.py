@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -103,6 +104,8 @@ def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
     assert "reward_worker rank 0 of 1 died in prepare" in caplog.text
     assert "it is started again, restart 1 of 8 at most" in caplog.text
     assert_same(tmp_path / "there", tmp_path / "here")
+    # A worker that was still being started would start a cluster of its own where Ray has ended.
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("laurel-")]
 
 
 def ensemble(judges):

@@ -586,8 +586,12 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     if isinstance(row, Task):
         tools = tools_of(row.environment, config.env)
         if tools:
-            of_verifiers = config.env.verifiers.get(row.environment)
-            form_of(tokenizer, (of_verifiers or config.env.tools).form)
+            name, where, form = row.environment, "env.tools", config.env.tools.form
+            if name in config.env.verifiers:
+                where, form = f"env.verifiers.{name}", config.env.verifiers[name].form
+            elif name in config.env.openreward:
+                where, form = f"env.openreward.{name}", config.env.openreward[name].form
+            form_of(tokenizer, form, where=where)
         ids_L = chat.prompt_ids(row.prompt, tools=tools)
         tokens = pieces_of(tokenizer, ids_L)
         most = policy.max_total_sequence_length

@@ -285,9 +285,10 @@ def write_verdicts(
     for file in rows.data:
         check_output(output, read_from=file)
     from laurel.evaluation.benchmarks import preference_rows
-    from laurel.rewards.judge import JudgePrompt, verdict_rows
+    from laurel.rewards.judge import JudgePrompt, taught_verdicts, verdict_rows
 
     prompt = JudgePrompt(judge, where="judge")
+    taught_verdicts(judge)
     preferences = preference_rows(rows, say)
     verdicts: Counter[str] = Counter()
     with replace_file(output) as stream:

@@ -248,6 +248,12 @@ class ScoringVllmConfig(Section):
     """Share of a GPU's memory that it may take."""
 
 
+def _is_set(section: Section, key: str) -> bool:
+    # A key that is written with its default has no other effect than one that is left out.
+    field = type(section).model_fields[key]
+    return bool(getattr(section, key) != field.get_default(call_default_factory=True))
+
+
 class JudgeConfig(AskingConfig):
     """A language model that is asked for a verdict: at an OpenAI-compatible endpoint, or here.
 
@@ -408,8 +414,7 @@ class JudgeConfig(AskingConfig):
             found.append(("is for backend=transformers", ("batch_tokens",)))
         for why, keys in found:
             for key in keys:
-                field = JudgeConfig.model_fields[key]
-                if getattr(self, key) != field.get_default(call_default_factory=True):
+                if _is_set(self, key):
                     raise ValueError(f"{key} {why}")
         if self.urls is None and self.seed is None:
             raise ValueError("seed=null is the server's own, and there are no urls: give a number")
@@ -585,7 +590,7 @@ class ScorerSource(AskingConfig):
                 raise ValueError("hedge asks a second server, and urls has only one")
         else:
             for key in ("url_model", "reward_key", "model_version", "hedge", "api_key_env"):
-                if getattr(self, key) != ScorerSource.model_fields[key].default:
+                if _is_set(self, key):
                     where = "; a judge has its own" if self.judge is not None else ""
                     raise ValueError(f"{key} says how urls are asked, and there are none{where}")
         if len(self._sources()) > 1:
@@ -594,10 +599,7 @@ class ScorerSource(AskingConfig):
             )
         for key in _OF_A_MODEL if self.judge is not None else ():
             # `dtensor_cfg` is no key of one of several models.
-            field = type(self).model_fields.get(key)
-            if field is not None and getattr(self, key) != field.get_default(
-                call_default_factory=True
-            ):
+            if key in type(self).model_fields and _is_set(self, key):
                 raise ValueError(f"{key} is for a reward model, and a judge has its own keys")
         return self
 

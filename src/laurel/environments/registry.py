@@ -98,16 +98,14 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
         return taskset_rows(set_config, config.verifiers)
 
     def openenv(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.session_servers import open_openenv
-        from laurel.environments.sessions import session_rows
+        from laurel.environments.session_servers import session_rows
 
-        return session_rows(set_config, config.openenv, open_openenv, kind="openenv")
+        return session_rows(set_config, config.openenv, kind="openenv")
 
     def openreward(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.session_servers import open_openreward
-        from laurel.environments.sessions import session_rows
+        from laurel.environments.session_servers import session_rows
 
-        return session_rows(set_config, config.openreward, open_openreward, kind="openreward")
+        return session_rows(set_config, config.openreward, kind="openreward")
 
     return {
         "reasoning_gym": reasoning_gym,
@@ -119,19 +117,7 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
     """Return all names that `create_environment` knows."""
-    return list(
-        dict.fromkeys(
-            [
-                *BUILT_IN,
-                *config.verifiers,
-                *config.openenv,
-                *config.openreward,
-                *config.composite,
-                *config.custom,
-                *_registered,
-            ]
-        )
-    )
+    return list(dict.fromkeys([*BUILT_IN, *config.names(), *_registered]))
 
 
 def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
@@ -168,6 +154,7 @@ def create_environments(
         "openenv": config.openenv,
         "openreward": config.openreward,
     }
+    servers = {**config.openenv, **config.openreward}
     named: dict[str, str] = {}
     for section, own in sections.items():
         for name in own:
@@ -211,14 +198,10 @@ def create_environments(
             return _checked(
                 name, VerifiersEnvironment(name, config.verifiers[name], max_turns=max_turns)
             )
-        if name in config.openenv:
-            from laurel.environments.session_servers import open_openenv
+        if name in servers:
+            from laurel.environments.session_servers import open_sessions
 
-            return _checked(name, open_openenv(name, config.openenv[name]))
-        if name in config.openreward:
-            from laurel.environments.session_servers import open_openreward
-
-            return _checked(name, open_openreward(name, config.openreward[name]))
+            return _checked(name, open_sessions(name, servers[name]))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 
@@ -286,16 +269,10 @@ def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
         described = imported("laurel.environments.tool_environment.schemas_of", "env.tools")
         schemas: ToolSchemas = described(config.tools)
         return schemas
-    if name in config.verifiers:
-        from laurel.environments.verifiers import VerifiersEnvironment
-
-        with VerifiersEnvironment(name, config.verifiers[name]) as environment:
-            return environment.spec.tools
-    if name in config.openreward:  # whose server alone knows them
-        from laurel.environments.session_servers import open_openreward
-
-        with open_openreward(name, config.openreward[name]) as environment:
-            return environment.spec.tools
+    if name in config.verifiers or name in config.openreward:  # which alone know them
+        environment = create_environment(name, config)
+        environment.shutdown()
+        return environment.spec.tools
     parts = config.composite[name].parts if name in config.composite else ()
     return [tool for part in parts if part.env != name for tool in tools_of(part.env, config)]
 

@@ -436,7 +436,8 @@ class RewardModelEnvironment(EnvironmentInterface):
         scorer, self._scorer = self._scorer, None
         if scorer is None:
             return
-        scorer.close()
+        with scorer:
+            pass  # its `close` would leave the processes that tokenise for it
         del scorer
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 

@@ -16,8 +16,10 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-from laurel.config.environments import OpenEnvConfig, OpenRewardConfig
+from laurel.config.data import TaskSetConfig
+from laurel.config.environments import OpenEnvConfig, OpenRewardConfig, SessionsConfig
 from laurel.data.sources import Row
+from laurel.data.tasks import MadeRows
 from laurel.environments.sessions import (
     ServerFullError,
     ServerSession,
@@ -26,10 +28,11 @@ from laurel.environments.sessions import (
     SessionTurn,
 )
 from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
-from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, form_of
+from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, form_of, needed_form
 from laurel.types import ToolSchemas
 
 _FULL = "CAPACITY_REACHED"  # what a server of OpenEnv calls it
+_OPENINGS_AT_A_TIME = 8  # sessions that are begun at a time to read prompts
 _CODE = re.compile(r"\(code: (\w+)\)\s*$")
 _GONE_STATUS = frozenset({404, 410, 502, 503, 504})
 """HTTP statuses that speak of a session or a server that is gone, not of an environment's error."""
@@ -247,17 +250,6 @@ def _code(error: RuntimeError) -> str | None:
     return None if found is None else found.group(1)
 
 
-def open_openenv(name: str, config: OpenEnvConfig) -> SessionEnvironment:
-    """Make the environment `env.openenv.<name>`.
-
-    Raises:
-        ConfigError: The server does not answer, or cannot be used.
-        MissingDependencyError: The package is not installed.
-    """
-    server = OpenEnvServer(name, config)
-    return SessionEnvironment(server.where, server, config)
-
-
 # --------------------------------------------------------------------------------------------------
 # The Open Reward Standard.
 
@@ -347,50 +339,50 @@ class OpenRewardServer:
 
     async def open(self, task: Mapping[str, Any]) -> ServerSession:
         """Begin a session for a task of the server."""
-        session, _ = await self._begun(task)
-        return _OpenRewardSession(session, self)
+        return _OpenRewardSession(await self._begun(task), self)
 
-    async def _begun(self, task: Mapping[str, Any]) -> tuple[Any, ToolSchemas]:
+    async def _begun(self, task: Mapping[str, Any]) -> Any:
         session = self._environment.session(task=self.types.Task(**task))
         try:
             with self.asking():
                 await session.__aenter__()
                 tools = self._schemas(await session.list_tools())
+            if tools != self.tools:
+                raise EnvironmentFailedError(
+                    "the task has tools of its own, and here all tasks of a server show the same "
+                    "ones"
+                )
         except BaseException:
             await session.__aexit__(None, None, None)
             raise
-        if tools != self.tools:
-            await session.__aexit__(None, None, None)
-            raise EnvironmentFailedError(
-                "the task has tools of its own, and here all tasks of a server show the same ones"
-            )
-        return session, tools
+        return session
 
     async def make_rows(self, limit: int | None, made: list[Row]) -> None:
         """Read the tasks of the split, and the prompt of each from a session that is closed."""
         with self.asking():
             tasks = await self._environment.get_task_range(self.config.split, 0, limit)
-        for one in tasks[len(made) :]:
-            task = {**vars(one), "task_spec": dict(one.task_spec)}
-            async with asyncio.timeout(self.config.step_timeout):
-                messages = await self._opening(task)
-            said = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
-            made.append(
-                {"prompt": _prompt(self.config.system_prompt, said), "metadata": {self.key: task}}
-            )
+        while some := tasks[len(made) : len(made) + _OPENINGS_AT_A_TIME]:
+            # Each is waited for, whatever becomes of the others: none is left open.
+            for row in await asyncio.gather(*map(self._row_of, some), return_exceptions=True):
+                if isinstance(row, BaseException):
+                    raise row
+                made.append(row)
 
-    async def _opening(self, task: Mapping[str, Any]) -> Sequence[Any]:
-        session, _ = await self._begun(task)
-        try:
-            with self.asking():
-                found: Sequence[Any] = await session.get_messages()
-        finally:
-            await session.__aexit__(None, None, None)
-        return found
+    async def _row_of(self, one: Any) -> Row:
+        task = {**vars(one), "task_spec": dict(one.task_spec)}
+        async with asyncio.timeout(self.config.step_timeout):
+            session = await self._begun(task)
+            try:
+                with self.asking():
+                    messages = await session.get_messages()
+            finally:
+                await session.__aexit__(None, None, None)
+        said = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
+        return {"prompt": _prompt(self.config.system_prompt, said), "metadata": {self.key: task}}
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Choose the form of calls that the chat template writes, unless one is named."""
-        self.form = form_of(tokenizer, self.config.form)
+        self.form = form_of(tokenizer, self.config.form, where=self.where)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -404,7 +396,7 @@ class _OpenRewardSession:
 
     async def turn(self, message: str) -> SessionTurn:
         server, said, rewards, refused = self._server, [], [], 0
-        calls = [] if server.form is None else server.form.read(message)
+        calls = needed_form(server.form, server.where).read(message) if server.tools else []
         if not calls:
             with server.asking():
                 if await self._session.terminal_tool() is None:
@@ -456,12 +448,38 @@ def text_of_blocks(blocks: Sequence[Any]) -> str:
     return "\n".join(block.text for block in blocks)
 
 
-def open_openreward(name: str, config: OpenRewardConfig) -> SessionEnvironment:
-    """Make the environment `env.openreward.<name>`.
+# --------------------------------------------------------------------------------------------------
+# Either.
+
+
+def open_sessions(name: str, config: SessionsConfig) -> SessionEnvironment:
+    """Make the environment of a server, `env.openenv.<name>` or `env.openreward.<name>`.
 
     Raises:
         ConfigError: The server does not answer, or cannot be used.
         MissingDependencyError: The package is not installed.
     """
-    server = OpenRewardServer(name, config)
-    return SessionEnvironment(server.where, server, config)
+    if isinstance(config, OpenEnvConfig):
+        return SessionEnvironment(OpenEnvServer(name, config), config)
+    assert isinstance(config, OpenRewardConfig)
+    return SessionEnvironment(OpenRewardServer(name, config), config)
+
+
+def session_rows(
+    set_config: TaskSetConfig, environments: Mapping[str, SessionsConfig], *, kind: str
+) -> MadeRows:
+    """Return the rows of the server that the set's environment names.
+
+    Raises:
+        ConfigError: No such environment is configured, or its server cannot be used.
+    """
+    name = set_config.env_name or kind
+    if name not in environments:
+        raise ConfigError(
+            f"dataset_name={kind}: data.env_name={name} is no environment of env.{kind}; there "
+            f"are: {', '.join(environments) or 'none'}. Name the server there: "
+            f"env.{kind}.{name}.url=http://HOST:PORT"
+        )
+    with open_sessions(name, environments[name]) as environment:
+        rows = environment.rows(set_config.max_samples)
+    return MadeRows(origin=f"{kind}: {environments[name].url}", rows=rows)

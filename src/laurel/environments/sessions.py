@@ -24,10 +24,8 @@ from uuid import uuid4
 
 import torch
 
-from laurel.config.data import TaskSetConfig
 from laurel.config.environments import SessionsConfig
 from laurel.data.sources import Row
-from laurel.data.tasks import MadeRows
 from laurel.environments.code.answers import cut_middle, last_answer
 from laurel.environments.interface import (
     CONVERSATION_ID,
@@ -51,7 +49,6 @@ _CLOSING_SECONDS = 10.0  # limit of closing one session
 _REACHING_SECONDS = 10.0  # limit of one attempt to see whether a server answers
 _REMEMBERED = 1 << 16  # conversations that have ended
 Result = TypeVar("Result")
-C = TypeVar("C", bound=SessionsConfig)
 
 
 class SessionLostError(Exception):
@@ -96,6 +93,8 @@ class SessionServer(Protocol):
     Its methods are called in one event loop.
     """
 
+    where: str
+    """Its section of the configuration, for messages."""
     key: str
     """The metadata key of what `open` needs of a task, and the section of `env`."""
     tools: ToolSchemas
@@ -162,18 +161,13 @@ class SessionEnvironment(EnvironmentInterface):
     `connect_patience` seconds ends the run as a lost worker does.
     """
 
-    def __init__(self, where: str, server: SessionServer, config: SessionsConfig) -> None:
-        """Reach the server, and wait for it.
-
-        Args:
-            where: The section of the configuration, for messages.
-            server: The server; it is closed with this environment.
-            config: Its settings.
+    def __init__(self, server: SessionServer, config: SessionsConfig) -> None:
+        """Reach the server, and wait for it; it is closed with this environment.
 
         Raises:
             ConfigError: The server does not answer, or cannot be used.
         """
-        self.where = where
+        self.where = server.where
         self._server, self._config = server, config
         self._held: dict[str, _Held] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
@@ -250,9 +244,8 @@ class SessionEnvironment(EnvironmentInterface):
         )
 
     def _shown(self, message: Mapping[str, str]) -> dict[str, str]:
-        # The tokenizer takes no unpaired surrogates.
-        text = message["content"].encode("utf-8", "replace").decode()
-        return {**message, "content": cut_middle(text, self._config.max_observation_chars)}
+        most = self._config.max_observation_chars
+        return {**message, "content": cut_middle(message["content"], most)}
 
     async def _turns(
         self,
@@ -471,27 +464,3 @@ async def _end(session: ServerSession) -> None:
             await session.close()
     except Exception as error:
         _log.warning("a session was not closed: %s", error_with_line(error))
-
-
-def session_rows(
-    set_config: TaskSetConfig,
-    environments: Mapping[str, C],
-    open_environment: Callable[[str, C], SessionEnvironment],
-    *,
-    kind: str,
-) -> MadeRows:
-    """Return the rows of the server that the set's environment names.
-
-    Raises:
-        ConfigError: No such environment is configured, or its server cannot be used.
-    """
-    name = set_config.env_name or kind
-    if name not in environments:
-        raise ConfigError(
-            f"dataset_name={kind}: data.env_name={name} is no environment of env.{kind}; there "
-            f"are: {', '.join(environments) or 'none'}. Name the server there: "
-            f"env.{kind}.{name}.url=http://HOST:PORT"
-        )
-    with open_environment(name, environments[name]) as environment:
-        rows = environment.rows(set_config.max_samples)
-    return MadeRows(origin=f"{kind}: {environments[name].url}", rows=rows)

@@ -27,7 +27,15 @@ from laurel.environments.interface import (
 )
 from laurel.environments.registry import imported
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, ReadCall, ToolCall, form_of
+from laurel.models.tool_calls import (
+    FORMS,
+    CallForm,
+    MalformedCall,
+    ReadCall,
+    ToolCall,
+    form_of,
+    needed_form,
+)
 from laurel.protocols import MessageLog
 from laurel.types import Observation, ToolSchemas
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
@@ -127,8 +135,6 @@ class ToolEnvironment(EnvironmentInterface):
                     failure = f"a tool failed: {error}"
                     continue
                 counted[outcome] += 1
-                # The tokenizer takes no unpaired surrogates.
-                text = text.encode("utf-8", "replace").decode()
                 content = cut_middle(text, self.config.max_result_chars)
                 shown.append({"role": TOOL_ROLE, "content": content})
             failures.append(failure)
@@ -148,12 +154,7 @@ class ToolEnvironment(EnvironmentInterface):
         )
 
     def _calls_in(self, message_log: MessageLog) -> list[ReadCall]:
-        if self._form is None:
-            raise EnvironmentFailedError(
-                "env.tools.form=auto depends on the policy's chat template: call use_tokenizer "
-                f"first, or name the form ({', '.join(FORMS)})"
-            )
-        return self._form.read(last_answer(message_log))
+        return needed_form(self._form, "env.tools").read(last_answer(message_log))
 
     def _begin(self, call: ReadCall, number: int) -> Callable[[], Reply]:
         """Start a call, the `number`-th of its conversation; the result waits for the reply."""

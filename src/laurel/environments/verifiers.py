@@ -204,14 +204,13 @@ class VerifiersEnvironment(EnvironmentInterface):
         data = (given or {}).get(_KEY)
         if data is None:
             return f"the task is not of env.verifiers.{self._name}, which would score it"
-        try:
-            task = self._loaded.task_of(data)
-        except Exception as error:  # the taskset's own classes
-            return error_with_line(error)
-        if runner is None:
-            return await self._loaded.score(task, log)
-        conversation = runner.conversations.get(name)
-        if conversation is None:
+        if runner is None or (conversation := runner.conversations.get(name)) is None:
+            try:
+                task = self._loaded.task_of(data)
+            except Exception as error:  # the taskset's own classes
+                return error_with_line(error)
+            if runner is None:
+                return await self._loaded.score(task, log)
             if (given or {}).get(_BEGUN) or self._closed.get(name.encode()):
                 return "the conversation was closed"
             conversation = runner.begin(name, task)

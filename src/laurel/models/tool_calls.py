@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from laurel.errors import ModelError, key_of
+from laurel.errors import EnvironmentFailedError, ModelError, key_of
 from laurel.models.tokenizer import first_line
 
 FormName = Literal["hermes", "llama"]
@@ -195,9 +195,11 @@ def fault_of(value: Mapping[str, Any]) -> str | None:
     if _is_deep(value):
         return f"it is nested more than {MAX_DEPTH} deep"
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         return "it has half of a surrogate pair, as in \\ud800, which is no text"
+    except ValueError:
+        return "it has a number that is no JSON (NaN or infinite)"
     return None
 
 
@@ -286,3 +288,17 @@ def form_of(tokenizer: Any, name: str = "auto", *, where: str = "env.tools") -> 
         f"Name one ({key_of(f'{where}.form')}: {', '.join(FORMS)}), or choose another template "
         f"{_ANOTHER}"
     )
+
+
+def needed_form(form: CallForm | None, where: str) -> CallForm:
+    """Return the form of calls, without which every call would count as an answer.
+
+    Raises:
+        EnvironmentFailedError: There is none yet: `form_of` has not found it out.
+    """
+    if form is None:
+        raise EnvironmentFailedError(
+            f"{where}.form=auto depends on the policy's chat template: call use_tokenizer first, "
+            f"or name the form ({', '.join(FORMS)})"
+        )
+    return form

@@ -440,6 +440,23 @@ def mean_verdict(replies: Sequence[float | NoScoreError], config: JudgeConfig) -
     return Score(value=mean, values_K=(mean,), parts=parts)
 
 
+def taught_verdicts(config: JudgeConfig) -> tuple[str, str]:
+    """Return what a judge is to answer for the better (or first) response, and for the other.
+
+    Raises:
+        ConfigError: It answers with a number, which preferences do not tell.
+    """
+    good, bad = config.verdict_words
+    if config.read_out == "log_probability":
+        return good, bad
+    if config.compares:
+        return f"[[{good}]]", f"[[{bad}]]"
+    raise ConfigError(
+        "no number is known that a judge should write about these rows: set "
+        "read_out=log_probability, or compares=true"
+    )
+
+
 def verdict_rows(
     prompt: JudgePrompt, config: JudgeConfig, group: Group, ranks_G: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
@@ -456,16 +473,10 @@ def verdict_rows(
         ranks_G: Lower is better.
 
     Raises:
+        ConfigError: The judge cannot learn from preferences (`taught_verdicts`).
         DataError: The template cannot be rendered with the group.
     """
-    forms = ("[[{}]]", "{}") if config.compares else (None, "{}")
-    form = forms[config.read_out == "log_probability"]
-    if form is None:
-        raise ConfigError(
-            "no number is known that a judge should write about these rows: set "
-            "read_out=log_probability, or compares=true"
-        )
-    good, bad = (form.format(word) for word in config.verdict_words)
+    good, bad = taught_verdicts(config)
     pairs = [
         (better, worse)
         for better, worse in itertools.permutations(range(len(ranks_G)), 2)

@@ -104,7 +104,8 @@ class ModelJudge:
         self.config, self.engine = config, engine
         self.judges_groups = config.compares
         if config.compares or config.read_out == "written":
-            # Samples differ by far more than rounding. Comparisons cannot be measured one by one.
+            # Written samples differ by far more than rounding. Comparisons of probabilities do not,
+            # but what measures rounding scores each completion alone, too: theirs is not counted.
             self.noise = 0.0
         self._prompt = JudgePrompt(config, where=where)
         self._chat = chat
@@ -190,8 +191,8 @@ class ModelJudge:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     asked = [tasks.create_task(self._written(one)) for one in questions]
-            except BaseExceptionGroup as failed:  # callers expect the error itself
-                raise failed.exceptions[0] from failed
+            except BaseExceptionGroup as group:  # callers expect the error itself
+                raise group.exceptions[0] from group
             return [task.result() for task in asked]
         groups = [
             TokenGroup(id=str(index), trunk_ids=one.ids_L, branches_ids_G=self._words)

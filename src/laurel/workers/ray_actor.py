@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError.of("ray", extra="ray", purpose="a Ray actor") from error
 
-from laurel.workers.ray_cluster import ANY_NODE, RayCluster, Reservation
+from laurel.workers.ray_cluster import ANY_NODE, RayCluster, Reservation, joined_cluster
 from laurel.workers.ray_group import RayGroup
 
 ADDRESS = "RAY_ADDRESS"
@@ -175,7 +175,7 @@ class GroupBeside(RayGroup):
             ConfigError: There is no room for them.
             WorkerError: A worker could not be made.
         """
-        node_ids = _nodes_with_room(RayCluster(), role, each, groups=groups, size=size)
+        node_ids = _nodes_with_room(joined_cluster(), role, each, groups=groups, size=size)
         slots = Reservation(role=role, each=each, node_ids=node_ids)
         super().__init__(slots, worker_class, *args, **kwargs)
 
@@ -200,7 +200,7 @@ class SpreadGroup(RayGroup):
             ConfigError: There is no room for it.
             WorkerError: The worker could not be made.
         """
-        _nodes_with_room(RayCluster(), role, each, groups=1, size=1)
+        _nodes_with_room(joined_cluster(), role, each, groups=1, size=1)
         slot = Reservation(role=role, each=each, node_ids=[ANY_NODE])
         super().__init__(slot, worker_class, *args, **kwargs)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
-from laurel.errors import ConfigError, MissingDependencyError
+from laurel.errors import ConfigError, MissingDependencyError, WorkerError
 from laurel.workers.rendezvous import LOOPBACK
 from laurel.workers.reservations import (
     PLACING,
@@ -405,6 +405,18 @@ def _answers(node: Mapping[str, Any]) -> bool:
 def is_connected() -> bool:
     """Report whether this process uses a cluster, which a new `RayCluster` would then use."""
     return bool(ray.is_initialized())
+
+
+def joined_cluster() -> RayCluster:
+    """Return the cluster that this process uses, as an object that does not end it.
+
+    Raises:
+        WorkerError: It uses none (any more). `RayCluster()` would start one: a replica that is
+            started again while a run ends would begin a cluster that nobody ends.
+    """
+    if not is_connected():
+        raise WorkerError("the Ray cluster of this process has ended")
+    return RayCluster()
 
 
 _LOST = "A node went away again at once: look at `ray status`, then run the same command"

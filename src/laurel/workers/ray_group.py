@@ -30,7 +30,7 @@ from laurel.workers.calls import (
     again,
     without_shared,
 )
-from laurel.workers.ray_cluster import RayCluster, Reservation
+from laurel.workers.ray_cluster import Reservation, joined_cluster
 from laurel.workers.rendezvous import LOOPBACK, RankPlace
 from laurel.workers.reservations import NodeState, Resources
 from laurel.workers.worker_actor import Packed, WorkerActor, package_versions
@@ -355,5 +355,5 @@ def nodes_to_work_on() -> list[NodeState]:
     Nodes without CPUs are left out, such as the head of a large cluster; where no node has any,
     none is left out.
     """
-    states = RayCluster().nodes()
+    states = joined_cluster().nodes()
     return [state for state in states if state.total.get("CPU")] or states

@@ -6,9 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from chat_rows import assistant, system, user
+from laurel.cli import data_check
 from laurel.cli.main import app
 from model_directories import save_model
 from tiny import tiny_language_model
+from tool_templates import BRACKETS
 
 PAIR = {"prompt": "Where is the laurel?", "chosen": "By the gate 🌿.", "rejected": "No."}
 CHAT = {
@@ -83,6 +85,27 @@ def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
     assert code == 0
     assert learned.startswith("Yes.")
     assert "brief" not in learned
+
+
+@pytest.mark.parametrize("kind", ["openreward", "verifiers"])
+def test_the_section_whose_tools_they_are_names_the_form(tmp_path, model, monkeypatch, kind):
+    # Only a server, or a taskset, knows its tools.
+    monkeypatch.setattr(data_check, "tools_of", lambda *_: (tool("add"),))
+    (tmp_path / "calls.jinja").write_text(BRACKETS)
+    path = write(tmp_path / "rows.jsonl", {"prompt": "1 + 1?", "ground_truth": "2"})
+    settings = [f"policy.tokenizer.chat_template={tmp_path}/calls.jinja", "data.env_name=sums"]
+    asked = (path, "--for", "grpo", "--model", model, *settings)
+    where = "url: http://127.0.0.1:9" if kind == "openreward" else "id: sums-v1"
+    error = check(*asked, f"env.{kind}={{sums: {{{where}}}}}")[2]
+    assert f"env.{kind}.sums.form" in str(error)
+    assert "hermes, llama" in str(error)
+    assert check(*asked, f"env.{kind}={{sums: {{{where}, form: hermes}}}}")[0] == 0
+
+
+def tool(name):
+    parameters = {"type": "object", "properties": {}}
+    given = {"name": name, "description": "Add.", "parameters": parameters}
+    return {"type": "function", "function": given}
 
 
 def test_without_colours_the_layout_says_the_same(tmp_path, model):

@@ -6,13 +6,12 @@ import threading
 
 import pytest
 
-from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.config.data import TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
-from laurel.data.tasks import load_task_data
-from laurel.environments.registry import create_environment, environment_names, row_sources
+from laurel.environments.registry import create_environment, row_sources
 from laurel.environments.sessions import SessionEnvironment
-from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError, WorkerError
-from policy_runs import grpo, grpo_settings, metrics_of
+from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
+from policy_runs import task_data
 from sandbox_processes import wait_until
 from session_servers import ServerProcess
 
@@ -38,12 +37,8 @@ def config_of(server, **settings):
 
 
 def load(config, **data):
-    return load_task_data(
-        TaskDataConfig(dataset_name="openenv", split_validation_size=0, **data),
-        default_environment="math",
-        environments=environment_names(config),
-        sources=row_sources(config),
-    ).train
+    data = {"dataset_name": "openenv", "split_validation_size": 0, **data}
+    return task_data(config, **data).train
 
 
 class Game:
@@ -137,14 +132,15 @@ def test_actions_in_json_and_observations_whole(server):
         answer = game.say(f'<think>{{}}</think>{{"guess": {wrong}}}').observations[0][0]
         assert answer["role"] == "tool"
         assert '"tries": 1' in answer["content"]
-        for text in ("[" * 5000, '{"guess": "\\ud800"}', '{"guess": ' + "[" * 99 + "]" * 99 + "}"):
+        no_actions = ['"\\ud800"', "[" * 99 + "]" * 99, "NaN", "1e999"]
+        for text in ("[" * 5000, *('{"guess": ' + one + "}" for one in no_actions)):
             verdict = game.say(text)
             assert (verdict.failures, verdict.notes[0]["ended"]) == ([None], 0.0)
             assert verdict.observations[0][0]["content"].startswith("Error: the action ")
         # The server cannot write down what this validator raises, and ends the session.
         unlucky = game.say('{"guess": 13}')
         assert (unlucky.failures, unlucky.terminateds.tolist()) == ([None], [True])
-        assert unlucky.notes == [{"turns": 6.0, "refused": 5.0, "ended": 1.0}]
+        assert unlucky.notes == [{"turns": 8.0, "refused": 7.0, "ended": 1.0}]
 
 
 def test_the_policy_does_not_change_the_fields_of_every_action(server):
@@ -156,7 +152,7 @@ def test_the_policy_does_not_change_the_fields_of_every_action(server):
 
 def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
     with ServerProcess("openenv_server.py", tmp_path) as server:
-        config = config_of(server)
+        config = config_of(server, connect_patience=120.0)
         task = load(config, env_name="game", max_samples=1)[0]
         with create_environment("game", config) as environment:
             game = Game(environment, task)
@@ -168,54 +164,6 @@ def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
             starting.join()
             assert (verdict.failures, verdict.rewards.tolist()) == ([None], [1.0])
             assert verdict.notes == [{"turns": 2.0, "refused": 0.0, "ended": 1.0}]
-
-
-def test_a_run_whose_server_dies_ends_as_with_a_lost_worker(tmp_path, shared):
-    directory = tmp_path / "server"
-    directory.mkdir()
-    with ServerProcess("openenv_server.py", directory) as server:
-
-        def kill_in_step_two():
-            wait_until(lambda: any((tmp_path / "logs").rglob("step_*")) or steps_of(tmp_path))
-            server.kill()
-
-        killing = threading.Thread(target=kill_in_step_two)
-        killing.start()
-        with pytest.raises(WorkerError, match="has not answered for 1 s") as caught:
-            grpo([*settings_of(tmp_path, server, patience=1.0), "grpo.max_num_steps=2000"])
-        killing.join()
-        assert caught.value.is_lost
-
-
-def steps_of(directory):
-    try:
-        return len(metrics_of(directory)) > 1
-    except (OSError, LookupError):
-        return False
-
-
-def settings_of(tmp_path, server, *, patience=20.0):
-    settings = [one for one in grpo_settings(tmp_path, None) if not one.startswith("data.")]
-    game = f"url: '{server.url}', action_key: guess, observation_key: hint"
-    return [
-        *settings,
-        "data.dataset_name=openenv",
-        "data.env_name=game",
-        "data.max_samples=40",
-        "data.split_validation_size=0.4",
-        f"env.openenv={{game: {{{game}, connect_patience: {patience}}}}}",
-        "grpo.max_rollout_turns=2",
-        "policy.max_total_sequence_length=128",
-    ]
-
-
-def test_a_run_learns_in_sessions_and_leaves_none_behind(tmp_path, server):
-    grpo([*settings_of(tmp_path, server), "grpo.max_num_steps=2"])
-    names = {name for figures in metrics_of(tmp_path).values() for name in figures}
-    assert {"env/game/turns", "env/game/refused", "env/game/ended"} <= names
-    begun = server.counts()[0]
-    assert begun >= 24
-    wait_until(lambda: server.counts() == (begun, begun))
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,28 @@ import sys
 
 import pytest
 
-from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.config.data import TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
-from laurel.data.tasks import load_task_data
 from laurel.environments.registry import (
     create_environment,
-    environment_names,
     row_sources,
     tools_of,
 )
-from laurel.errors import ConfigError, MissingDependencyError, WorkerError
+from laurel.environments.session_servers import OpenRewardServer
+from laurel.environments.sessions import SessionLostError
+from laurel.errors import (
+    ConfigError,
+    EnvironmentFailedError,
+    MissingDependencyError,
+    ModelError,
+    WorkerError,
+)
+from laurel.models.tokenizer import CHATML
 from laurel.models.tool_calls import HermesForm, ToolCall
+from policy_runs import task_data
 from sandbox_processes import wait_until
 from session_servers import ServerProcess
+from tool_templates import TOKENIZERS, chatml_like
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +48,8 @@ def config_of(server, **settings):
 
 
 def load(config, **data):
-    return load_task_data(
-        TaskDataConfig(dataset_name="openreward", env_name="sums", split_validation_size=0, **data),
-        default_environment="math",
-        environments=environment_names(config),
-        sources=row_sources(config),
-    ).train
+    data = {"dataset_name": "openreward", "env_name": "sums", "split_validation_size": 0, **data}
+    return task_data(config, **data).train
 
 
 class Conversation:
@@ -88,6 +93,26 @@ def test_tasks_of_a_split_are_played_by_calls_of_tools(server):
     assert tools_of("sums", config) == environment.spec.tools
 
 
+def test_rows_are_read_some_at_a_time_and_those_of_before_an_outage_are_kept(server, monkeypatch):
+    lost, asked = [12, 4], []
+    real = OpenRewardServer._row_of
+
+    async def row_of(self, task):
+        number = task.task_spec["a"]
+        asked.append(number)
+        if number in lost:
+            lost.remove(number)
+            raise SessionLostError("the line is dead")
+        return await real(self, task)
+
+    monkeypatch.setattr(OpenRewardServer, "_row_of", row_of)
+    tasks = load(config_of(server))
+    assert [task.prompt[-1].content for task in tasks] == [
+        f"What is {n} + {n + 1}?" for n in range(14)
+    ]
+    assert asked == [*range(8), *range(4, 12), *range(12, 14), *range(12, 14)]
+
+
 def test_calls_that_the_server_does_not_take_are_answered(server):
     config = config_of(server)
     task = load(config, max_samples=1)[0]
@@ -126,12 +151,53 @@ def test_calls_and_answers_that_cannot_be_sent_are_no_failures(server):
         assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
 
 
+def test_a_task_with_tools_of_its_own_is_refused(server):
+    config = config_of(server, environment="own")
+    assert len(load(config, max_samples=1)) == 1
+    with pytest.raises(EnvironmentFailedError, match="the task has tools of its own"):
+        load(config, max_samples=2)
+
+
+def test_calls_whose_form_is_not_known_are_failures_and_no_answers(server):
+    config = config_of(server, form="auto")
+    task = load(config, max_samples=1)[0]
+    with create_environment("sums", config) as environment:
+        unread = Conversation(environment, task, "x").call(("submit", {"answer": 1}))
+        assert "env.openreward.sums.form=auto depends on" in unread.failures[0]
+        environment.use_tokenizer(TOKENIZERS["hermes"]())
+        read = Conversation(environment, task, "y").call(("submit", {"answer": 1}))
+        assert (read.failures, read.rewards.tolist()) == ([None], [1.0])
+
+
+def test_a_template_that_leaves_tools_out_names_their_section(server):
+    said = r"leaves out the tools of env\.openreward\.sums"
+    environment = create_environment("sums", config_of(server, form="auto"))
+    with environment, pytest.raises(ModelError, match=said):
+        environment.use_tokenizer(chatml_like(CHATML))
+
+
 def test_a_tool_that_raises_is_a_failure(server):
     config = config_of(server)
     task = load(config, max_samples=1)[0]
     with create_environment("sums", config) as environment:
         verdict = Conversation(environment, task, "x").call(("boom", {"answer": 1}))
         assert "the abacus broke" in verdict.failures[0]
+
+
+def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
+    with ServerProcess("openreward_server.py", tmp_path) as server:
+        config = config_of(server)
+        task = load(config, max_samples=3)[2]
+        with create_environment("sums", config) as environment:
+            talk = Conversation(environment, task, "x")
+            talk.call(("add", {"a": 2, "b": 3}))
+            begun = server.counts()[0]
+            server.kill()
+            server.start()
+            last = talk.call(("submit", {"answer": 5}))
+            assert (last.failures, last.rewards.tolist()) == ([None], [1.0])
+            assert last.notes == [{"turns": 2.0, "refused": 0.0, "ended": 1.0}]
+            assert server.counts()[0] == begun + 1
 
 
 def test_a_server_that_dies_is_a_lost_worker(tmp_path, shared):

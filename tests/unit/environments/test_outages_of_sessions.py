@@ -1,7 +1,6 @@
 """What is an outage, a failure or neither, with a server that each test makes up."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -32,7 +31,7 @@ class Echo:
 
 
 class Server:
-    key, tools = "made_up", ()
+    where, key, tools = "env.x", "made_up", ()
 
     def __init__(self):
         self.faults, self.opening, self.reaching, self.opened = {}, [], [], []
@@ -82,7 +81,7 @@ def server():
 @pytest.fixture
 def environment(server):
     config = SessionsConfig(url="http://h:1", connect_patience=0.5, step_timeout=0.3)
-    with SessionEnvironment("env.x", server, config) as made:
+    with SessionEnvironment(server, config) as made:
         yield made
 
 
@@ -137,16 +136,20 @@ def test_a_slow_beginning_is_a_failure_that_names_the_limit(server, environment)
     assert "no answer to the beginning of a session within 0.3 s (step_timeout)" in failure
 
 
-def test_a_full_server_is_given_a_moment(server, environment):
-    server.opening = [full, full]
-    assert say(environment, "a") == (None, 1.0)
-    environment.close_conversations([{"laurel_conversation_id": "c"}])
-    server.opening = [full] * 1000
-    log = [[{"role": "assistant", "content": "a"}]]
-    begun = time.monotonic()
-    verdict = environment.step(log, [{"made_up": {}, "laurel_conversation_id": "d"}])
-    assert "no more sessions" in verdict.failures[0]
-    assert time.monotonic() - begun >= 0.5
+@pytest.mark.parametrize("patience", [0.3, 5.0])
+def test_a_full_server_is_given_a_moment_and_no_longer(server, monkeypatch, patience):
+    # At 0, 0.1 and 0.3 s; in 5 s it would be asked seven times.
+    monkeypatch.setattr("laurel.environments.sessions._CLOSING_SECONDS", 5.3 - patience)
+    config = SessionsConfig(url="http://h:1", connect_patience=patience)
+    with SessionEnvironment(server, config) as environment:
+        server.opening = [full]
+        assert say(environment, "a") == (None, 1.0)
+        environment.close_conversations([{"laurel_conversation_id": "c"}])
+        server.opening = [full] * 100
+        log = [[{"role": "assistant", "content": "a"}]]
+        verdict = environment.step(log, [{"made_up": {}, "laurel_conversation_id": "d"}])
+        assert "no more sessions" in verdict.failures[0]
+        assert 100 - len(server.opening) in (2, 3, 4)
 
 
 def test_a_row_whose_session_is_slow_to_begin_names_the_limit(server, environment):

@@ -15,10 +15,10 @@ from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironme
 from laurel.config.grpo import GRPORun
 from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, MadeRows, load_task_data
 from laurel.environments import reasoning_gym
-from laurel.environments.registry import create_environment, environment_names, row_sources
+from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.run.evaluation.policy import EvalOptions, _sets
-from policy_runs import MATCHES, grpo, grpo_settings
+from policy_runs import MATCHES, grpo, grpo_settings, task_data
 from runs import manifest_hashes
 
 EASY = {"config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
@@ -27,12 +27,7 @@ TWO = {"chain_sum": 0.5, "leg_counting": {"weight": 0.5, "config": {"max_animals
 
 def load(env=None, **data):
     config = EnvironmentsConfig(**(env or {}))
-    return load_task_data(
-        TaskDataConfig(**{"dataset_name": "reasoning_gym", **data}),
-        default_environment="math",
-        environments=environment_names(config),
-        sources=row_sources(config),
-    )
+    return task_data(config, **{"dataset_name": "reasoning_gym", **data})
 
 
 def prompts(tasks):

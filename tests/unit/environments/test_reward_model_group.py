@@ -140,6 +140,16 @@ def test_the_ranks_that_settings_ask_for(tp, resources, shape):
     assert gpus_of_actor(config, device="cpu") == 0
 
 
+@pytest.mark.parametrize(("urls", "gpus"), [(None, 1), (["http://127.0.0.1:1"], 0)])
+def test_a_judge_that_the_actor_loads_has_its_gpu(urls, gpus):
+    judge = {"model": "m", "urls": urls}
+    models = [{"name": name, "judge": judge, "normalize": "none"} for name in "ab"]
+    for source in ({"judge": judge}, {"models": models}):
+        config = RewardModelEnvironmentConfig.model_validate(source)
+        assert gpus_of_actor(config) == gpus
+        assert gpus_of_actor(config, device="cpu") == 0
+
+
 def test_slots_that_make_no_whole_replicas():
     settings = {"dtensor_cfg": {"tensor_parallel_size": 3}, "resources": {"gpus_per_node": 4}}
     with pytest.raises(ConfigError, match="tensor_parallel_size=3 does not divide the 4 slots"):

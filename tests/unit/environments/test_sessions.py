@@ -58,7 +58,7 @@ class Talks:
     asked: list = field(default_factory=list)
     is_closed: bool = False
     gate: threading.Event | None = None
-    key = "talk"
+    where, key = "env.talk.me", "talk"
     tools = ()
 
     async def reach(self):
@@ -94,7 +94,7 @@ def talks():
 
 @pytest.fixture
 def environment(talks):
-    with SessionEnvironment("env.talk.me", talks, CONFIG) as made:
+    with SessionEnvironment(talks, CONFIG) as made:
         yield made
     assert (talks.num_left, made.num_open) == (0, 0)
     assert talks.is_closed
@@ -208,7 +208,7 @@ def test_a_server_that_stays_away_is_a_lost_worker(environment, talks):
 def test_a_server_that_is_not_there_at_the_start_is_said(talks):
     talks.refuses = 10**6
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 has not answered .*the server started"):
-        SessionEnvironment("env.talk.me", talks, CONFIG)
+        SessionEnvironment(talks, CONFIG)
     assert talks.is_closed
 
 
@@ -217,7 +217,7 @@ def test_a_server_that_is_not_there_at_the_start_is_said(talks):
 
 def test_closing_ends_a_turn_that_still_runs(talks):
     config = CONFIG.model_copy(update={"step_timeout": 60.0})
-    with SessionEnvironment("env.talk.me", talks, config) as environment:
+    with SessionEnvironment(talks, config) as environment:
         results = []
         thread = threading.Thread(
             target=lambda: results.append(environment.step([log("hang")], [named("x")]))
@@ -232,7 +232,7 @@ def test_closing_ends_a_turn_that_still_runs(talks):
 
 def test_closing_before_a_session_has_opened_leaves_none(talks):
     talks.gate = threading.Event()
-    with SessionEnvironment("env.talk.me", talks, CONFIG) as environment:
+    with SessionEnvironment(talks, CONFIG) as environment:
         thread = threading.Thread(target=lambda: environment.step([log("a")], [named("x")]))
         thread.start()
         wait_until(lambda: environment._running)
@@ -245,7 +245,7 @@ def test_closing_before_a_session_has_opened_leaves_none(talks):
 
 
 def test_shutting_down_ends_turns_and_closes_sessions(talks):
-    environment = SessionEnvironment("env.talk.me", talks, CONFIG)
+    environment = SessionEnvironment(talks, CONFIG)
     environment.step([log("a")], [named("x")])
     environment.shutdown()
     environment.shutdown()

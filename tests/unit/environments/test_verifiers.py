@@ -13,19 +13,24 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.config.data import TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
-from laurel.data.tasks import load_task_data
 from laurel.environments import verifiers
 from laurel.environments.interface import CONVERSATION_ID
 from laurel.environments.registry import (
     create_environment,
     create_environments,
-    environment_names,
-    row_sources,
 )
 from laurel.errors import ConfigError, MissingDependencyError, WorkerError
-from policy_runs import completions_of, grpo, grpo_settings, metrics_of, sft, sft_settings
+from policy_runs import (
+    completions_of,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    sft,
+    sft_settings,
+    task_data,
+)
 from tool_templates import TOKENIZERS
 
 # Of a package that the package's client of tool servers calls.
@@ -125,12 +130,8 @@ def config_of(**environments):
 
 
 def load(config, **data):
-    return load_task_data(
-        TaskDataConfig(dataset_name="verifiers", split_validation_size=0, **data),
-        default_environment="math",
-        environments=environment_names(config),
-        sources=row_sources(config),
-    ).train
+    data = {"dataset_name": "verifiers", "split_validation_size": 0, **data}
+    return task_data(config, **data).train
 
 
 def asked(task, answer):

@@ -1,6 +1,8 @@
 """`laurel export`: what comes out, what is refused, and that nothing is ever left half done."""
 
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import tiny
 import tiny_tokenizers as made
 from laurel.errors import ConfigError, DataError, ModelError, ScoringContractError
+from laurel.export import average, writing
 from laurel.export import export as export_module
-from laurel.export import writing
 from laurel.export.export import run_export
 from laurel.export.options import ExportOptions
 from laurel.models.checkpoint.card import CardFacts
@@ -424,48 +426,41 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path, export):
     assert not (tmp_path / "out").exists()
 
 
-def test_one_model_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):
-    import gc
-    import weakref
+def one_at_a_time(load, networks):
+    """Load, when no network that was loaded before is in memory, and add the network."""
 
-    from laurel.export import average, writing
-    from laurel.rewards.open import load_scorer
-
-    members = [str(alike(tmp_path / str(seed), seed)) for seed in range(3)]
-    networks = []
-
-    def load(*arguments, **options):
+    def loading(*arguments, **options):
         gc.collect()
         assert not [one for one in networks if one() is not None]
-        scorer = load_scorer(*arguments, **options)
-        networks.append(weakref.ref(scorer.model.network))
-        return scorer
+        loaded = load(*arguments, **options)
+        networks.append(weakref.ref(loaded.model.network))
+        return loaded
 
-    monkeypatch.setattr(average, "load_scorer", load)
-    monkeypatch.setattr(writing, "load_scorer", load)
+    return loading
+
+
+def policies(directory, dtype):
+    """Three random tied policies."""
+    members = []
+    for seed in range(3):
+        members.append(directory / f"policy_{seed}")
+        torch.manual_seed(seed)
+        tiny.tiny_language_model("qwen3-tied").to(dtype).save_pretrained(members[-1])
+        made.chatml().save_pretrained(members[-1])
+    return members
+
+
+def test_one_model_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):
+    members, networks = [str(alike(tmp_path / str(seed), seed)) for seed in range(3)], []
+    for module in (average, writing):
+        monkeypatch.setattr(module, "load_scorer", one_at_a_time(module.load_scorer, networks))
     export("", average=members)
     assert len(networks) == 5  # the members, the one that is written, and the written one
 
 
 def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):
-    import gc
-    import weakref
-
-    load_policy, networks, members = writing.load_policy, [], []
-    for seed in range(3):
-        members.append(tmp_path / f"policy_{seed}")
-        torch.manual_seed(seed)
-        tiny.tiny_language_model("qwen3-tied").save_pretrained(members[-1])
-        made.chatml().save_pretrained(members[-1])
-
-    def load(*arguments, **options):
-        gc.collect()
-        assert not [one for one in networks if one() is not None]
-        loaded = load_policy(*arguments, **options)
-        networks.append(weakref.ref(loaded.model.network))
-        return loaded
-
-    monkeypatch.setattr(writing, "load_policy", load)
+    members, networks = policies(tmp_path, torch.float32), []
+    monkeypatch.setattr(writing, "load_policy", one_at_a_time(writing.load_policy, networks))
     out, _ = export("", average=[str(one) for one in members], dtype="float32")
     assert len(networks) == 4  # the members, and the one that is written
     found = load_file(out / "model.safetensors")
@@ -476,13 +471,7 @@ def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, ex
 
 
 def test_the_mean_of_tied_policies_in_bfloat16_is_rounded_once_and_stays_tied(tmp_path, export):
-    members = []
-    for seed in range(3):
-        members.append(tmp_path / f"policy_{seed}")
-        torch.manual_seed(seed)
-        network = tiny.tiny_language_model("qwen3-tied")
-        network.to(torch.bfloat16).save_pretrained(members[-1])
-        made.chatml().save_pretrained(members[-1])
+    members = policies(tmp_path, torch.bfloat16)
     out, _ = export("", average=[str(one) for one in members], dtype="bfloat16")
     found = load_file(out / "model.safetensors")
     weights = [load_file(one / "model.safetensors") for one in members]

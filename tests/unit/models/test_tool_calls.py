@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import tiny_tokenizers as made
 from laurel.errors import ModelError
 from laurel.models.tokenizer import HERMES
-from laurel.models.tool_calls import FORMS, MalformedCall, ToolCall, form_of
+from laurel.models.tool_calls import FORMS, MalformedCall, ToolCall, fault_of, form_of
 from tool_templates import BRACKETS, FORM_OF, TOKENIZERS, chatml_like
 
 WEATHER = ToolCall("weather", {"city": "Oslo", "days": [1, 2]})
@@ -117,6 +117,7 @@ def test_thoughts_that_the_prompt_begins_are_no_calls(name, how):
         ('{"name": "f", KEY: {"x": }}', "it is not valid JSON: Expecting value"),
         ('{"name": "f", KEY: {"x": 1}', "it is not valid JSON"),
         ('{"name": "f", KEY: {"x": NaN}}', "NaN is no JSON"),
+        ('{"name": "f", KEY: {"x": -1e999}}', "a number that is no JSON"),
         ('{"name": "f", KEY: [1]}', "must be a JSON object"),
         ('{"name": 3, KEY: {}}', 'it has no "name" of a function'),
         ('{"name": "f", KEY: ' + "[" * 100_000 + "}", "nested too deeply"),
@@ -134,6 +135,13 @@ def test_a_malformed_call_says_what_is_wrong(form, written, problem):
     (call,) = form.read(text)
     assert isinstance(call, MalformedCall)
     assert problem in call.problem
+
+
+def test_no_server_is_sent_numbers_that_are_no_json():
+    for constant in ("NaN", "Infinity", "-Infinity", "1e999"):
+        fault = fault_of(json.loads('{"x": [{"y": ' + constant + "}]}"))
+        assert fault == "it has a number that is no JSON (NaN or infinite)"
+    assert fault_of({"x": 1e308, "y": 10**400}) is None
 
 
 def test_arguments_may_be_nested_and_have_surrogate_pairs():

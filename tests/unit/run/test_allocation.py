@@ -3,7 +3,6 @@
 import importlib.util
 
 import pytest
-import torch
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
@@ -11,6 +10,7 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError, MissingDependencyError
 from laurel.run.allocation import plan_allocation
 from laurel.run.grpo import check_judges, check_vllm
+from laurel.workers import machine
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
@@ -81,13 +81,17 @@ def test_it_is_looked_for_before_anything_is_started(run, key, monkeypatch):
     check_vllm(run, on_cluster=False)
 
 
+def found(gpus):
+    return machine.ProbeFinding(facts={"devices": gpus}, lines=())
+
+
 def test_a_judge_in_vllm_says_its_share_of_the_gpu_that_the_policy_trains_on(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(machine, "gpus", lambda: found([]))
     judge = {"model": "j", "backend": "vllm"}
     run = run_of(reward_model={"enabled": True, "judge": judge})
     check_judges(run, on_cluster=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(machine, "gpus", lambda: found([{"name": "any"}]))
     with pytest.raises(ConfigError, match=r"take 0\.9 of the memory of the GPU"):
         check_judges(run, on_cluster=False)
     on_cpu = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cpu"})})

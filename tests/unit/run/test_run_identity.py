@@ -15,6 +15,8 @@ from laurel.training.state import leaves
 
 URL, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:9000"
 JUDGE: dict[str, Any] = {"judge": {"urls": [URL], "model": "m"}}
+WRITTEN: dict[str, Any] = {"judge": {"model": "m"}}
+LOADED: dict[str, Any] = {"judge": {"model": "m", "read_out": "log_probability"}}
 FUNCTION: dict[str, Any] = {"function": {"path": "m:f"}}
 MODELS: dict[str, Any] = {
     "models": [{"name": "a", "model_name": "x"}, {"name": "b", "urls": [URL], "normalize": "none"}]
@@ -42,6 +44,14 @@ def changed(settings, path, value):
     [
         (JUDGE, "judge.urls", [OTHER]),
         (JUDGE, "judge.api_key_env", "KEY"),
+        (LOADED, "judge.backend", "vllm"),
+        (
+            changed(LOADED, "judge.backend", "vllm"),
+            "judge.vllm_cfg",
+            {"gpu_memory_utilization": 0.5},
+        ),
+        (WRITTEN, "judge.max_concurrent", 3),
+        (LOADED, "judge.batch_tokens", 4096),
         (FUNCTION, "function.timeout", 3.0),
         (FUNCTION, "num_workers", 2),
         ({"urls": [URL]}, "urls", [OTHER]),
@@ -60,6 +70,10 @@ def test_where_and_how_fast_may_change(settings, path, value):
         (JUDGE, "judge.model", "n"),
         (JUDGE, "judge.template", "{{ response }}"),
         (JUDGE, "judge.seed", 1),
+        (LOADED, "judge.read_out", "written"),
+        (LOADED, "judge.precision", "float32"),
+        (LOADED, "judge.max_model_len", 512),
+        (LOADED, "judge.words", ["good", "bad"]),
         (FUNCTION, "function.path", "m:g"),
         (FUNCTION, "function.kwargs", {"a": 1}),
         ({"urls": [URL]}, "url_protocol", "slime"),

@@ -47,6 +47,18 @@ def mapped():
     return {Path(path).name for path in found if path.startswith("/dev/shm/")}
 
 
+def test_a_worker_that_is_started_when_its_cluster_has_ended_starts_no_other():
+    actor = pytest.importorskip("laurel.workers.ray_actor", exc_type=ImportError)
+    for make in (
+        lambda: actor.SpreadGroup("late", Resources(cpus=1), Worker),
+        lambda: actor.GroupBeside("late", Resources(cpus=1), 1, 1, Worker),
+        ray_group.nodes_to_work_on,
+    ):
+        with pytest.raises(WorkerError, match="the Ray cluster of this process has ended"):
+            make()
+        assert not ray_cluster.is_connected()
+
+
 @pytest.mark.slow
 def test_reservations_of_a_cluster_and_what_it_leaves():
     memory, children = shared_memory(), set(psutil.Process().children(recursive=True))

@@ -253,9 +253,7 @@ class Session:
                 cpu_s=result.cpu_s or 0.0,
                 wall_s=result.wall_s,
             )
-        # The tokenizer takes no unpaired surrogates.
         shown = "\n".join(part for part in (printed.rstrip("\n"), text) if part)
-        shown = shown.encode("utf-8", "replace").decode()
         return session, BlockReply(text=shown, value=text if kind == "value" else None)
 
     def _mark(self, code: str) -> str:
@@ -288,7 +286,8 @@ def observation(reply: BlockReply, code: str, after: str, *, most: int) -> str:
 
 
 def cut_middle(text: str, most: int) -> str:
-    """Return a text without its middle if it is longer than the limit."""
+    """Return a text without its middle if it is longer than the limit, for a policy to read."""
+    text = text.encode("utf-8", "replace").decode()  # no tokenizer takes unpaired surrogates
     if len(text) <= most:
         return text
     half = most // 2
