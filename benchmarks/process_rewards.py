@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -160,8 +161,13 @@ def train(reward: str, seed: int, work: Path, overrides: list[str]) -> Run:
 
 
 def call(work: Path, *command: str) -> None:
-    with (work / "output.log").open("ab") as log:
-        subprocess.run(command, cwd=work, stdout=log, stderr=subprocess.STDOUT, check=True)
+    path = work / "output.log"
+    print(f"  {shlex.join(command[1:])} > {path}", file=sys.stderr)
+    with path.open("ab") as log:
+        done = subprocess.run(command, cwd=work, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        last = path.read_text().strip().rpartition("\n")[2]
+        sys.exit(f"exit code {done.returncode}, and {path} ends: {last}")
 
 
 def report(runs: list[Run]) -> str:

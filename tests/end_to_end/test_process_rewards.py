@@ -202,6 +202,30 @@ def test_eval_finds_first_errors_and_the_best_of_n(
         assert best["final"]["value"] == 1.0
 
 
+def test_too_long_an_answer_gets_no_score_and_the_screens_say_so(run: Path, tmp_path: Path) -> None:
+    steps = ["step 0 is right"] * 60
+    solution = {"id": "1", "problem": "question 1", "steps": steps}
+    file = write_rows(
+        tmp_path / "solutions.jsonl",
+        [{**solution, "label": -1}, {**solution, "steps": steps[:2], "label": 1}],
+    )
+    row = write_rows(tmp_path / "row.jsonl", [{"prompt": "q", "completions": ["\n\n".join(steps)]}])
+    shown = ""
+    for command in (["score", str(row)], ["eval", "process-bench", "-d", str(file)]):
+        asked = [*command, "-m", str(run / "saves"), "--device", "cpu"]
+        result = CliRunner().invoke(app, asked, catch_exceptions=False)
+        assert result.exit_code == 1
+        shown = result.output
+        assert "tokens get no score" in shown
+        assert " cut " not in shown
+    card = next((run / "saves").glob("*/README.md")).read_text()
+    assert "longer ones get no score" in card
+    assert "its accuracy is unknown" not in card
+    assert "longest step" in shown
+    assert "longer wins" not in shown
+    assert f"the first: {file}:1: longer than" in shown
+
+
 def test_an_aggregate_is_refused_for_other_models(tmp_path: Path) -> None:
     write_model(small_model(), tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completions": ["b"]}])

@@ -51,6 +51,9 @@ def test_a_grid_over_folds_names_the_better_rate_and_writes_it_as_a_file(tmp_pat
     assert found["best"]["half_width"] > 0
     assert found["metric"] == "validation-default_loss"
     assert re.search(r"trial 2/2 \(100%\).* runs/s .*left", said)
+    first = found["trials"][0]["values"][0]
+    assert f"trial {found['trials'][0]['number']} run 1 of 2  {first:.4f}" in said
+    assert "run 2 of 2" not in said
     best = yaml.safe_load((tmp_path / "out" / "best.yaml").read_text())
     assert best["policy"]["optimizer"]["kwargs"]["lr"] == 0.02
     assert best["rm"]["seed"] == 42

@@ -654,6 +654,11 @@ def _scored(
 
 
 def _answer_title(row: Preference, index: int) -> str:
+    if row.steps_GS is not None:
+        labels = ["none" if np.isnan(label) else f"{label:g}" for label in row.steps_GS[index]]
+        return (
+            f"answer, {index + 1} of {len(row.ranks_G)}, labels of its steps: {', '.join(labels)}"
+        )
     rank = row.ranks_G[index]
     best, worst = min(row.ranks_G), max(row.ranks_G)
     word = "answer"

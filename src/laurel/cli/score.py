@@ -232,7 +232,7 @@ class Tally:
                 continue
             self.num_rows += 1
             self.num_completions += len(scores)
-            self.num_truncated += sum(score.truncated for score in scores)
+            self.num_truncated += sum(one.truncated and one.failure is None for one in scores)
             for score in scores:
                 if score.failure is not None:
                     self.num_failed += 1
@@ -249,7 +249,7 @@ class Tally:
         say(
             f"scored  {counted(self.num_completions, 'completion')} in "
             f"{counted(self.num_rows, 'row')}, {seconds:.1f} s "
-            f"({self.num_completions / max(seconds, 1e-9):,.0f}/s)"
+            f"({self.num_completions / max(seconds, 1e-9):,.1f}/s)"
         )
         if self.num_truncated:
             say(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def run_sweep(options: SweepOptions, *, as_json: bool = False) -> None:
 
         try:
             with progress:
-                sweep.run(show)
+                sweep.run(show, partial(progress.message, is_routine=True))
         except (InterruptedSweep, KeyboardInterrupt) as error:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             name = error.args[0] if error.args else "SIGINT"
@@ -239,7 +240,7 @@ def page_of(sweep: Sweep, outcomes: Sequence[TrialOutcome], best: TrialOutcome) 
         f"<p>Best: trial {best.number}, {html.escape(chosen)}, with "
         f"{html.escape(sweep.selection.key or '')} {html.escape(_mean(best))}. An interval is that "
         "of the mean over a trial's runs (folds and seeds), 95 %, by Student's t; the best of many "
-        "trials is a little too good.</p>"
+        "trials is a little too good. Each plot has all trials; the best one is red.</p>"
         f"{picture_of(sweep, ranked)}<table>{line(header, 'th')}"
         f"{''.join(line(row, 'td') for row in rows)}</table>"
         + (f"<h2>Failures</h2><ul>{failures}</ul>" if failures else "")

@@ -234,6 +234,7 @@ def create_environments(
         near = nearest(name, known)
         raise ConfigError(
             f"no environment is called '{name}'"
+            + (f", as '{inside[-1]}' names one" if inside else "")
             + (f"; did you mean '{near}'?" if near else ".")
             + f" Known are {', '.join(known)}; "
             "add your own under env.custom or with register_env()."

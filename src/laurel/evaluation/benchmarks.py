@@ -194,7 +194,7 @@ def _remedy(problem: UnusableRow) -> str:
             f"Name the columns as for laurel rm ({COLUMNS_IN_WORDS}), or fix the row. Where the "
             f"class that reads the rows was guessed wrongly, name it with {key_of('--dataset')}."
         )
-    return "Fix the row, or take it out of the file: what is evaluated is evaluated whole."
+    return "Fix the row, or take it out of the file: no row of it is left out for such an error."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

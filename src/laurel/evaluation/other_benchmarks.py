@@ -262,8 +262,14 @@ def measure_process_bench(
     Raises:
         ValueError: There is no such subset, or it has not both kinds of solutions.
     """
-    how = "as asked"
+    how = "as asked" if threshold != 0.5 else "the default"
     if fit_on is not None:
+        if not any(row.subset == fit_on for row in rows):
+            names = ", ".join(sorted({row.subset for row in rows if row.subset is not None}))
+            raise ValueError(
+                f"there is no subset {fit_on!r} to choose the threshold on: these rows have "
+                f"{f'the subsets {names}' if names else 'no subsets'}"
+            )
         threshold = _best_threshold([row for row in rows if row.subset == fit_on], fit_on)
         how = f"the one with the highest F1 on {fit_on}, whose figures it flatters"
     credits = {row.id: _finds(row, threshold) for row in rows}

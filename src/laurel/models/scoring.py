@@ -125,6 +125,13 @@ class ScoringRules(BaseModel):
     versions: dict[str, str] = {}
     """The versions of the libraries that saved the contract."""
 
+    @property
+    def overlong(self) -> str:
+        """What happens to longer conversations, as the end of a sentence about them."""
+        # A part of the steps would be an answer that nobody gave.
+        side = self.truncation_side
+        return f"are cut on the {side}" if self.steps is None else "get no score"
+
     @classmethod
     def read(cls, directory: Path) -> ScoringRules:
         """Read `scoring.json` of a checkpoint, without checking the tokenizer.

@@ -621,10 +621,7 @@ def _check(
 
 
 def _say_rules(rules: ScoringRules, say: Say) -> None:
-    say(
-        f"lengths conversations of more than {rules.max_length:,} tokens are cut on the "
-        f"{rules.truncation_side}"
-    )
+    say(f"lengths conversations of more than {rules.max_length:,} tokens {rules.overlong}")
     if rules.attributes:
         say(f"values  {', '.join(rules.attributes)}")
     if rules.steps is not None:

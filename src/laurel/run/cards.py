@@ -225,4 +225,5 @@ def _table(report: dict[str, Any]) -> EvaluationTable:
         num_rows=int(report["num_rows"]),
         rows=tuple(dict.fromkeys(rows)),
         notes=tuple(str(note) for note in report["notes"]),
+        **({"by_length": "if the longest step was wrong"} if benchmark == "process-bench" else {}),
     )

@@ -177,6 +177,8 @@ def _parse_range(override: Override, text: str) -> Dimension:
         if form is None:
             raise ValueError("it is no range")
         written = [end.strip() for end in form["ends"].split(",")]
+        if len(written) != 2:
+            raise ValueError("a range has two ends")
         low, high = (float(end) for end in written)
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError("the first end must be below the second")
@@ -411,6 +413,7 @@ class Sweep:
         self.options = options = replace(options, output=options.output.absolute())
         self.dimensions, self._fixed = parse_words(options.words)
         self.warnings: tuple[str, ...] = ()
+        self._on_run: Callable[[str], None] = lambda text: None
         first = {one.key: one.ends()[0] for one in self.dimensions}
         self.base = self.config_of(first)
         # Each value by itself: a combination that cannot be used is a trial that fails.
@@ -635,13 +638,20 @@ class Sweep:
             warnings.simplefilter("ignore")  # Optuna calls the option experimental
             return optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
 
-    def run(self, on_trial: Callable[[TrialOutcome], None]) -> None:
+    def run(
+        self,
+        on_trial: Callable[[TrialOutcome], None],
+        on_run: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """Run all trials that are left, here or on Ray; `on_trial` is called after each.
+
+        `on_run` gets a line after each run of a trial but its last.
 
         Raises:
             InterruptedSweep: A signal or the time budget ended a run; the same command goes on.
             LaurelError: Something is wrong that no setting decides, such as a full disk.
         """
+        self._on_run = on_run
         trials = self.trials()
         if self.options.num_workers == 1:
             for trial in trials:
@@ -675,7 +685,7 @@ class Sweep:
         for place, run in enumerate(begun):
             if run.result() is None:
                 run.train(partial(self._is_worse, trial, begun, place))
-            if self._ends(run):
+            if self._ends(trial, begun, place):
                 break
         return self._end(trial, begun)
 
@@ -716,7 +726,7 @@ class Sweep:
                     run.directory.mkdir(parents=True, exist_ok=True)
                     with replace_file(run.directory / RESULT) as file:
                         json.dump({"failure": failure}, file)
-            if self._ends(run):
+            if self._ends(trial, begun, place):
                 break
         yield self._end(trial, begun)
 
@@ -741,9 +751,15 @@ class Sweep:
             trial.report(statistics.fmean([*before, value]), at)
         return self.options.prunes and bool(trial.should_prune())
 
-    def _ends(self, run: RunOfTrial) -> bool:
-        result = run.result() or {"failure": NO_RESULT}
-        return "failure" in result or bool(result["is_pruned"])
+    def _ends(self, trial: Trial, runs: Sequence[RunOfTrial], place: int) -> bool:
+        result = runs[place].result() or {"failure": NO_RESULT}
+        if "failure" in result or result["is_pruned"]:
+            return True
+        if place + 1 < len(runs):
+            self._on_run(
+                f"trial {trial.number} run {place + 1} of {len(runs)}  {result['value']:.4f}"
+            )
+        return False
 
     def _end(self, trial: Trial, runs: Sequence[RunOfTrial]) -> TrialOutcome:
         values: tuple[float, ...] = ()

@@ -77,6 +77,14 @@ def test_the_score_is_read_from_the_last_token_of_each_answer(tmp_path, model):
     assert len(leaf["ids"]) == 4  # its bytes
 
 
+def test_the_labels_of_steps_are_shown(tmp_path):
+    row = {"prompt": "Count.", "completions": ["1", "2", "4"], "labels": [True, 0.5, None]}
+    path = write(tmp_path / "rows.jsonl", row)
+    code, said, _ = check(path)
+    assert code == 0
+    assert "answer, 1 of 1, labels of its steps: 1, 0.5, none" in said
+
+
 def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", CHAT)
     code, said, _ = check(path, "--for", "sft", "--model", model, "--json")

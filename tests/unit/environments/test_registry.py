@@ -173,7 +173,10 @@ def test_an_unknown_name_lists_the_known_ones():
             },
             "mine -> other -> mine",
         ),
-        ({"composite": {"mine": {"parts": [{"env": "oter"}]}}}, "no environment is called 'oter'"),
+        (
+            {"composite": {"mine": {"parts": [{"env": "oter"}]}}},
+            "no environment is called 'oter', as 'mine' names one",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_told(sections, message):

@@ -255,7 +255,7 @@ def test_a_composite_in_which_tools_lead_nothing_is_refused():
     ("judge", "problem"),
     [
         (None, "env.tools runs functions and grades nothing: set env.tools.graded_by"),
-        ("maths", "no environment is called 'maths'; did you mean 'math'"),
+        ("maths", "no environment is called 'maths', as 'tools' names one; did you mean 'math'"),
         ("tools", "'tools' is part of itself"),
     ],
 )

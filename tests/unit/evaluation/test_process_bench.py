@@ -71,8 +71,12 @@ def test_a_threshold_is_taken_or_chosen_on_a_subset_and_said(rows: Path) -> None
         assert subsets["gsm8k"] == pytest.approx(2 * (2 / 3) / (2 / 3 + 1))
         assert "0.425" in found.notes[0]  # type: ignore[attr-defined]
     assert "highest F1 on gsm8k" in found.notes[0]  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="no threshold can be chosen on the subset 'other'"):
+    assert "(the default)" in measured(rows).notes[0]  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"no subset 'other'.* have the subsets gsm8k, math"):
         measured(rows, fit_threshold="other")
+    rows.write_text(rows.read_text().replace('"label": -1', '"label": 0'))
+    with pytest.raises(DataError, match="no threshold can be chosen on the subset 'gsm8k'"):
+        measured(rows, fit_threshold="gsm8k")
 
 
 def test_a_failure_takes_no_part_and_other_models_are_refused(rows: Path) -> None:

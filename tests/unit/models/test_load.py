@@ -357,8 +357,8 @@ def test_the_contract_of_a_model_goes_before_the_configuration(save):
     loaded = load(directory, max_length=512, truncation_side="left")
     assert loaded.contract.rules == first.rules
     assert loaded.notes == [
-        "the model brings its own contract: conversations are cut on the right to 77 tokens, "
-        "as it was trained"
+        "the model brings its own contract: conversations of more than 77 tokens are cut on the "
+        "right, as it was trained"
     ]
     assert load(directory, max_length=77, truncation_side="right").notes == []
     with pytest.raises(CheckpointError, match="chat template is not the one"):

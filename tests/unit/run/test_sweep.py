@@ -67,7 +67,7 @@ def test_a_list_of_one_is_that_value_so_that_lists_can_be_tried_and_fixed():
         ([f"{LR}=3", f"{LR}=log(1,2)"], "is searched too"),
         ([f"{LR}=log(0,1)"], "above 0"),
         ([f"{LR}=range(2,1)"], "first end must be below"),
-        ([f"{LR}=range(1)"], "Write a range as"),
+        ([f"{LR}=range(1)"], "a range has two ends. Write a range as"),
         ([f"{LR}=uniform(1,2)"], "it is no range"),
         (["rm.seed=[1,2]"], "--seeds N"),
         (["logger.log_dir=[a,b]"], "sets logger.log_dir of every run itself"),

@@ -116,6 +116,8 @@ class EvaluationTable:
     num_rows: int
     rows: tuple[EvaluationRow, ...]
     notes: tuple[str, ...] = ()
+    by_length: str = "if the longer answer won"
+    """The heading of `longer_wins`."""
 
     @property
     def has_failures(self) -> bool:

@@ -645,8 +645,8 @@ def _contract(
             )
         if (rules.max_length, rules.truncation_side) != (max_length, truncation_side):
             notes.append(
-                f"the model brings its own contract: conversations are cut on the "
-                f"{rules.truncation_side} to {rules.max_length:,} tokens, as it was trained"
+                "the model brings its own contract: conversations of more than "
+                f"{rules.max_length:,} tokens {rules.overlong}, as it was trained"
             )
         return contract
     positions = num_positions(classifier.config)

@@ -188,9 +188,10 @@ def evaluation_of(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> PageTable:
     entries = [*(report.get("subsets") or ()), *(report.get("sections") or ()), final]
+    by_length = "longest step" if report.get("benchmark") == "process-bench" else "longer wins"
     return PageTable(
         title="Figures",
-        columns=("", "value", "longer wins", "rows", "failures"),
+        columns=("", "value", by_length, "rows", "failures"),
         rows=[
             (
                 str(entry.get("name", "")),

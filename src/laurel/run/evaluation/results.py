@@ -48,6 +48,12 @@ class Evaluation:
     It is None unless `measured` copies another program's tokens.
     """
 
+    @property
+    def baseline_name(self) -> str:
+        """What the length baseline does, as the heading of its column."""
+        # Steps of one answer do not compete.
+        return "longest step" if self.benchmark == "process-bench" else "longer wins"
+
     def beside(self, figure: Figure) -> float | None:
         """Return the length baseline's value of a metric; None if it has none."""
         return _value_in(self.baseline, figure)

@@ -219,9 +219,9 @@ def evaluate_rows(
         by_contract=by_contract,
         rows=found.rows,
         num_completions=len(every),
-        num_truncated=sum(score.truncated for score in every),
+        num_truncated=sum(one.truncated and one.failure is None for one in every),
         failures=tuple(
-            f"{row.group.id}: {score.failure}"
+            f"{row.source or row.group.id}: {score.failure}"
             for row, scores_G in zip(rows, scores, strict=True)
             for score in scores_G
             if score.failure is not None

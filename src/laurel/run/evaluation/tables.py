@@ -38,7 +38,7 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     """Print a table of subsets, sections and the final score, each beside the length baseline."""
     measured = evaluation.measured
     contract = [] if evaluation.by_contract is None else ["by contract"]
-    columns = ("", "score", *contract, "longer wins", "rows", "failed")
+    columns = ("", "score", *contract, evaluation.baseline_name, "rows", "failed")
     table = new_table(f"{evaluation.title}: {evaluation.model}", *columns)
     sections = [figure for figure in measured.sections if not figure.is_aside]
     asides = [figure for figure in measured.sections if figure.is_aside]
@@ -55,7 +55,7 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     rate = evaluation.num_completions / max(evaluation.seconds, 1e-9)
     console.print(
         f"scored  {counted(evaluation.num_completions, 'completion')} in "
-        f"{evaluation.seconds:.1f} s, loading included ({rate:,.0f}/s)"
+        f"{evaluation.seconds:.1f} s, loading included ({rate:,.1f}/s)"
     )
 
 
