@@ -171,7 +171,10 @@ def read_options() -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="changes to the recipe (sft.*: to the language model's), or what the sweep tries",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.sweep and options.folds:
+        parser.error("--sweep has seen the rows that --folds would hold out; give one of them")
+    return options
 
 
 def places(rows: dict[str, Path]) -> list[str]:
