@@ -3,20 +3,24 @@
     python benchmarks/reward_learning.py --seeds 1 2 3
     python benchmarks/reward_learning.py --data hh
     python benchmarks/reward_learning.py --data hh --sweep 3 'rm.max_num_steps=[60,100,150]'
-    python benchmarks/reward_learning.py --data ukp --warm-start
+    python benchmarks/reward_learning.py --warm-start
+    python benchmarks/reward_learning.py --folds 3 --seeds 1
 
 Runs `laurel rm` with the recipe as it stands, once a seed, each in a process of its own and only
 `rm.seed` changed. The accuracy is that after the last step: no checkpoint is picked, so the
 validation set has no say in what is reported. Seconds are those of the whole process.
 
+With `--warm-start` the seeds start from a language model that `laurel sft` made of the better
+answers of the training rows. With `--folds K` the validation set is not read: each of K parts of
+the training set is held out in turn, from the language model too, which `laurel sweep` cannot do.
 With `--sweep K` the words that follow are tried first by `laurel sweep` over K folds of the
-training set, and the seeds run with the best of them. With `--warm-start` each seed also runs from
-a language model that `laurel sft` made on the better answers, beside the run from nothing.
+training set, and the seeds run with the best of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import statistics
 import subprocess
@@ -29,7 +33,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import yaml
 from material import DATA_DIR
 from rounds import machine, table, write_json
 
@@ -46,6 +49,8 @@ class Material:
 
     folder: str
     recipe: Path
+    language_model: Path
+    """The recipe of a language model to start from."""
     target: float | None
     """The mean accuracy to reach; None: above that of a bag of words on the same rows."""
     shorter_target: float | None = None
@@ -56,12 +61,14 @@ MATERIALS = {
     "ukp": Material(
         folder="ukp_convarg1",
         recipe=ROOT / "recipes" / "ukp_reward_cpu.yaml",
+        language_model=ROOT / "recipes" / "ukp_sft_cpu.yaml",
         target=0.83,
         shorter_target=0.35,
     ),
     "hh": Material(
         folder="hh_rlhf_harmless",
         recipe=ROOT / "recipes" / "hh_reward_cpu.yaml",
+        language_model=ROOT / "recipes" / "hh_sft_cpu.yaml",
         target=None,
     ),
 }
@@ -71,6 +78,8 @@ MATERIALS = {
 class Run:
     """What one seed gave."""
 
+    fold: int
+    """The part of the training set that was held out; 0: the validation set was."""
     seed: int
     accuracy: float
     loss: float
@@ -85,6 +94,10 @@ class Run:
     steps: int
     seconds: float
 
+    @property
+    def label(self) -> str:
+        return f"fold {self.fold}, seed {self.seed}" if self.fold else f"seed {self.seed}"
+
 
 def main() -> None:
     options = read_options()
@@ -94,47 +107,50 @@ def main() -> None:
     if missing:
         print(f"skipped: {missing[0]} not found (set LAUREL_DATA)", file=sys.stderr)
         raise SystemExit("no data: nothing was measured")
-    places = [
-        f"data.train_data_path={rows['train']}",
-        f"data.val_data_path={rows['validation']}",
-    ]
-    config, overrides, sweep = material.recipe, options.overrides, None
+    config, sweep = material.recipe, None
+    of_sft = [word for word in options.overrides if word.startswith("sft.")]
+    if of_sft and not options.warm_start:
+        raise SystemExit(f"{of_sft[0]} has an effect only with --warm-start")
+    overrides = [word for word in options.overrides if word not in of_sft]
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as scratch:
         if options.sweep:
             # The directory is kept: a sweep of many minutes goes on where it was stopped.
             output = options.json.parent / f"sweep_{options.data}"
-            command = [*LAUREL, "sweep", "--config", str(config), *places, *overrides]
+            command = [*LAUREL, "sweep", "--config", str(config), *places(rows), *overrides]
             asked = ["--folds", str(options.sweep), "--metric", f"{SET}_accuracy", "--json"]
             done = subprocess.run(
                 [*command, *asked, "--output", str(output)], stdout=subprocess.PIPE, check=True
             )
             sweep, config, overrides = json.loads(done.stdout), output / "best.yaml", []
             print(f"  best of the sweep: {sweep['best']['params']}", file=sys.stderr)
-        models: dict[str, list[str]] = {"": []}
-        if options.warm_start:
-            models["warm start"] = warm_start(config, rows, Path(scratch), overrides)
-        runs: dict[str, list[Run]] = {}
-        for name, changes in models.items():
+        held_out = (
+            [rows] if not options.folds else folds(rows["train"], options.folds, Path(scratch))
+        )
+        runs: list[Run] = []
+        for number, split in enumerate(held_out, start=bool(options.folds)):
+            changes = overrides
+            if options.warm_start:
+                start = Path(scratch) / f"language_model_{number}"
+                changes = [*warm_start(material.language_model, split, start, of_sft), *overrides]
             for seed in options.seeds:
-                run = train(seed, config, rows, [*places, *overrides, *changes])
-                runs.setdefault(name, []).append(run)
+                run = train(seed, number, config, split, changes)
+                runs.append(run)
                 print(
-                    f"  {name} seed {seed}: accuracy {run.accuracy:.4f}, {run.seconds:.0f} s",
+                    f"  {run.label}: accuracy {run.accuracy:.4f}, {run.seconds:.0f} s",
                     file=sys.stderr,
                 )
-    for name, found in runs.items():
-        print(report(found, material, name, as_markdown=options.markdown))
+    name = "warm start" if options.warm_start else ""
+    print(report(runs, material, name, as_markdown=options.markdown))
     write_json(
         options.json,
         {
             "machine": machine(),
             "recipe": material.recipe.name,
+            "language_model": material.language_model.name if options.warm_start else None,
             "overrides": options.overrides,
             "sweep": sweep,
-            "runs": {name: [asdict(run) for run in found] for name, found in runs.items()},
-            "mean_accuracy": {
-                name: statistics.mean(run.accuracy for run in found) for name, found in runs.items()
-            },
+            "runs": [asdict(run) for run in runs],
+            "mean_accuracy": statistics.mean(run.accuracy for run in runs),
         },
     )
 
@@ -144,7 +160,8 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", choices=MATERIALS, default="ukp")
     add("--sweep", type=int, default=0, metavar="K", help="choose the overrides over K folds")
-    add("--warm-start", action="store_true", help="also from a model that read the answers")
+    add("--folds", type=int, default=0, metavar="K", help="hold out parts of the training set")
+    add("--warm-start", action="store_true", help="from a model that read the answers")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
     add("--markdown", action="store_true", help="print a table for docs/benchmarks.md")
     add("--json", type=Path, default=Path("benchmark_results/reward_learning.json"))
@@ -152,37 +169,59 @@ def read_options() -> argparse.Namespace:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="changes to the recipe, or what the sweep tries: the figure is the recipe's own",
+        help="changes to the recipe (sft.*: to the language model's), or what the sweep tries",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.sweep and options.folds:
+        parser.error("--sweep has seen the rows that --folds would hold out; give one of them")
+    return options
+
+
+def places(rows: dict[str, Path]) -> list[str]:
+    return [
+        f"data.train_data_path={rows['train']}",
+        f"data.val_data_path={rows['validation']}",
+    ]
+
+
+def folds(train_rows: Path, number: int, scratch: Path) -> list[dict[str, Path]]:
+    """Split training rows so that no first line of a prompt, the debate, is on both sides."""
+    debates: dict[str, list[str]] = {}
+    with gzip.open(train_rows, "rt", encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            prompt = str(row["prompt"] if "prompt" in row else row["context"])
+            debates.setdefault(prompt.partition("\n")[0], []).append(line)
+    if len(debates) < number:
+        raise SystemExit(f"--folds {number}: {train_rows} holds only {len(debates)} debates")
+    parts: list[list[str]] = [[] for _ in range(number)]
+    for lines in sorted(debates.values(), key=len, reverse=True):
+        min(parts, key=len).extend(lines)
+    splits = []
+    for held_out, part in enumerate(parts):
+        split = {name: scratch / f"{name}_{held_out}.jsonl" for name in PARTS}
+        rest = [line for other in parts if other is not part for line in other]
+        split["train"].write_text("".join(rest), encoding="utf-8")
+        split["validation"].write_text("".join(part), encoding="utf-8")
+        splits.append(split)
+    return splits
 
 
 def warm_start(
-    config: Path, rows: dict[str, Path], scratch: Path, overrides: list[str]
+    recipe: Path, rows: dict[str, Path], output: Path, overrides: list[str]
 ) -> list[str]:
-    """Train a language model of the recipe's shape on the better answers; return how to use it."""
-    settings = yaml.safe_load(config.read_text(encoding="utf-8"))
-    policy = {key: value for key, value in settings["policy"].items() if key != "scheduler"}
-    file = scratch / "sft.yaml"
-    data = {"dataset_name": settings["data"]["dataset_name"]}
-    file.write_text(yaml.safe_dump({"policy": policy, "data": data}), encoding="utf-8")
-    words = [one for one in overrides if one.startswith("policy.")]
+    """Train a language model on the better answers; return how to start from it."""
     run_laurel(
         "sft",
         "--config",
-        str(file),
+        str(recipe),
         f"data.train_data_path={rows['train']}",
-        f"checkpointing.checkpoint_dir={scratch}/language_model",
-        f"logger.log_dir={scratch}/sft_logs",
-        "sft.max_num_epochs=3",
-        "cluster.cpu_threads=1",
-        *words,
+        f"checkpointing.checkpoint_dir={output}",
+        f"logger.log_dir={output}/logs",
+        *overrides,
     )
-    best = scratch / "language_model" / "best"
-    newest = max(
-        (scratch / "language_model").glob("step_*"), key=lambda path: int(path.name[len("step_") :])
-    )
-    return [f"policy.model_name={best if best.exists() else newest}", "~policy.scratch"]
+    newest = max(output.glob("step_*"), key=lambda path: int(path.name[len("step_") :]))
+    return [f"policy.model_name={newest}", "~policy.scratch"]
 
 
 def run_laurel(*words: str) -> None:
@@ -195,19 +234,21 @@ def run_laurel(*words: str) -> None:
         raise SystemExit(f"laurel {words[0]} ended with {done.returncode}; its end:\n{end}")
 
 
-def train(seed: int, config: Path, rows: dict[str, Path], changes: list[str]) -> Run:
+def train(seed: int, fold: int, config: Path, rows: dict[str, Path], changes: list[str]) -> Run:
     """One run of the recipe, nothing of which stays on disk."""
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as scratch:
-        places = [
+        outputs = [
             f"logger.log_dir={scratch}/logs",
             f"checkpointing.checkpoint_dir={scratch}/checkpoints",
         ]
         started = time.monotonic()
-        run_laurel("rm", "--config", str(config), *changes, f"rm.seed={seed}", *places)
+        run_laurel(
+            "rm", "--config", str(config), *places(rows), *changes, f"rm.seed={seed}", *outputs
+        )
         seconds = time.monotonic() - started
         (metrics,) = Path(scratch).glob("logs/*/metrics.jsonl")
         shorter = shorter_won(Path(scratch) / "checkpoints", rows["validation"])
-        return read_run(metrics, seed=seed, seconds=seconds, shorter=shorter)
+        return read_run(metrics, fold=fold, seed=seed, seconds=seconds, shorter=shorter)
 
 
 def shorter_won(model: Path, rows: Path) -> float:
@@ -240,7 +281,7 @@ def shorter_won(model: Path, rows: Path) -> float:
     return statistics.mean(credits)
 
 
-def read_run(metrics: Path, *, seed: int, seconds: float, shorter: float) -> Run:
+def read_run(metrics: Path, *, fold: int, seed: int, seconds: float, shorter: float) -> Run:
     """The figures of a run from its own log.
 
     Raises SystemExit where the run was not validated after its last step.
@@ -255,6 +296,7 @@ def read_run(metrics: Path, *, seed: int, seconds: float, shorter: float) -> Run
         raise SystemExit(f"seed {seed} was not validated after its last step, {last}")
     tail = steps[-max(1, len(steps) // 10) :]
     return Run(
+        fold=fold,
         seed=seed,
         accuracy=final[-1][f"{SET}/accuracy"],
         loss=final[-1][f"{SET}/loss"],
@@ -283,22 +325,23 @@ def report(runs: list[Run], material: Material, name: str, *, as_markdown: bool)
     def cells(first: str, values: dict[str, float]) -> list[str]:
         return [first, *(f"{v:.0f}" if k == "seconds" else f"{v:.4f}" for k, v in values.items())]
 
-    rows = [cells(str(run.seed), {key: getattr(run, key) for key in columns}) for run in runs]
+    rows = [cells(run.label, {key: getattr(run, key) for key in columns}) for run in runs]
     rows.append(cells("mean", means))
-    bag = runs[0].bag_of_words
+    bag = statistics.mean(run.bag_of_words for run in runs)
     target = f"above a bag of words, {bag:.4f}"
     if material.target is not None:
         target = f"at least {material.target}; a bag of words {bag:.4f}"
     if material.shorter_target is not None:
         target += f"; where the shorter won at least {material.shorter_target}"
-    title = f"{material.folder} {name}: {runs[0].pairs} validation pairs, {runs[0].steps} steps"
+    pairs = ", ".join(str(n) for n in sorted({run.pairs for run in runs}))
+    title = f"{material.folder} {name}: {pairs} pairs held out, {runs[0].steps} steps"
     verdict = (
         f"mean accuracy {means['accuracy']:.4f} (target: {target}), "
-        f"the longer answer wins {runs[0].longer_wins:.4f}; "
+        f"the longer answer wins {statistics.mean(run.longer_wins for run in runs):.4f}; "
         f"slowest seed {max(run.seconds for run in runs):.0f} s "
         f"(target: at most {TARGET_SECONDS:.0f})"
     )
-    body = table(["seed", *columns.values()], rows, as_markdown=as_markdown)
+    body = table(["run", *columns.values()], rows, as_markdown=as_markdown)
     return f"\n{title}\n\n{body}\n\n{verdict}\n"
 
 
