@@ -174,6 +174,8 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.sweep and options.folds:
         parser.error("--sweep has seen the rows that --folds would hold out; give one of them")
+    if options.sweep and options.warm_start:
+        parser.error("--warm-start makes a model of the recipe's shape, which --sweep may change")
     return options
 
 
@@ -185,17 +187,18 @@ def places(rows: dict[str, Path]) -> list[str]:
 
 
 def folds(train_rows: Path, number: int, scratch: Path) -> list[dict[str, Path]]:
-    """Split training rows so that no first line of a prompt, the debate, is on both sides."""
-    debates: dict[str, list[str]] = {}
+    """Split training rows so that no debate, or no opening of a conversation, is on both sides."""
+    topics: dict[str, list[str]] = {}
     with gzip.open(train_rows, "rt", encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            prompt = str(row["prompt"] if "prompt" in row else row["context"])
-            debates.setdefault(prompt.partition("\n")[0], []).append(line)
-    if len(debates) < number:
-        raise SystemExit(f"--folds {number}: {train_rows} holds only {len(debates)} debates")
+            # `topic` has the side of a debate after its name.
+            topic = row["topic"].partition("_")[0] if "topic" in row else row["context"][0]
+            topics.setdefault(json.dumps(topic), []).append(line)
+    if len(topics) < number:
+        raise SystemExit(f"--folds {number}: {train_rows} holds only {len(topics)} debates")
     parts: list[list[str]] = [[] for _ in range(number)]
-    for lines in sorted(debates.values(), key=len, reverse=True):
+    for lines in sorted(topics.values(), key=len, reverse=True):
         min(parts, key=len).extend(lines)
     splits = []
     for held_out, part in enumerate(parts):
@@ -333,12 +336,17 @@ def report(runs: list[Run], material: Material, name: str, *, as_markdown: bool)
         target = f"at least {material.target}; a bag of words {bag:.4f}"
     if material.shorter_target is not None:
         target += f"; where the shorter won at least {material.shorter_target}"
-    pairs = ", ".join(str(n) for n in sorted({run.pairs for run in runs}))
-    title = f"{material.folder} {name}: {pairs} pairs held out, {runs[0].steps} steps"
+    if runs[0].fold:
+        target = f"none for folds; a bag of words {bag:.4f}"
+    pairs, steps = (
+        ", ".join(str(n) for n in sorted({getattr(run, what) for run in runs}))
+        for what in ("pairs", "steps")
+    )
+    title = f"{material.folder} {name}: {pairs} pairs held out, {steps} steps"
     verdict = (
         f"mean accuracy {means['accuracy']:.4f} (target: {target}), "
         f"the longer answer wins {statistics.mean(run.longer_wins for run in runs):.4f}; "
-        f"slowest seed {max(run.seconds for run in runs):.0f} s "
+        f"slowest run of laurel rm {max(run.seconds for run in runs):.0f} s "
         f"(target: at most {TARGET_SECONDS:.0f})"
     )
     body = table(["run", *columns.values()], rows, as_markdown=as_markdown)

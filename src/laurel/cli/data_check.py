@@ -530,7 +530,8 @@ class RowPart:
 
     title: str
     messages: Conversation
-    was_cut: bool = False
+    too_long: str = ""
+    """What training does with it where it is too long."""
     tokens: Sequence[Piece] = ()
 
 
@@ -617,7 +618,7 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     learned_L = np.concatenate((np.zeros(len(trunk), dtype=bool), learned.mask_L))
     ids_L = np.concatenate((trunk, branch))
     tokens = pieces_of(tokenizer, ids_L, learned_L=learned_L)
-    part = replace(part, tokens=tokens, was_cut=learned.truncated)
+    part = replace(part, tokens=tokens, too_long="cut to fit" if learned.truncated else "")
     return FirstRow(source=row.source, parts=[part])
 
 
@@ -636,6 +637,8 @@ def _scored(
     (tokens,) = contract.encode([row.group], sources=[row.source])
     pools_last = contract.rules.pooled == "last"
     num_trunk = len(tokens.trunk_ids)
+    # A part of the steps would be an answer that nobody gave.
+    outcome = "cut to fit" if contract.rules.steps is None else "too long, the row is left out"
     for index, branch in enumerate(tokens.branches_ids_G):
         pieces = pieces_of(
             contract.tokenizer,
@@ -646,8 +649,8 @@ def _scored(
         shared = int(np.searchsorted(ends, num_trunk)) + 1 if num_trunk else 0
         title = "prompt, computed once for all answers"
         parts[0] = replace(parts[0], title=title, tokens=pieces[:shared])
-        cut = bool(tokens.truncated_G[index])
-        parts[index + 1] = replace(parts[index + 1], tokens=pieces[shared:], was_cut=cut)
+        too_long = "" if not tokens.truncated_G[index] else outcome
+        parts[index + 1] = replace(parts[index + 1], tokens=pieces[shared:], too_long=too_long)
     if not pools_last:
         notes.append("this model pools itself: the score is read from no single token")
     return parts if num_trunk else parts[1:], notes
@@ -714,7 +717,7 @@ def show_row(console: Console, row: FirstRow) -> None:
     separator = "│" if "utf" in (console.encoding or "").lower() else "|"
     for part in row.parts:
         count = counted(sum(len(piece.ids) for piece in part.tokens), "token")
-        cut = ", cut to fit" if part.was_cut else ""
+        cut = f", {part.too_long}" if part.too_long else ""
         console.print(Text(f"{part.title}: {count}{cut}" if part.tokens else part.title, "bold"))
         for message in () if part.tokens else part.messages:
             _line(console, message.role, shorten_middle(message.content, 600) or "(empty)")

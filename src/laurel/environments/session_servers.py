@@ -311,7 +311,7 @@ class OpenRewardServer:
             )
         try:
             with self.asking():
-                self.tools = self._schemas(await self._environment.list_tools())
+                tools = self._schemas(await self._environment.list_tools())
         except SessionLostError as error:
             if getattr(error.__cause__, "status", None) != 404:
                 raise
@@ -321,6 +321,10 @@ class OpenRewardServer:
                 + (f" '{named}'" if named else "")
                 + f" of the Open Reward Standard ({error})"
             ) from error
+        if self.tools not in ((), tools):
+            # The prompts show those of the beginning.
+            raise EnvironmentFailedError(f"{self.where}: the server has other tools than before")
+        self.tools = tools
 
     def _schemas(self, tools: Sequence[Any]) -> ToolSchemas:
         return tuple(
@@ -370,7 +374,8 @@ class OpenRewardServer:
 
     async def _row_of(self, one: Any) -> Row:
         task = {**vars(one), "task_spec": dict(one.task_spec)}
-        async with asyncio.timeout(self.config.step_timeout):
+        # Some servers begin one session after the other.
+        async with asyncio.timeout(self.config.step_timeout * _OPENINGS_AT_A_TIME):
             session = await self._begun(task)
             try:
                 with self.asking():

@@ -30,8 +30,8 @@ from laurel.environments.interface import (
     batch_figures,
     mean_of,
 )
-from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
-from laurel.models.tool_calls import CallForm, form_of
+from laurel.errors import ConfigError, MissingDependencyError
+from laurel.models.tool_calls import FORMS, CallForm, form_of, needed_form
 from laurel.observe.hub import error_with_line
 from laurel.protocols import MessageLog
 
@@ -117,7 +117,7 @@ class VerifiersEnvironment(EnvironmentInterface):
         """
         self._loaded = loaded = load_taskset(name, config, max_turns=max_turns)
         self._name, self._form_name = name, config.form
-        self._form: CallForm | None = None
+        self._form: CallForm | None = FORMS.get(config.form)
         self._opened: EpisodeRunner | None = None
         # A step that was given up may begin after the close of its conversation.
         self._closed: Memory[bool] = Memory(_REMEMBERED)
@@ -153,11 +153,8 @@ class VerifiersEnvironment(EnvironmentInterface):
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
         """Give the policy's turns to their episodes; return what each asks next, or its end."""
-        if self.spec.tools and self._form is None:
-            raise EnvironmentFailedError(
-                f"env.verifiers.{self._name}.form=auto depends on the policy's chat template: call "
-                "use_tokenizer first"
-            )
+        if self.spec.tools:
+            needed_form(self._form, f"env.verifiers.{self._name}")
         names = [str((one or {}).get(CONVERSATION_ID) or uuid4().hex) for one in metadata]
 
         # Made here: in the runner's own thread the lock could be that of a `shutdown`.

@@ -101,7 +101,7 @@ class ScoringRules(BaseModel):
     pooled: Literal["last", "model"] = "last"
     """`last`: the score is read from the last token. `model`: an encoder pools by itself."""
     max_length: int
-    """The maximum number of tokens; longer conversations are truncated."""
+    """The maximum number of tokens; `overlong` says what happens to longer conversations."""
     truncation_side: Literal["left", "right"]
     """The side on which longer conversations are truncated."""
     head_dtype: str = "float32"

@@ -99,9 +99,9 @@ class Preparers:
             ) from error
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
-        self._threads.shutdown(cancel_futures=True)
+        """End the workers; running calls fail. Idempotent."""
         self.workers.close()
+        self._threads.shutdown(cancel_futures=True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -90,9 +90,11 @@ class ModelScorer(ABC):
 
     def __exit__(self, *_: object) -> None:
         """Close the scorer and its tokenizer workers."""
-        self.close()
-        if self.preparers is not None:
-            self.preparers.close()
+        try:
+            self.close()
+        finally:
+            if self.preparers is not None:
+                self.preparers.close()
 
 
 class ContractScorer(ModelScorer):

@@ -43,7 +43,6 @@ from laurel.run.request import judge_notes, loaded_judges, uses_reward_model
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline, Position
-from laurel.workers import machine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -164,7 +163,9 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
         if judge.backend != "vllm":
             continue
         check_has_vllm(f"{where}.backend=vllm")
-        has_gpu = config.cluster.device != "cpu" and bool(machine.gpus().facts["devices"])
+        from laurel.workers.process import choose_device
+
+        has_gpu = choose_device(config.cluster.device).type == "cuda"
         share = judge.vllm_cfg.gpu_memory_utilization
         if has_gpu and "gpu_memory_utilization" not in judge.vllm_cfg.model_fields_set:
             raise ConfigError(

@@ -683,9 +683,10 @@ class Sweep:
         if isinstance(begun, TrialOutcome):
             return begun
         for place, run in enumerate(begun):
-            if run.result() is None:
+            is_new = run.result() is None
+            if is_new:
                 run.train(partial(self._is_worse, trial, begun, place))
-            if self._ends(trial, begun, place):
+            if self._ends(trial, begun, place, is_new=is_new):
                 break
         return self._end(trial, begun)
 
@@ -699,6 +700,7 @@ class Sweep:
             return
         for place, run in enumerate(begun):
             num_lost = 0
+            is_new = run.result() is None
             while run.result() is None:
                 for name in (STOP, CURVE):
                     (run.directory / name).unlink(missing_ok=True)
@@ -726,7 +728,7 @@ class Sweep:
                     run.directory.mkdir(parents=True, exist_ok=True)
                     with replace_file(run.directory / RESULT) as file:
                         json.dump({"failure": failure}, file)
-            if self._ends(trial, begun, place):
+            if self._ends(trial, begun, place, is_new=is_new):
                 break
         yield self._end(trial, begun)
 
@@ -751,11 +753,11 @@ class Sweep:
             trial.report(statistics.fmean([*before, value]), at)
         return self.options.prunes and bool(trial.should_prune())
 
-    def _ends(self, trial: Trial, runs: Sequence[RunOfTrial], place: int) -> bool:
+    def _ends(self, trial: Trial, runs: Sequence[RunOfTrial], place: int, *, is_new: bool) -> bool:
         result = runs[place].result() or {"failure": NO_RESULT}
         if "failure" in result or result["is_pruned"]:
             return True
-        if place + 1 < len(runs):
+        if is_new and place + 1 < len(runs):
             self._on_run(
                 f"trial {trial.number} run {place + 1} of {len(runs)}  {result['value']:.4f}"
             )

@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+import torch
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
@@ -10,7 +11,6 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError, MissingDependencyError
 from laurel.run.allocation import plan_allocation
 from laurel.run.grpo import check_judges, check_vllm
-from laurel.workers import machine
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
@@ -81,17 +81,13 @@ def test_it_is_looked_for_before_anything_is_started(run, key, monkeypatch):
     check_vllm(run, on_cluster=False)
 
 
-def found(gpus):
-    return machine.ProbeFinding(facts={"devices": gpus}, lines=())
-
-
 def test_a_judge_in_vllm_says_its_share_of_the_gpu_that_the_policy_trains_on(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(machine, "gpus", lambda: found([]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     judge = {"model": "j", "backend": "vllm"}
     run = run_of(reward_model={"enabled": True, "judge": judge})
     check_judges(run, on_cluster=False)
-    monkeypatch.setattr(machine, "gpus", lambda: found([{"name": "any"}]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"take 0\.9 of the memory of the GPU"):
         check_judges(run, on_cluster=False)
     on_cpu = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cpu"})})

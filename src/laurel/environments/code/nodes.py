@@ -394,7 +394,11 @@ class _Node:
     def _restart(self, loss: LaurelError) -> None:
         nodes = self._nodes
         while not nodes.closed:
-            if self._id in {state.id for state in nodes.cluster.alive()}:
+            try:
+                is_there = self._id in {state.id for state in nodes.cluster.alive()}
+            except LaurelError:  # the cluster itself has ended
+                is_there = False
+            if is_there:
                 counted = nodes.restarts.after(loss, self)
                 refused = None if counted.refused is None else str(counted)
             else:

@@ -654,7 +654,9 @@ def _contract(
         # Encoders like RoBERTa number from an offset, which their tokenizer takes into account.
         positions = min(positions, tokenizer.model_max_length)
     if positions is not None and max_length > positions:
-        notes.append(f"the model has {positions:,} positions: longer conversations are cut to that")
+        process = spec.head.reward_model_type == "process"
+        outcome = "get no score" if process else "are cut to that"
+        notes.append(f"the model has {positions:,} positions: longer conversations {outcome}")
         max_length = positions
     if foreign is not None:
         truncation_side = foreign.truncation_side or truncation_side

@@ -620,7 +620,9 @@ def _asked(request: EvaluationRequest, *, hub: bool) -> dict[BenchmarkName, Eval
 
 def _print_summary(evaluations: Sequence[Evaluation], absent: Sequence[BenchmarkName]) -> None:
     console = make_console()
-    columns = ("", "score", "longer wins", "rows", "failed")
+    names = {one.baseline_name for one in evaluations}
+    baseline = names.pop() if len(names) == 1 else "baseline"
+    columns = ("", "score", baseline, "rows", "failed")
     table = new_table(f"all: {evaluations[0].model}", *columns)
     for one in evaluations:
         final = one.measured.final
