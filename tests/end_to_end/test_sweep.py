@@ -141,18 +141,23 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path, rows):
     options = ("--trials", "4", "--seeds", "2", "--no-prune")
     whole, _ = swept(tmp_path / "whole", *searched, *options)
     out = tmp_path / "out"
+    said_by = []
     for target in ("trial_001/seed_43/curve.jsonl", "trial_002/seed_42/curve.jsonl"):
-        killed = subprocess.Popen(
-            [sys.executable, *PROGRAM, *searched, *options, "--output", str(out)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        said_by.append(tmp_path / f"said_{len(said_by)}")
+        with said_by[-1].open("w") as errors:
+            killed = subprocess.Popen(
+                [sys.executable, *PROGRAM, *searched, *options, "--output", str(out)],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
         until = time.monotonic() + 120
         while not (out / target).exists() and killed.poll() is None:
             assert time.monotonic() < until
             time.sleep(0.02)
         killed.send_signal(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL
+    # A run that was over before is not told again.
+    assert ["trial 1 run 1 of 2" in path.read_text() for path in said_by] == [True, False]
     first = (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns
     found, said = swept(out, *searched, *options)
     assert (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns == first

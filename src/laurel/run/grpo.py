@@ -165,7 +165,7 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
         check_has_vllm(f"{where}.backend=vllm")
         from laurel.workers.process import choose_device
 
-        has_gpu = choose_device(config.cluster.device).type == "cuda"
+        has_gpu = choose_device(config.cluster.device).type != "cpu"
         share = judge.vllm_cfg.gpu_memory_utilization
         if has_gpu and "gpu_memory_utilization" not in judge.vllm_cfg.model_fields_set:
             raise ConfigError(

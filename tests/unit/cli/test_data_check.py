@@ -85,6 +85,19 @@ def test_the_labels_of_steps_are_shown(tmp_path):
     assert "answer, 1 of 1, labels of its steps: 1, 0.5, none" in said
 
 
+def test_an_answer_in_steps_that_is_too_long_is_left_out_and_not_cut(tmp_path, model):
+    row = {"prompt": "Count.", "completions": ["1 2 3 4 " * 20], "labels": [True]}
+    path = write(tmp_path / "rows.jsonl", row)
+    process = ("policy.reward_model_cfg.reward_model_type=process", "rm.loss.type=step_bce")
+    short = "policy.max_total_sequence_length=32"
+    _, said, error = check(path, "--for", "rm", "--model", model, *process, short)
+    assert error is None
+    assert " tokens, too long, the row is left out" in said
+    assert "cut to fit" not in said
+    path = write(tmp_path / "pairs.jsonl", {**PAIR, "chosen": "1 2 3 4 " * 20})
+    assert " tokens, cut to fit" in check(path, "--for", "rm", "--model", model, short)[1]
+
+
 def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
     path = write(tmp_path / "rows.jsonl", CHAT)
     code, said, _ = check(path, "--for", "sft", "--model", model, "--json")

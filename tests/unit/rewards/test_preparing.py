@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -90,6 +91,42 @@ def test_when_they_are_lost_too_often_it_is_no_failure_of_a_completion(lost: Pre
         assert all(
             score.failure is None for scores_G in loop.score_now(GROUPS) for score in scores_G
         )
+
+
+class Hung:
+    """A worker that answers nothing until it is ended."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.is_ended = threading.Event(), threading.Event()
+
+    def call_one(self, rank: int, method: str, *arguments: Any) -> Any:
+        self.is_asked.set()
+        self.is_ended.wait()
+        raise WorkerError("it was ended")
+
+    def shutdown(self) -> None:
+        self.is_ended.set()
+
+
+def test_they_are_ended_in_the_middle_of_a_call_that_hangs() -> None:
+    hung: Any = Hung()
+    preparers = Preparers(scoring_groups.local(True).contract, 1, lambda *_: hung)
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            preparers.prepare(GROUPS)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (ask, preparers.close)]
+    threads[0].start()
+    assert hung.is_asked.wait(60)
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(failures) == 1
 
 
 @pytest.mark.parametrize("has_canary", [False, True])
