@@ -6,7 +6,7 @@
 #
 # This notebook makes a small data set, trains a small model from nothing, and then asks the
 # question that matters: *how good is it, and what does its accuracy hide?* It needs no network and
-# no GPU, and takes less than a minute.
+# no GPU, and takes about two minutes.
 
 # %%
 import random
