@@ -60,7 +60,7 @@ REWARD_MODEL = "env.reward_model.enabled=true"
 CASES: dict[str, tuple[list[str], str]] = {
     "part of a composite": (
         ["data.env_name=both", "+env.composite.both.parts=[{env: reward_modle}]"],
-        r"'reward_modle'; did you mean 'reward_model'\?",
+        r"'reward_modle', as 'both' names one; did you mean 'reward_model'\?",
     ),
     "no answers": (
         ["data.train_data_path={no_answer}"],
