@@ -102,8 +102,9 @@ def test_the_file_of_the_best_trial_gives_the_figure_of_the_sweep(tmp_path, rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--workers", "2")])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "more"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--workers", "2"))]
+)
 def test_a_signal_stops_a_sweep_which_goes_on_with_the_same_command(tmp_path, rows, more, number):
     searched = words(rows, f"{LR}=[1e-3,1e-2]", "rm.max_num_epochs=20")
     out = tmp_path / "out"
