@@ -145,11 +145,11 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path, rows):
     said_by = []
     for target in ("trial_001/seed_43/curve.jsonl", "trial_002/seed_42/curve.jsonl"):
         said_by.append(tmp_path / f"said_{len(said_by)}")
-        with said_by[-1].open("w") as errors:
+        with said_by[-1].open("w") as lines:
             killed = subprocess.Popen(
-                [sys.executable, *PROGRAM, *searched, *options, "--output", str(out)],
+                [sys.executable, *PROGRAM, *searched, *options, "--output", str(out), "--json"],
                 stdout=subprocess.DEVNULL,
-                stderr=errors,
+                stderr=lines,
             )
         until = time.monotonic() + 120
         while not (out / target).exists() and killed.poll() is None:
