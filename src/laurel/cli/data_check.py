@@ -32,7 +32,7 @@ from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import MADE_SETS, OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
-from laurel.environments.registry import row_sources, tools_of
+from laurel.environments.registry import row_sources, shown_tools
 from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
 from laurel.observe.console import (
     UNBROKEN,
@@ -585,14 +585,10 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     )
     chat = ChatFormat(tokenizer, policy.tokenizer.chat_template_kwargs)
     if isinstance(row, Task):
-        tools = tools_of(row.environment, config.env)
-        if tools:
-            name, where, form = row.environment, "env.tools", config.env.tools.form
-            if name in config.env.verifiers:
-                where, form = f"env.verifiers.{name}", config.env.verifiers[name].form
-            elif name in config.env.openreward:
-                where, form = f"env.openreward.{name}", config.env.openreward[name].form
-            form_of(tokenizer, form, where=where)
+        shown = shown_tools(row.environment, config.env)
+        for one in shown:
+            form_of(tokenizer, one.form, where=one.where)
+        tools = [schema for one in shown for schema in one.schemas]
         ids_L = chat.prompt_ids(row.prompt, tools=tools)
         tokens = pieces_of(tokenizer, ids_L)
         most = policy.max_total_sequence_length

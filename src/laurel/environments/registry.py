@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laurel.config.environments import (
     CompositeEnvironmentConfig,
@@ -260,22 +260,33 @@ def create_environments(
         raise
 
 
-def tools_of(name: str, config: EnvironmentsConfig) -> ToolSchemas:
-    """Return the functions that the prompts of an environment show.
+class ShownTools(NamedTuple):
+    """The functions of one section of `env` that prompts show."""
+
+    where: str
+    """The section."""
+    form: str
+    """Its `form`: how calls are written."""
+    schemas: ToolSchemas
+
+
+def shown_tools(name: str, config: EnvironmentsConfig) -> list[ShownTools]:
+    """Return the functions that the prompts of an environment show, by section.
 
     Raises:
         ConfigError: A function cannot be imported or described.
     """
     if name == "tools" and config.tools.functions:
         described = imported("laurel.environments.tool_environment.schemas_of", "env.tools")
-        schemas: ToolSchemas = described(config.tools)
-        return schemas
-    if name in config.verifiers or name in config.openreward:  # which alone know them
-        environment = create_environment(name, config)
-        environment.shutdown()
-        return environment.spec.tools
+        return [ShownTools("env.tools", config.tools.form, described(config.tools))]
+    for kind, own in (("verifiers", config.verifiers), ("openreward", config.openreward)):
+        if name in own:  # which alone know them
+            environment = create_environment(name, config)
+            environment.shutdown()
+            tools = environment.spec.tools
+            return [ShownTools(f"env.{kind}.{name}", own[name].form, tools)] if tools else []
     parts = config.composite[name].parts if name in config.composite else ()
-    return [tool for part in parts if part.env != name for tool in tools_of(part.env, config)]
+    return [one for part in parts if part.env != name for one in shown_tools(part.env, config)]
 
 
 def imported(path: str, where: str) -> Callable[..., Any]:

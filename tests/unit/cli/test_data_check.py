@@ -1,13 +1,14 @@
 import gzip
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from chat_rows import assistant, system, user
-from laurel.cli import data_check
 from laurel.cli.main import app
+from laurel.environments import registry
 from model_directories import save_model
 from tiny import tiny_language_model
 from tool_templates import BRACKETS
@@ -108,13 +109,19 @@ def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
     assert "brief" not in learned
 
 
+@pytest.mark.parametrize("name", ["sums", "both"])
 @pytest.mark.parametrize("kind", ["openreward", "verifiers"])
-def test_the_section_whose_tools_they_are_names_the_form(tmp_path, model, monkeypatch, kind):
+def test_the_section_whose_tools_they_are_names_the_form(tmp_path, model, monkeypatch, kind, name):
     # Only a server, or a taskset, knows its tools.
-    monkeypatch.setattr(data_check, "tools_of", lambda *_: (tool("add"),))
+    known = SimpleNamespace(spec=SimpleNamespace(tools=(tool("add"),)), shutdown=lambda: None)
+    monkeypatch.setattr(registry, "create_environment", lambda *_: known)
     (tmp_path / "calls.jinja").write_text(BRACKETS)
     path = write(tmp_path / "rows.jsonl", {"prompt": "1 + 1?", "ground_truth": "2"})
-    settings = [f"policy.tokenizer.chat_template={tmp_path}/calls.jinja", "data.env_name=sums"]
+    settings = [
+        f"policy.tokenizer.chat_template={tmp_path}/calls.jinja",
+        f"data.env_name={name}",
+        "env.composite={both: {parts: [{env: sums}, {env: math}]}}",
+    ]
     asked = (path, "--for", "grpo", "--model", model, *settings)
     where = "url: http://127.0.0.1:9" if kind == "openreward" else "id: sums-v1"
     error = check(*asked, f"env.{kind}={{sums: {{{where}}}}}")[2]

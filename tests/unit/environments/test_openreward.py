@@ -9,7 +9,7 @@ from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.registry import (
     create_environment,
     row_sources,
-    tools_of,
+    shown_tools,
 )
 from laurel.environments.session_servers import OpenRewardServer
 from laurel.environments.sessions import SessionLostError
@@ -90,7 +90,8 @@ def test_tasks_of_a_split_are_played_by_calls_of_tools(server):
         last = talk.call(("submit", {"answer": 5}), ("add", {"a": 1, "b": 1}))
         assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
         assert last.notes == [{"turns": 2.0, "refused": 0.0, "ended": 1.0}]
-    assert tools_of("sums", config) == environment.spec.tools
+    (shown,) = shown_tools("sums", config)
+    assert shown == ("env.openreward.sums", "hermes", environment.spec.tools)
 
 
 def test_rows_are_read_some_at_a_time_and_those_of_before_an_outage_are_kept(server, monkeypatch):

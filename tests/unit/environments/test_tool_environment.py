@@ -12,7 +12,7 @@ from environment_batches import batch_of, log_of, total
 from laurel.config.environments import EnvironmentsConfig, ToolsConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
-from laurel.environments.registry import create_environment, create_environments, tools_of
+from laurel.environments.registry import create_environment, create_environments, shown_tools
 from laurel.environments.tool_environment import ToolEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError, ModelError
 from laurel.models.tool_calls import FORMS, ToolCall
@@ -239,9 +239,11 @@ def test_tools_may_lead_a_composite():
         environment.use_tokenizer(TOKENIZERS["qwen"]())
         assert len(environment.spec.tools) == 1
         assert total(returned_of(environment, [log_of(r"\boxed{2}")])) == [2.0]
-    assert [one["function"]["name"] for one in tools_of("sums", config)] == ["add"]
-    assert not tools_of("math", config)
-    assert not tools_of("tools", EnvironmentsConfig())
+    (shown,) = shown_tools("sums", config)
+    assert (shown.where, shown.form) == ("env.tools", "hermes")
+    assert [one["function"]["name"] for one in shown.schemas] == ["add"]
+    assert not shown_tools("math", config)
+    assert not shown_tools("tools", EnvironmentsConfig())
 
 
 def test_a_composite_in_which_tools_lead_nothing_is_refused():
