@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,17 +66,19 @@ def weight_of(group: Any, kind: str) -> float:
     return float(sum(len(ids) for ids in group.branches_ids_G)) if kind == "policy" else 1.0
 
 
-def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any]:
+def steps(
+    kind: str, model: Decoder, shape: ParallelShape, mesh: DeviceMesh | None
+) -> dict[str, Any]:
     """Two optimizer steps of two micro-batches each, as the learner takes them."""
     groups = tiny.random_groups(3, SHAPES)
-    place, dp_size = (ranks.place, ranks.dp_size) if ranks else (0, 1)
-    mine = groups[place::dp_size]
+    denominator = sum(weight_of(group, kind) for group in groups)
+    ranks = None if mesh is None else AcrossRanks(mesh, cp=shape.cp)
+    place = 0 if mesh is None else dist.get_rank() // shape.each
+    mine = groups[place :: shape.dp]
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(named, lr=2e-3, eps=EPSILON, fused=True)
     result: dict[str, Any] = {"losses": [], "norms": [], "place": place}
     for step in range(2):
-        count = sum(weight_of(group, kind) for group in mine)
-        denominator = ranks.total(count) if ranks else count
         loss_sum, said = torch.zeros(()), []
         for batch in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
             outputs = model(to_forest(batch))
@@ -82,8 +86,7 @@ def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any
             loss.backward()
             said.append((outputs.logprobs_M if kind == "policy" else outputs).detach())
             loss_sum += loss.detach()
-        totals = ranks.totals({"loss": loss_sum}) if ranks else {"loss": loss_sum}
-        result["losses"].append(float(totals["loss"]))
+        result["losses"].append(float(ranks.total(loss_sum) if ranks else loss_sum))
         if step == 0:
             result["outputs"] = torch.cat(said)
             result["gradients"] = {n: whole(p.grad).clone() for n, p in named}
@@ -100,18 +103,18 @@ def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any
 
 def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
     """`steps` of each case on a mesh."""
-    mesh = ParallelShape(**sizes).mesh("cpu")
+    shape = ParallelShape(**sizes)
+    mesh = shape.mesh("cpu")
     results = []
     for kind, name, options in cases:
         model = build(kind, name, options)
         parallelise(
             model,
             mesh,
-            reshard_after_forward=options.get("reshards", True),
             sequence_parallel=options.get("shares_tokens", False),
-            cp=sizes.get("cp", 1),
+            cp=shape.cp,
         )
-        result = steps(kind, model, AcrossRanks(mesh, cp=sizes.get("cp", 1)))
+        result = steps(kind, model, shape, mesh)
         result["bytes"] = held_bytes(model)
         results.append(result)
     return results
@@ -120,7 +123,7 @@ def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) 
 def alone(kind: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """`steps` in one process, without any mesh."""
     model = build(kind, name, options)
-    return {**steps(kind, model, None), "bytes": held_bytes(model)}
+    return {**steps(kind, model, ParallelShape(), None), "bytes": held_bytes(model)}
 
 
 def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -> list[int]:
@@ -224,16 +227,11 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def agree(sizes: dict[str, int], values: list[float]) -> dict[str, Any]:
-    """What ranks agree on, of one number each place brings."""
-    ranks = AcrossRanks(ParallelShape(**sizes).mesh("cpu"))
-    value = torch.tensor(values[ranks.place])
-    found = ranks.totals({"mean": value, "score_min": value, "score_max": value})
-    return {
-        "place": ranks.place,
-        "total": ranks.total(values[ranks.place]),
-        "totals": {name: float(sum_) for name, sum_ in found.items()},
-    }
+def agree(sizes: dict[str, int], values: list[float]) -> float:
+    """The sum of one number that each place brings."""
+    shape = ParallelShape(**sizes)
+    ranks = AcrossRanks(shape.mesh("cpu"), cp=shape.cp)
+    return float(ranks.total(torch.tensor(values[dist.get_rank() // shape.each])))
 
 
 def _note_dtype(found: set[torch.dtype], _: Any, inputs: Any) -> None:

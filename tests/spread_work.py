@@ -44,6 +44,7 @@ from laurel.run.specs import model_spec
 from laurel.types import Message, group_of
 from laurel.workers.process import give_back_freed_memory
 from parallel_work import EPSILON, SHAPES, Allocations, loss_of, weight_of
+from saved_steps import save_step
 
 TEXTS = ("the laurel grows by the western gate", "bread and wine", "an old man of the river")
 BATCH = tiny.random_groups(5, [(9, [5, 3]), (4, [2, 6])])
@@ -230,9 +231,11 @@ def step(
     kind: str, model: Decoder, optimizer: Any, scheduler: Any, mesh: Any, number: int
 ) -> float:
     """One optimizer step over the places of a mesh; the loss of all of them."""
-    ranks = AcrossRanks(mesh) if mesh else None
     groups = tiny.random_groups(10 + number, SHAPES)
-    mine = groups[ranks.place :: ranks.dp_size] if ranks else groups
+    mine = groups
+    if mesh is not None:
+        each = mesh["tp"].size()
+        mine = groups[dist.get_rank() // each :: mesh.size() // each]
     denominator = sum(weight_of(group, kind) for group in groups)
     model.train()
     loss = loss_of(model(to_forest(mine)), denominator)
@@ -240,7 +243,7 @@ def step(
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
-    return float(ranks.total(float(loss.detach())) if ranks else loss.detach())
+    return float(AcrossRanks(mesh).total(loss) if mesh else loss.detach())
 
 
 # ---------------------------------------------------------------------------------- what goes wrong
@@ -297,7 +300,7 @@ def fail_to_save(sizes: dict[str, int], source: str, root: str) -> dict[str, Any
         if rank == 0:
             try:
                 with CheckpointStore(root) as store:
-                    store.save(number, write)
+                    save_step(store, number, write)
             except Exception as error:
                 said[f"{name}/store"] = f"{type(error).__name__}: {error}"
         else:
