@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 import hostile_suite
-from laurel.sandbox.canaries import small_world
-from laurel.sandbox.detection import detect
+from laurel.sandbox.detection import detect, small_world
 from laurel.sandbox.group_trial import chosen_place
 from laurel.sandbox.inside.monitor import ARMED
 from laurel.sandbox.tiers import LAYERS, Tier
