@@ -11,8 +11,8 @@ from laurel.sandbox.jobs import (
     Status,
     StdioTest,
 )
-from laurel.sandbox.runner import ProcessOutcome
 from laurel.sandbox.tiers import LAYERS, Tier
+from laurel.sandbox.zygote_process import ProcessOutcome
 
 LIMITS = Limits(cpu_s=2)
 
