@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from laurel.cli.app import App
-from laurel.cli.options import (
+from laurel.errors import Terms, speaking
+from laurel.observe.json_output import JsonOption
+from laurel.run.options import (
     AggregateOption,
     BatchTokensOption,
     ColumnKeys,
@@ -17,17 +19,13 @@ from laurel.cli.options import (
     DeviceOption,
     JudgeOption,
     MaxLengthOption,
-    ModelOption,
     Overrides,
+    PolicyOptions,
     PrecisionOption,
     PreferenceSetOption,
     SettingsOption,
     ThreadsOption,
-    complete_environments,
-    complete_tasks,
 )
-from laurel.errors import Terms, speaking
-from laurel.observe.json_output import JsonOption
 
 if TYPE_CHECKING:
     from laurel.config.data import BenchmarkName
@@ -201,63 +199,7 @@ def eval_commands() -> None:
 
 @eval_app.command("policy")
 def eval_policy(
-    config: ConfigOption = None,
-    overrides: Overrides = None,
-    model: ModelOption = "",
-    environment: Annotated[
-        str,
-        typer.Option(
-            "--environment",
-            "-e",
-            autocompletion=complete_environments,
-            help="The environment that grades completions. Default: the one that the data names.",
-        ),
-    ] = "",
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            autocompletion=complete_tasks,
-            help="The tasks, such as GSM8K, HumanEval or MBPP.",
-        ),
-    ] = None,
-    data_path: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="The file of the tasks, if they are not on the hub."),
-    ] = None,
-    num_generations: Annotated[
-        int,
-        typer.Option(
-            "-n", "--num-generations", min=1, help="The number of completions of each task."
-        ),
-    ] = 1,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="The sampling temperature. Default: 0 for one completion, otherwise that of the "
-            "configuration.",
-        ),
-    ] = None,
-    max_samples: Annotated[
-        int | None, typer.Option(min=1, help="The most tasks to evaluate.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="The longest completion of one turn. Default: as long as the context allows.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write JSON to this file.", metavar="FILE"),
-    ] = None,
-    samples: Annotated[
-        Path | None,
-        typer.Option(help="Write the completions to this Parquet file.", metavar="FILE"),
-    ] = None,
-    as_json: JsonOption = False,
+    config: ConfigOption = None, overrides: Overrides = None, *, options: PolicyOptions
 ) -> None:
     """Evaluate a policy on tasks: mean reward, pass@k, failures.
 
@@ -266,22 +208,9 @@ def eval_policy(
 
     Example: laurel eval policy -m results/grpo/best -e code --dataset HumanEval -n 4
     """
-    from laurel.run.evaluation.policy import EvalOptions, run_eval
+    from laurel.run.evaluation.policy import run_eval
 
-    options = EvalOptions(
-        model=model,
-        environment=environment,
-        dataset=dataset,
-        data_path=data_path,
-        num_generations=num_generations,
-        temperature=temperature,
-        max_samples=max_samples,
-        max_new_tokens=max_new_tokens,
-        output=output,
-        samples=samples,
-        as_json=as_json,
-    )
-    with speaking(*([_DATASET] if dataset else [])):
+    with speaking(*([_DATASET] if options.dataset else [])):
         exit_code = run_eval(config, overrides or [], options)
     if exit_code:
         raise typer.Exit(exit_code)
