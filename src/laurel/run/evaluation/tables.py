@@ -144,8 +144,8 @@ def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
     for found in diagnostic_tables(report):
         table = new_table(found.title, *found.columns)
         for row in found.rows:
-            style = "" if any(row[1:]) else "bold"  # of a heading
-            table.add_row(*(Text(cell, style=style) for cell in row))
+            first, *others = row
+            table.add_row(Text(first, style="" if any(others) else "bold"), *map(Text, others))
         print_table(console, table)
 
 
