@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from laurel import __version__
-from laurel.config.grpo import GRPORun
-from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schema_info import Kinds, step_into
-from laurel.config.sft import SFTRun
+from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section as ConfigSection
 from laurel.errors import counted
 from laurel.observe.console import format_number
@@ -33,7 +31,14 @@ from laurel.observe.loggers import flat
 from laurel.observe.report import charts as curves
 from laurel.observe.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
 from laurel.observe.report.evaluations import evaluation_of, lines_of, percent_text
-from laurel.observe.report.findings import RULES, RunFinding, alarms_of, findings, is_success
+from laurel.observe.report.findings import (
+    BASELINES,
+    RULES,
+    RunFinding,
+    alarms_of,
+    findings,
+    is_success,
+)
 from laurel.observe.report.samples import (
     Comparison,
     RunSamples,
@@ -48,11 +53,8 @@ from laurel.observe.run_record import RunRecord, read_run_record
 # --------------------------------------------------------------------------------------------------
 # The settings of a run compared with the defaults, and with those of other runs.
 
-_SCHEMAS: Mapping[str, type[ConfigSection]] = {
-    "rm": RewardTrainingRun,
-    "sft": SFTRun,
-    "grpo": GRPORun,
-}
+# The kind of a logged run may be any text.
+_SCHEMAS = {str(kind): schema for kind, schema in SCHEMAS.items()}
 _SEEDS_AND_PLACES = re.compile(r"(^|\.)seed$|^logger\.|^checkpointing\.checkpoint_dir$", re.ASCII)
 """The keys in which runs of one experiment may differ: seeds and directories."""
 MISSING = "–"
@@ -369,10 +371,7 @@ def _from_to(record: RunRecord, title: str, name: str, about: Sequence[str] = ()
     count = next((one for one in counts if one is not None), None)
     baselines = [
         (label, value)
-        for key, label in (
-            ("longer_wins_baseline", "longer answer"),
-            ("bag_of_words_baseline", "bag of words"),
-        )
+        for key, label in BASELINES.items()
         if (value := record.latest(f"{section}/{key}")) is not None
     ]
     if count is not None:
