@@ -12,19 +12,13 @@ from laurel.cli.app import App
 from laurel.errors import Terms, speaking
 from laurel.observe.json_output import JsonOption
 from laurel.run.options import (
-    AggregateOption,
-    BatchTokensOption,
     ColumnKeys,
     ConfigOption,
-    DeviceOption,
     JudgeOption,
-    MaxLengthOption,
     Overrides,
     PolicyOptions,
-    PrecisionOption,
     PreferenceSetOption,
-    SettingsOption,
-    ThreadsOption,
+    ScorerOptions,
 )
 
 if TYPE_CHECKING:
@@ -143,20 +137,13 @@ class NeededRowOptions(RowOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringOptions:
-    """Options for how the model scores and where the result is written."""
+class ScoringOptions(ScorerOptions):
+    """Options for what scores, and where the result is written."""
 
     judge: JudgeOption = None
     max_samples: Annotated[
         int | None, typer.Option(min=1, help="The most rows to score of each data set.")
     ] = None
-    aggregate: AggregateOption = None
-    max_length: MaxLengthOption = None
-    batch_tokens: BatchTokensOption = 8192
-    precision: PrecisionOption = "float32"
-    device: DeviceOption = "auto"
-    cpu_threads: ThreadsOption = None
-    settings: SettingsOption = None
     api_key_env: Annotated[
         str | None,
         typer.Option(
@@ -380,7 +367,6 @@ def _request(
 ) -> EvaluationRequest:
     """Build the evaluation request; `reproduces` names the program whose tokens are copied."""
     from laurel.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
-    from laurel.rewards.spec import ScorerSpec
     from laurel.run.evaluation.run import EvalScorer, EvaluationRequest
 
     judge = None
@@ -395,13 +381,7 @@ def _request(
     scorer = EvalScorer(
         model=rows.model if judge is None else judge.model,
         judge=judge,
-        options=ScorerSpec(
-            max_length=how.max_length,
-            batch_tokens=how.batch_tokens,
-            precision=how.precision,
-            device=how.device,
-            aggregate=how.aggregate,
-        ),
+        options=how.spec(),
         settings=tuple(how.settings or ()),
         cpu_threads=how.cpu_threads,
         api_key_env=how.api_key_env,

@@ -22,23 +22,17 @@ from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speak
 from laurel.observe.console import make_console, verbosity
 from laurel.observe.json_output import JsonOption, write_json
 from laurel.run.options import (
-    AggregateOption,
-    BatchTokensOption,
     ColumnKeys,
     ConfigOption,
-    DeviceOption,
     ExportOptions,
     JudgeOption,
-    MaxLengthOption,
     ModelOption,
     Overrides,
     PlanOptions,
-    PrecisionOption,
     PreferenceSetOption,
+    ScorerOptions,
     ServeOptions,
-    SettingsOption,
     SweepOptions,
-    ThreadsOption,
     sets_column,
 )
 
@@ -157,13 +151,8 @@ def score_command(
         typer.Option("--output", "-o", help="Write JSON lines to this file.", metavar="FILE"),
     ] = None,
     as_json: JsonOption = False,
-    max_length: MaxLengthOption = None,
-    batch_tokens: BatchTokensOption = 8192,
-    precision: PrecisionOption = "float32",
-    device: DeviceOption = "auto",
-    cpu_threads: ThreadsOption = None,
-    settings: SettingsOption = None,
-    aggregate: AggregateOption = None,
+    *,
+    options: ScorerOptions,
 ) -> None:
     """Score conversations with a reward model.
 
@@ -176,20 +165,12 @@ def score_command(
     """
     from laurel.cli.score import run_score
     from laurel.config.overrides import column_overrides
-    from laurel.rewards.spec import ScorerSpec
 
     # Words that set a key may stand before the file, or without one.
     words = [file, *(overrides or [])]
     file = next((word for word in words if not sets_column(word)), "-")
     columns = column_overrides([word for word in words if word != file], or_bad_rows=True)
     is_skip = columns.pop("on_bad_row", "error") == "skip"
-    options = ScorerSpec(
-        max_length=max_length,
-        batch_tokens=batch_tokens,
-        precision=precision,
-        device=device,
-        aggregate=aggregate,
-    )
     exit_code = run_score(
         file,
         model=model,
@@ -198,9 +179,9 @@ def score_command(
         on_bad_row="skip" if is_skip else "error",
         output=output,
         as_json=as_json,
-        options=options,
-        settings=settings or (),
-        cpu_threads=cpu_threads,
+        options=options.spec(),
+        settings=options.settings or (),
+        cpu_threads=options.cpu_threads,
     )
     if exit_code:
         raise typer.Exit(exit_code)

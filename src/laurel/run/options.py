@@ -16,6 +16,7 @@ from laurel.observe.json_output import JsonOption
 if TYPE_CHECKING:
     from laurel.config.schemas import Kind
     from laurel.config.yaml_tree import Section
+    from laurel.rewards.spec import ScorerSpec
 
 
 # --------------------------------------------------------------------------------------------------
@@ -256,6 +257,31 @@ SettingsOption = Annotated[
         help="Set a key of the policy section, such as tokenizer.pad_token=auto; repeatable.",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerOptions:
+    """Options for how a reward model scores that this process loads."""
+
+    aggregate: AggregateOption = None
+    max_length: MaxLengthOption = None
+    batch_tokens: BatchTokensOption = 8192
+    precision: PrecisionOption = "float32"
+    device: DeviceOption = "auto"
+    cpu_threads: ThreadsOption = None
+    settings: SettingsOption = None
+
+    def spec(self) -> ScorerSpec:
+        """Return what is asked of the scorer, in the words of `rewards`."""
+        from laurel.rewards.spec import ScorerSpec
+
+        return ScorerSpec(
+            max_length=self.max_length,
+            batch_tokens=self.batch_tokens,
+            precision=self.precision,
+            device=self.device,
+            aggregate=self.aggregate,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
