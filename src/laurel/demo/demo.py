@@ -28,7 +28,7 @@ from laurel.demo.data import (
 from laurel.errors import CheckpointError, TrainingError
 from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
-from laurel.observe.report.last_words import accuracy_words, first_findings
+from laurel.observe.report.findings import accuracy_words, first_findings
 from laurel.observe.report.samples import Comparison, ScoredAnswer, print_comparisons
 from laurel.observe.run_record import read_run_record
 from laurel.run.grpo import Measurement, measure_policy, train_policy

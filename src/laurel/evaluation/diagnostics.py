@@ -36,7 +36,7 @@ from laurel.evaluation.statistics import (
     resample_shares,
     scored,
 )
-from laurel.observe.metrics import spearman
+from laurel.observe.metrics import ReliabilityRow, calibration_error, reliability, spearman
 from laurel.types import Conversation, Group, Score, group_of
 
 if TYPE_CHECKING:
@@ -275,21 +275,7 @@ def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
 # --------------------------------------------------------------------------------------------------
 # Calibration: are differences of scores the log-odds that a Bradley-Terry model takes them for?
 
-NUM_ROWS = 10
 _RELATIVE_PRECISION = 1e-12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReliabilityRow:
-    """The pairs whose confidence lies in one range: at least `start`, and below `end`."""
-
-    start: float
-    end: float
-    """The upper edge, which only the last row contains."""
-    num_pairs: int
-    confidence: float
-    """The mean confidence of these pairs."""
-    accuracy: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +284,7 @@ class Calibration:
 
     num_pairs: int
     error: float
-    """Expected calibration error: |confidence - accuracy| of the rows, weighted by their pairs."""
+    """The expected calibration error, as `calibration_error` defines it."""
     rows: tuple[ReliabilityRow, ...]
     """The rows that hold a pair."""
     negative_log_likelihood: float
@@ -313,7 +299,7 @@ def calibration(pairs: Iterable[ScoredPair]) -> Calibration | None:
     """Measure sigmoid(score difference) as the probability that an answer is better.
 
     The confidence of a pair is sigmoid(|score(chosen) - score(rejected)|), from 0.5 to 1. A pair is
-    right where the chosen answer scores higher, and half right where both scores are equal.
+    right where the chosen answer scores strictly higher, as in `accuracy`.
 
     Returns:
         None where no pair has both scores.
@@ -321,16 +307,16 @@ def calibration(pairs: Iterable[ScoredPair]) -> Calibration | None:
     gaps = np.array([gap for pair in pairs if (gap := difference(pair)) is not None])
     if not gaps.size:
         return None
-    rows = _reliability(gaps)
+    rows = reliability(gaps)
     temperature = best_temperature(gaps.tolist())
     scaled = None if temperature is None else gaps / temperature
     return Calibration(
         num_pairs=gaps.size,
-        error=_error(rows),
+        error=calibration_error(rows),
         rows=rows,
         negative_log_likelihood=_loss(gaps),
         temperature=temperature,
-        error_at_temperature=None if scaled is None else _error(_reliability(scaled)),
+        error_at_temperature=None if scaled is None else calibration_error(reliability(scaled)),
         negative_log_likelihood_at_temperature=None if scaled is None else _loss(scaled),
     )
 
@@ -363,28 +349,6 @@ def best_temperature(differences: list[float]) -> float | None:
             break
         low, high = (middle, high) if gain(middle) > 0 else (low, middle)
     return unit / high
-
-
-def _reliability(gaps: Floats) -> tuple[ReliabilityRow, ...]:
-    confidence = 1 / (1 + np.exp(-np.abs(gaps)))
-    credits = np.heaviside(gaps, 0.5)
-    row_of = np.minimum(((confidence - 0.5) * 2 * NUM_ROWS).astype(int), NUM_ROWS - 1)
-    return tuple(
-        ReliabilityRow(
-            start=0.5 + row / (2 * NUM_ROWS),
-            end=0.5 + (row + 1) / (2 * NUM_ROWS),
-            num_pairs=int(inside.sum()),
-            confidence=float(confidence[inside].mean()),
-            accuracy=float(credits[inside].mean()),
-        )
-        for row in np.unique(row_of).tolist()
-        for inside in [row_of == row]
-    )
-
-
-def _error(rows: tuple[ReliabilityRow, ...]) -> float:
-    total = sum(row.num_pairs for row in rows)
-    return math.fsum(row.num_pairs * abs(row.confidence - row.accuracy) for row in rows) / total
 
 
 def _loss(gaps: Floats) -> float:

@@ -55,7 +55,7 @@ from laurel.observe.console import (
 )
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase, Timers
-from laurel.observe.report.last_words import accuracy_words
+from laurel.observe.report.findings import accuracy_words
 from laurel.protocols import Environment, Generator
 from laurel.training.batches import Batcher, global_batches, select_completions, shares
 from laurel.training.learner import Learner, ModelRole, Update

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -113,7 +114,7 @@ def preference_metrics(
             "margin_mean": _mean(margins_P),
             "margin_std": _std(margins_P),
             "score_ties": _mean(margins_P == 0),
-            "ece": calibration_error(margins_P),
+            "ece": calibration_error(reliability(margins_P)),
         }
         scores_N = np.array([score for scores_G in scores_BG for score in scores_G], np.float64)
         used_N = np.array([_is_usable(score) for score in scores_N])
@@ -193,22 +194,52 @@ def first_error_figures(found_N: Sequence[int], wanted_N: Sequence[int]) -> dict
     return figures
 
 
-def calibration_error(margins_P: npt.ArrayLike) -> float:
-    """Return the expected calibration error of sigmoid(margin) as a probability, in [0, 1].
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliabilityRow:
+    """The pairs whose confidence lies in one range: at least `start`, and below `end`."""
+
+    start: float
+    end: float
+    """The upper edge, which only the last row contains."""
+    num_pairs: int
+    confidence: float
+    """The mean confidence of these pairs."""
+    accuracy: float
+
+
+def reliability(margins_P: npt.ArrayLike) -> tuple[ReliabilityRow, ...]:
+    """Divide pairs by their confidence into 10 bins of equal width over [0.5, 1].
 
     A margin is the score of the better side minus that of the worse. The model's confidence is
-    sigmoid(|margin|), in [0.5, 1], and the model is right if the margin is above 0. Confidences are
-    divided into 10 bins of equal width over [0.5, 1]; a bin includes its lower edge, and the last
-    bin includes 1. The error is the mean over pairs of |share right - mean confidence| of their bin
-    (Guo et al. 2017, arXiv 1706.04599). There must be at least one pair.
+    sigmoid(|margin|). The model is right if the margin is above 0: a tie is wrong, as it is in
+    every accuracy. Bins without a pair have no row.
     """
     margins = np.asarray(margins_P, dtype=np.float64)
     # With the absolute margin exp never overflows, and the confidence is at least one half.
     confidence_P = 1.0 / (1.0 + np.exp(-np.abs(margins)))
-    width = 0.5 / NUM_CALIBRATION_BINS
-    bins_P = np.minimum((confidence_P - 0.5) / width, NUM_CALIBRATION_BINS - 1).astype(np.int64)
-    gap_P = (margins > 0) - confidence_P
-    return math.fsum(abs(math.fsum(gap_P[bins_P == index])) for index in set(bins_P)) / len(margins)
+    last = NUM_CALIBRATION_BINS - 1
+    bins_P = np.minimum((confidence_P - 0.5) * 2 * NUM_CALIBRATION_BINS, last).astype(int)
+    return tuple(
+        ReliabilityRow(
+            start=0.5 + index / (2 * NUM_CALIBRATION_BINS),
+            end=0.5 + (index + 1) / (2 * NUM_CALIBRATION_BINS),
+            num_pairs=int(inside_P.sum()),
+            confidence=_mean(confidence_P[inside_P]),
+            accuracy=_mean(margins[inside_P] > 0),
+        )
+        for index in np.unique(bins_P).tolist()
+        for inside_P in [bins_P == index]
+    )
+
+
+def calibration_error(rows: Sequence[ReliabilityRow]) -> float:
+    """Return the expected calibration error of the rows of `reliability`, in [0, 1].
+
+    It is the mean over pairs of |accuracy - mean confidence| of their row (Guo et al. 2017,
+    arXiv 1706.04599). There must be at least one row.
+    """
+    total = sum(row.num_pairs for row in rows)
+    return math.fsum(row.num_pairs * abs(row.confidence - row.accuracy) for row in rows) / total
 
 
 def attribute_metrics(

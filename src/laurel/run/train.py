@@ -218,7 +218,7 @@ def conclude(
 
 def _say_what_came_out(run_dir: Path, console: Console, *, room: int) -> None:
     """Print the run's results, and as many of the first findings as fit, but at least one."""
-    from laurel.observe.report.last_words import first_findings, results
+    from laurel.observe.report.findings import first_findings, results
     from laurel.observe.run_record import read_run_record
 
     try:

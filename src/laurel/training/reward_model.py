@@ -23,7 +23,7 @@ from laurel.models.scoring import ScoringContract
 from laurel.observe.console import PairRow, conversation_text, print_pairs, visible
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase
-from laurel.observe.report.last_words import accuracy_words
+from laurel.observe.report.findings import accuracy_words
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.training.batches import Batcher

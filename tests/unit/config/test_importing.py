@@ -21,11 +21,11 @@ from imported_sources import (
     VERL,
     imported,
 )
+from laurel.cli.import_config import to_text
 from laurel.config import nemo_rl
 from laurel.config.importing.commands import _filled
 from laurel.config.importing.rules import Imported
 from laurel.config.importing.sources import TABLES, TITLES, ImportRequest, import_configuration
-from laurel.config.importing.text import to_text
 from laurel.config.load import load_config
 from laurel.config.schema_info import kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS

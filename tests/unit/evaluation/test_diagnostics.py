@@ -30,7 +30,7 @@ from laurel.evaluation.statistics import (
     interval_of_share,
     longer_wins,
 )
-from laurel.observe.metrics import spearman
+from laurel.observe.metrics import preference_metrics, spearman
 from laurel.types import Message
 
 _ids = itertools.count()
@@ -322,17 +322,20 @@ def logit(probability):
 
 def test_calibration_by_hand():
     # Four at confidence 0.81, three right: off by 0.06. Two at 0.93, one right: off by 0.43.
-    # A tie: confidence 0.5, half right, off by 0.
+    # A tie: confidence 0.5, wrong, off by 0.5.
     gaps = [logit(0.81)] * 3 + [-logit(0.81)] + [logit(0.93), -logit(0.93), 0.0]
     found = calibration([*of_gaps(*gaps), of_scores(None, 1.0)])
     assert found is not None
     assert found.num_pairs == 7
-    assert found.error == pytest.approx((4 * 0.06 + 2 * 0.43) / 7)
+    # Training logs the same number of the same scores.
+    logged = preference_metrics([[gap, 0.0] for gap in gaps], [[0, 1]] * 7)
+    assert logged["ece"] == found.error
+    assert found.error == pytest.approx((4 * 0.06 + 2 * 0.43 + 0.5) / 7)
     rows = [(row.num_pairs, row.confidence, row.accuracy) for row in found.rows]
     ranges = [(row.start, row.end) for row in found.rows]
     assert ranges == [(0.5, 0.55), pytest.approx((0.8, 0.85)), pytest.approx((0.9, 0.95))]
     assert rows == [
-        (1, 0.5, 0.5),
+        (1, 0.5, 0.0),
         (4, pytest.approx(0.81), 0.75),
         (2, pytest.approx(0.93), 0.5),
     ]

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from laurel.observe.metrics import (
     PREFERENCE_METRICS,
     attribute_metrics,
-    calibration_error,
     is_lower_better,
     preference_metrics,
 )
@@ -135,18 +134,22 @@ def test_std_survives_a_large_mean():
     assert preference_metrics([[0.1, 0.1, 0.1]], [[0, 1, 2]])["rewards_std"] == 0.0
 
 
+def ece(*margins):
+    return preference_metrics([[margin, 0.0] for margin in margins], [[0, 1]] * len(margins))["ece"]
+
+
 def test_calibration_error_worked_by_hand():
     # sigmoid(0.1) = 0.525 and sigmoid(0.15) = 0.537 share the first bin [0.50, 0.55): one right,
     # one wrong, so |1/2 - mean| * 2 pairs. sigmoid(3) = 0.953 is alone in the last [0.95, 1].
     first = abs(0.5 - (sigmoid(0.1) + sigmoid(0.15)) / 2)
     expected = (2 * first + (1 - sigmoid(3))) / 3
-    assert calibration_error([0.1, -0.15, 3.0]) == pytest.approx(expected, abs=1e-12)
+    assert ece(0.1, -0.15, 3.0) == pytest.approx(expected, abs=1e-12)
 
 
 def test_calibration_error_at_the_ends():
-    assert calibration_error([1000.0]) == 0.0  # sure and right; no overflow either
-    assert calibration_error([-1000.0]) == 1.0  # sure and wrong
-    assert calibration_error([0.0]) == 0.5  # a tie: confidence 1/2, wrong
+    assert ece(1000.0) == 0.0  # sure and right; no overflow either
+    assert ece(-1000.0) == 1.0  # sure and wrong
+    assert ece(0.0) == 0.5  # a tie: confidence 1/2, wrong
 
 
 @given(groups, st.lists(st.integers(-1000, 1000), min_size=8, max_size=8))

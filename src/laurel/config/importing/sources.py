@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from laurel.config.importing import nemo_rl, openrlhf, trl, verl
+from laurel.config.importing import openrlhf, trl, verl
 from laurel.config.importing.commands import PROGRAMS, Command, find_command
-from laurel.config.importing.rules import Imported, import_said
-from laurel.config.importing.tables import MappingTable, read_tables
-from laurel.config.schemas import Kind
-from laurel.config.yaml_tree import MISSING, plain_values, read_document, read_file
+from laurel.config.importing.rules import (
+    Imported,
+    KeyOutcome,
+    MappingTable,
+    import_said,
+    read_tables,
+)
+from laurel.config.load import load_config
+from laurel.config.nemo_rl import unread_keys
+from laurel.config.schemas import SCHEMAS, Kind
+from laurel.config.yaml_tree import (
+    DEFAULT,
+    MISSING,
+    YamlNode,
+    plain_values,
+    read_document,
+    read_file,
+)
 from laurel.errors import ConfigError
 
 System = Literal["trl", "openrlhf", "verl", "nemo-rl"]
@@ -24,7 +38,7 @@ TITLES: Mapping[System, str] = {
     "trl": "TRL",
     "openrlhf": "OpenRLHF",
     "verl": "verl",
-    "nemo-rl": nemo_rl.SYSTEM,
+    "nemo-rl": "NeMo RL",
 }
 _RULES = {"trl": trl.PROGRAMS, "openrlhf": openrlhf.PROGRAMS, "verl": verl.PROGRAMS}
 TABLES: Mapping[str, Mapping[Kind, MappingTable]] = {name: read_tables(name) for name in _RULES}
@@ -87,7 +101,7 @@ def import_configuration(request: ImportRequest) -> ImportReport:
             )
         kinds: tuple[Kind, ...] = ("grpo", "sft", "rm")
         kinds_found = [kind for kind in kinds if kind in read.values]
-        imported = nemo_rl.import_file(request.path, request.run or [*kinds_found, *kinds[-1:]][0])
+        imported = _import_nemo_rl(request.path, request.run or [*kinds_found, *kinds[-1:]][0])
         return ImportReport(imported=imported, system=system, by=by)
     run, run_by = _run(request, read, system, name)
     table = TABLES[system][run]
@@ -317,3 +331,69 @@ def _flat(
         else:
             found[key] = value
     return found
+
+
+# --------------------------------------------------------------------------------------------------
+# NeMo RL's files, whose keys Laurel shares.
+
+
+def _import_nemo_rl(path: Path, run: Kind) -> Imported:
+    """Load a file of NeMo RL, and report which keys are translated, ignored or lost.
+
+    Raises:
+        ConfigError: The file is invalid, as in `load_config`.
+    """
+    loaded = load_config(SCHEMAS[run], path)
+    moved = {move.key for move in loaded.moves}
+    put = {key for move in loaded.moves for key in move.to}
+    entries = [
+        KeyOutcome(
+            key=move.key,
+            status="carried",
+            value=move.value,
+            to=dict(move.to),
+            why="translated" if list(move.to) != [move.key] else "",
+        )
+        for move in loaded.moves
+    ]
+    values: dict[str, Any] = {}
+    for key, value in _said_leaves(loaded.said, loaded.ignored, put):
+        values[key] = value
+        if key not in put:
+            entries.append(KeyOutcome(key=key, status="carried", value=value, to={key: value}))
+    entries += [
+        KeyOutcome(
+            key=one.key,
+            value=one.value,
+            why=one.why,
+            status="not carried" if one.is_lost else "not needed",
+        )
+        for one in unread_keys(loaded.said, loaded.ignored)
+        if one.key not in moved
+    ]
+    return Imported(
+        system=TITLES["nemo-rl"],
+        run=run,
+        values=values,
+        origins=dict.fromkeys(values, ""),
+        entries=tuple(entries),
+        config=loaded.config,
+    )
+
+
+_TAKEN_WHOLE = ("kwargs", "chat_template_kwargs", "hf_config_overrides", "labels")
+
+
+def _said_leaves(
+    tree: YamlNode, ignored: tuple[str, ...], whole: set[str], path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield every key that is read, with its value; a block in `whole` is yielded as one key."""
+    for name, child in tree.value.items():
+        here = ".".join((*path, name))
+        if here in ignored or child.place == DEFAULT:
+            continue
+        is_block = isinstance(child.value, dict) and child.value
+        if is_block and name not in _TAKEN_WHOLE and here not in whole:
+            yield from _said_leaves(child, ignored, whole, (*path, name))
+        else:
+            yield here, plain_values(child)

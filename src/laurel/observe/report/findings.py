@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
@@ -743,3 +743,103 @@ def _gold_by_chance(
     if name.endswith("/accuracy") and counts and counts[-1] > 0:
         return 3 * math.sqrt(2 * max(peak * (1 - peak), 0.01) / counts[-1])
     return FALL_OF_FEW * abs(peak)
+
+
+# --------------------------------------------------------------------------------------------------
+# The last words of a finished run: its results, and the first findings, in a few lines.
+
+MAX_RESULTS = 3
+MAX_FINDINGS = 3
+_SIGNS = {"bad": "problem", "look": "look", "good": "fine"}
+"""The words that the report's page uses for each weight."""
+
+
+def accuracy_words(figures: Mapping[str, float]) -> str | None:
+    """Describe an accuracy with its baselines and number of pairs; None if there is no accuracy.
+
+    Args:
+        figures: The metrics of one validation set, by their names without a prefix.
+    """
+    accuracy, count = figures.get("accuracy"), figures.get("num_valid_samples")
+    rows = figures.get("num_rows")  # benchmarks log this one
+    if accuracy is None:
+        return None
+    # Only reward models are validated on pairs, and only they have these metrics.
+    has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
+    said = f"accuracy {accuracy:.4f}"
+    if "final_score" in figures:  # of a benchmark, such as F1
+        said = f"final_score {figures['final_score']:.4f}  {said}"
+    if count is not None:
+        said += f" of {counted(round(count), 'pair' if has_pairs else 'completion')}"
+    elif rows is not None:
+        said += f" of {counted(round(rows), 'row')}"
+    beside = [
+        f"{label} {figures[name]:.4f}"
+        for name, label in (
+            ("longer_wins_baseline", "longer answer"),
+            ("bag_of_words_baseline", "bag of words"),
+        )
+        if name in figures
+    ]
+    return f"{said} ({', '.join(beside)})" if beside else said
+
+
+def results(record: RunRecord) -> list[str]:
+    """Return one line per result: the gold metric, the reward, each validation set, or the loss."""
+    return list(islice(_results(record), MAX_RESULTS))
+
+
+def _results(record: RunRecord) -> Iterator[str]:
+    gold = gold_metric(record.settings, record.names())
+    if gold is not None:
+        yield from _course(record, gold, f"{gold} (gold metric)")
+    sections = [
+        name.rpartition("/")[0]
+        for name in record.names()
+        if name.startswith("validation") and name.count("/") == 1
+    ]
+    found = False
+    for section in dict.fromkeys(sections):
+        latest = {
+            name.rpartition("/")[2]: value
+            for name in record.names()
+            if name.rpartition("/")[0] == section and (value := record.latest(name)) is not None
+        }
+        said = accuracy_words(latest)
+        accuracy, reward = (
+            record.series(f"{section}/{key}") for key in ("accuracy", "reward_mean")
+        )
+        # With rewards between 0 and 1 some validations have no accuracy, and all a mean reward.
+        if said is not None and len(accuracy.values) >= len(reward.values):
+            found = True
+            since = f", {accuracy.values[0]:.4f} at step {accuracy.steps[0]:,.0f}"
+            yield f"{section}: {said}" + (since if len(accuracy.values) > 1 else "")
+        else:
+            for figure in ("final_score", "reward_mean", "loss"):
+                if figure in latest:
+                    found = True
+                    yield from _course(record, f"{section}/{figure}", f"{section}: {figure}")
+                    break
+    yield from _course(record, "train/reward", "train/reward")
+    if not found and record.kind != "grpo":
+        yield from _course(record, "train/loss", "train/loss (nothing was validated)")
+
+
+def _course(record: RunRecord, name: str, label: str) -> Iterator[str]:
+    series = record.series(name)
+    if series:
+        first, last = (format_number(series.values[i]) for i in (0, -1))
+        since = f" ({first} at step {series.steps[0]:,.0f})" if len(series.values) > 1 else ""
+        yield f"{label} {last}{since}"
+
+
+def first_findings(record: RunRecord) -> list[str]:
+    """Return the first findings of the report, one sentence each, problems first."""
+    sentences = []
+    for finding in findings(record):
+        if finding.weight != "note":
+            text = finding.text
+            for end in (". ", ": look", " (means of"):  # the remedies are in the report
+                text = text.split(end)[0]
+            sentences.append(f"{_SIGNS[finding.weight]}: {text.rstrip('.')}")
+    return sentences[:MAX_FINDINGS]
