@@ -165,7 +165,9 @@ def rows_of_preferences(
 def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
     def refuse(source: str, problem: UnusableRow, row: Row | None = None) -> NoReturn:
         found = None if row is None else benchmark_of(row)
-        hint = "" if found in (None, form.name) else f". These look like rows for laurel eval {found}"
+        hint = (
+            "" if found in (None, form.name) else f". These look like rows for laurel eval {found}"
+        )
         if row is not None and _labels_steps(row):
             hint = ". These label each step: laurel rm trains and validates with them"
         raise DataError(

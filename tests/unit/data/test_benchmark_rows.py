@@ -171,7 +171,6 @@ def test_an_id_of_ties_stands_once(tmp_path):
         ),
         (
             JUDGE_BENCH,
-    PROCESS_BENCH,
             {"source": "x", "question": "q", "response_A": "a", "response_B": "b", "label": "A"},
             ":1: 'label' is 'A' where A>B or B>A is meant",
         ),
