@@ -143,8 +143,8 @@ def column_overrides(
         if isinstance(one, str) and "=" not in one:
             raise ConfigError(
                 f"'{one}' is neither an option nor a column ({COLUMNS_IN_WORDS}). Rows of laurel "
-                f"eval are named as --data {one}, laurel score takes one file, and an option before "
-                "it may lack its value"
+                f"eval are named as --data {one}, laurel score takes one file, and an option "
+                "before it may lack its value"
             )
         said = parse_override(one) if isinstance(one, str) else one
         key = ".".join(said.keys)
