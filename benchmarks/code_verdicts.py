@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import machine, table, write_json
 
+from laurel.sandbox.control_group import chosen_place
 from laurel.sandbox.detection import detect
-from laurel.sandbox.group_trial import chosen_place
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 from laurel.sandbox.pool import SandboxPool
 

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rounds import machine, table, write_json
 
 from laurel.environments.code.nodes import ClusterNodes, NodePool
+from laurel.sandbox.control_group import chosen_place
 from laurel.sandbox.detection import detect
-from laurel.sandbox.group_trial import chosen_place
 from laurel.sandbox.jobs import SandboxJob, Status
 from laurel.sandbox.pool import SandboxPool
 from laurel.sandbox.tiers import LAYERS, Tier

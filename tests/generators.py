@@ -27,7 +27,7 @@ from laurel.generation.weights.probe import model_logprobs
 from laurel.models.forest.policy import PolicyModel
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest, SamplingParams, Weights
-from laurel.workers.calls import LocalGroup
+from local_group import LocalGroup
 
 MAX_CONCURRENT = 16
 """So few that requests of the suite have to wait for each other."""

@@ -17,8 +17,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from laurel.sandbox.canaries import World, claims_of, small_world
-from laurel.sandbox.detection import detect
+from laurel.sandbox.detection import World, claims_of, detect, small_world
 from laurel.sandbox.grading import grade
 from laurel.sandbox.inside import kernel
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult

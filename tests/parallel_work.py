@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,17 +65,24 @@ def weight_of(group: Any, kind: str) -> float:
     return float(sum(len(ids) for ids in group.branches_ids_G)) if kind == "policy" else 1.0
 
 
-def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any]:
+def total(ranks: AcrossRanks, value: float) -> float:
+    """A number, summed over all that read different data."""
+    return float(ranks.totals({"": torch.tensor(value, dtype=torch.float64)})[""])
+
+
+def steps(
+    kind: str, model: Decoder, shape: ParallelShape, ranks: AcrossRanks | None
+) -> dict[str, Any]:
     """Two optimizer steps of two micro-batches each, as the learner takes them."""
     groups = tiny.random_groups(3, SHAPES)
-    place, dp_size = (ranks.place, ranks.dp_size) if ranks else (0, 1)
-    mine = groups[place::dp_size]
+    place = dist.get_rank() // shape.each if ranks else 0
+    mine = groups[place :: shape.dp]
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(named, lr=2e-3, eps=EPSILON, fused=True)
     result: dict[str, Any] = {"losses": [], "norms": [], "place": place}
     for step in range(2):
         count = sum(weight_of(group, kind) for group in mine)
-        denominator = ranks.total(count) if ranks else count
+        denominator = total(ranks, count) if ranks else count
         loss_sum, said = torch.zeros(()), []
         for batch in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
             outputs = model(to_forest(batch))
@@ -100,7 +108,8 @@ def steps(kind: str, model: Decoder, ranks: AcrossRanks | None) -> dict[str, Any
 
 def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
     """`steps` of each case on a mesh."""
-    mesh = ParallelShape(**sizes).mesh("cpu")
+    shape = ParallelShape(**sizes)
+    mesh = shape.mesh("cpu")
     results = []
     for kind, name, options in cases:
         model = build(kind, name, options)
@@ -111,7 +120,7 @@ def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) 
             sequence_parallel=options.get("shares_tokens", False),
             cp=sizes.get("cp", 1),
         )
-        result = steps(kind, model, AcrossRanks(mesh, cp=sizes.get("cp", 1)))
+        result = steps(kind, model, shape, AcrossRanks(mesh, cp=shape.cp))
         result["bytes"] = held_bytes(model)
         results.append(result)
     return results
@@ -120,7 +129,7 @@ def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) 
 def alone(kind: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """`steps` in one process, without any mesh."""
     model = build(kind, name, options)
-    return {**steps(kind, model, None), "bytes": held_bytes(model)}
+    return {**steps(kind, model, ParallelShape(), None), "bytes": held_bytes(model)}
 
 
 def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -> list[int]:
@@ -226,12 +235,13 @@ class Allocations(TorchDispatchMode):
 
 def agree(sizes: dict[str, int], values: list[float]) -> dict[str, Any]:
     """What ranks agree on, of one number each place brings."""
-    ranks = AcrossRanks(ParallelShape(**sizes).mesh("cpu"))
-    value = torch.tensor(values[ranks.place])
+    shape = ParallelShape(**sizes)
+    ranks = AcrossRanks(shape.mesh("cpu"))
+    place = dist.get_rank() // shape.each
+    value = torch.tensor(values[place])
     found = ranks.totals({"mean": value, "score_min": value, "score_max": value})
     return {
-        "place": ranks.place,
-        "total": ranks.total(values[ranks.place]),
+        "place": place,
         "totals": {name: float(sum_) for name, sum_ in found.items()},
     }
 

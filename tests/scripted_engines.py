@@ -14,7 +14,8 @@ import numpy as np
 from laurel.errors import WorkerError
 from laurel.generation.engine_worker import EngineWorker
 from laurel.types import Generated, GenerationRequest, Weights
-from laurel.workers.calls import LocalGroup, WorkerCall
+from laurel.workers.calls import WorkerCall
+from local_group import LocalGroup
 
 ROLE = "generation"
 

@@ -32,6 +32,7 @@ from laurel.models.forest.decoder import Decoder
 from laurel.models.loading.policy import check_policy_paths, load_policy
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.parallel.mesh import (
+    TENSOR,
     AcrossRanks,
     ParallelShape,
     held_bytes,
@@ -43,7 +44,7 @@ from laurel.rewards.scorer import check_paths, golden_scores
 from laurel.run.specs import model_spec
 from laurel.types import Message, group_of
 from laurel.workers.process import give_back_freed_memory
-from parallel_work import EPSILON, SHAPES, Allocations, loss_of, weight_of
+from parallel_work import EPSILON, SHAPES, Allocations, loss_of, total, weight_of
 
 TEXTS = ("the laurel grows by the western gate", "bread and wine", "an old man of the river")
 BATCH = tiny.random_groups(5, [(9, [5, 3]), (4, [2, 6])])
@@ -232,7 +233,9 @@ def step(
     """One optimizer step over the places of a mesh; the loss of all of them."""
     ranks = AcrossRanks(mesh) if mesh else None
     groups = tiny.random_groups(10 + number, SHAPES)
-    mine = groups[ranks.place :: ranks.dp_size] if ranks else groups
+    # Ranks that share a layer read the same groups.
+    tp = mesh[TENSOR].size() if mesh else 1
+    mine = groups[dist.get_rank() // tp :: mesh.size() // tp] if mesh else groups
     denominator = sum(weight_of(group, kind) for group in groups)
     model.train()
     loss = loss_of(model(to_forest(mine)), denominator)
@@ -240,7 +243,7 @@ def step(
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
-    return float(ranks.total(float(loss.detach())) if ranks else loss.detach())
+    return total(ranks, float(loss.detach())) if ranks else float(loss.detach())
 
 
 # ---------------------------------------------------------------------------------- what goes wrong

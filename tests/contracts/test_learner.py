@@ -17,7 +17,7 @@ import threads
 from laurel.data.forest import to_forest, to_padded
 from laurel.models.scoring import FILE_NAME
 from laurel.training.learner import NOTHING_TO_LEARN
-from laurel.workers.calls import LocalGroup
+from local_group import LocalGroup
 from process_group import ProcessGroup
 
 pytestmark = pytest.mark.slow_parameters("two ranks")

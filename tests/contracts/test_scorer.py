@@ -23,8 +23,8 @@ from laurel.rewards.model_judge import ModelJudge
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.router import Router
 from laurel.types import Completion, Group, Message, group_of
-from laurel.workers.calls import LocalGroup
 from laurel.workers.reservations import Resources
+from local_group import LocalGroup
 from process_group import ProcessGroup
 from reward_servers import RewardServer
 from scoring_groups import MAX_LENGTH

@@ -12,9 +12,10 @@ import pytest
 
 from group_workers import Broken, CountingPickles, Summing, Worker
 from laurel.errors import ConfigError, WorkerError
-from laurel.workers.calls import LocalGroup, Shared
+from laurel.workers.calls import Shared
 from laurel.workers.reservations import Resources
 from laurel.workers.spawned import SpawnedGroup
+from local_group import LocalGroup
 from sandbox_processes import wait_until
 
 ray_group = pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError)

@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 import hostile_suite
-from laurel.sandbox.canaries import small_world
-from laurel.sandbox.detection import detect
-from laurel.sandbox.group_trial import chosen_place
+from laurel.sandbox.control_group import chosen_place
+from laurel.sandbox.detection import detect, small_world
 from laurel.sandbox.inside.monitor import ARMED
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.sandbox.zygote_process import ZygoteProcess

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from laurel.sandbox.control_group import chosen_place
 from laurel.sandbox.detection import detect
-from laurel.sandbox.group_trial import chosen_place
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status
 from laurel.sandbox.pool import SandboxPool
 from sandbox_processes import below, is_gone, is_idle, wait_until

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laurel.cli.options import ServeOptions
 from laurel.errors import (
     ConfigError,
     MissingDependencyError,
@@ -36,6 +35,7 @@ from laurel.rewards.server.service import (
     open_served,
 )
 from laurel.rewards.spec import ScorerSpec, find_reward_model
+from laurel.run.options import ServeOptions
 from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def run_serve(options: ServeOptions) -> None:
         WorkerError: Every replica has used up its restarts; exit code 75 asks for a restart.
     """
     _check(options)
-    from laurel.rewards.server.run import ServerRun, in_thread, listen
+    from laurel.rewards.server.run import ServerRun, listen
+    from laurel.workers.threads import in_thread
 
     # Without either, the key of a file is used, whose name holds the port.
     key = (
@@ -334,7 +335,7 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
 
 
 async def _open(options: ServeOptions, spec: ServingSpec) -> ServedModel:
-    from laurel.rewards.server.run import in_thread
+    from laurel.workers.threads import in_thread
 
     if options.replicas == 1:
         return await in_thread(lambda: open_served(spec, say=say), name="loading")

@@ -28,6 +28,7 @@ from laurel.environments.interface import (
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.protocols import Environment, MessageLog
 from laurel.types import JudgingUnit, Task, messages_of
+from laurel.workers.threads import CallEnd, begin_in_thread
 
 GATE = "gate"
 """The name of the component that changes a rejected completion's reward to `gated_reward`."""
@@ -197,7 +198,7 @@ class CompositeEnvironment(EnvironmentInterface):
         for name, future in futures.items():
             try:
                 step = environments[name].step
-                returns[name] = checked_return(step, future.result(), len(message_log_batch))
+                returns[name] = checked_return(step, future.result()(), len(message_log_batch))
             except Exception as error:
                 error.add_note(f"in the part '{name}' of a composite environment")
                 raise
@@ -383,7 +384,7 @@ class PartCalls:
 
     def begin(
         self, step: Callable[..., EnvironmentReturn], *arguments: Any
-    ) -> Future[EnvironmentReturn]:
+    ) -> Future[CallEnd[EnvironmentReturn]]:
         """Call a part in a thread.
 
         Raises:
@@ -397,24 +398,13 @@ class PartCalls:
                 "not come back, and threads cannot be ended; no more are begun until one does. "
                 "Give what it waits for a time limit of its own, shorter than env.timeout_seconds"
             )
-        future: Future[EnvironmentReturn] = Future()
-
-        def run() -> None:
-            try:
-                result = step(*arguments)
-            except BaseException as error:
-                self._places.release()
-                future.set_exception(error)
-            else:
-                self._places.release()
-                future.set_result(result)
-
         try:
             name = f"laurel-composite-{self._name}"
-            threading.Thread(target=run, name=name, daemon=True).start()
+            future = begin_in_thread(step, *arguments, name=name)
         except RuntimeError:  # the system has no more threads
             self._places.release()
             raise
+        future.add_done_callback(lambda _: self._places.release())
         return future
 
 

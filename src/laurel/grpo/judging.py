@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from operator import index
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -44,6 +41,7 @@ from laurel.types import (
     StepReward,
     messages_of,
 )
+from laurel.workers.threads import DaemonThread
 
 if TYPE_CHECKING:
     from laurel.types import LogProbs, Mask, TokenIds
@@ -569,7 +567,7 @@ class PatientThreads:
         """
         self.limit = limit
         self._name = name
-        self._idle: list[_Thread] = []
+        self._idle: list[DaemonThread] = []
 
     async def call(
         self,
@@ -590,21 +588,27 @@ class PatientThreads:
             GivenUpError: The call took longer than `timeout`.
         """
         async with slots:
-            thread = self._idle.pop() if self._idle else _Thread(self._name)
-            future: Future[_Outcome[T]] = thread.begin(function, arguments)
+            thread = self._idle.pop() if self._idle else DaemonThread(self._name)
+            future = thread.begin(function, *arguments)
             waiting = asyncio.wrap_future(future)
             try:
                 await asyncio.wait((waiting,), timeout=timeout)
                 if not waiting.done():
                     raise GivenUpError(f"nothing within {timeout:g} s")
-                outcome = waiting.result()
+                call = waiting.result()
             finally:
                 if future.done() and not future.cancelled():
                     self._idle.append(thread)
                 else:
                     waiting.cancel()
                     thread.end()
-        return outcome()
+        try:
+            return call()
+        except BaseException as error:
+            # sys.exit() must not end the loop, and a coroutine may not raise StopIteration.
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                raise RuntimeError(described(error)) from None
+            raise
 
     def close(self) -> None:
         """End the idle threads and wait for them; threads with a call in progress are left."""
@@ -617,9 +621,6 @@ class PatientThreads:
 
 class GivenUpError(Exception):
     """Raised when a call in a thread took longer than its time limit."""
-
-
-_Outcome = Callable[[], T]
 
 
 def described(error: BaseException, called: Callable[..., Any] | None = None) -> str:
@@ -640,47 +641,3 @@ def described(error: BaseException, called: Callable[..., Any] | None = None) ->
         elif all(is_ours(frame.filename) for frame in frames):
             where = f" (calling {method_name(called)})"  # it did not take how it was called
     return f"{type(error).__name__}: {error}{where}"
-
-
-def _raise(error: BaseException) -> NoReturn:
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        raise error
-    # sys.exit() must not end the loop, and a coroutine may not raise StopIteration.
-    raise RuntimeError(described(error))
-
-
-class _Thread:
-    def __init__(self, name: str) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def begin(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> Future[_Outcome[T]]:
-        # The future's value is a function that returns the result or raises the exception: an
-        # exception set on a future would lose its traceback.
-        future: Future[_Outcome[T]] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(*arguments)
-            except BaseException as error:
-                future.set_result(partial(_raise, error))
-            else:
-                future.set_result(lambda: result)
-
-        self._work.put(work)
-        return future
-
-    def end(self) -> None:
-        self._work.put(None)
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            # A tensor that this thread released while Python ends would abort the process.
-            del work

@@ -27,6 +27,7 @@ from laurel.observe.hub import own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
+from laurel.workers.threads import begin_in_thread
 
 MAX_THREADS = 16
 """Concurrent calls of a function that is not async, each in a thread."""
@@ -170,36 +171,23 @@ class FunctionScorer:
 
     async def _in_thread(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function in a thread of its own, which is left behind if it times out."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def deliver(result: Any, error: BaseException | None) -> None:
-            # The call has ended after all, too late for the caller.
-            if future.cancelled():
-                with self._counting:
-                    self._hung -= 1
-            elif error is not None:
-                future.set_exception(_RaisedError(error))
-            else:
-                future.set_result(result)
-
-        def run() -> None:
-            result, raised = None, None
-            try:
-                result = self._function(**arguments)
-            except BaseException as error:
-                raised = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
-                loop.call_soon_threadsafe(deliver, result, raised)
-
-        threading.Thread(target=run, name="laurel-function", daemon=True).start()
+        call = begin_in_thread(
+            functools.partial(self._function, **arguments), name="laurel-function"
+        )
         try:
-            return await future
+            result = await asyncio.wrap_future(call)
         except asyncio.CancelledError:
-            if future.cancelled():  # otherwise the call has ended and `deliver` has run
-                with self._counting:
-                    self._hung += 1
+            self._count_hung(1)
+            call.add_done_callback(lambda _: self._count_hung(-1))
             raise
+        try:
+            return result()
+        except BaseException as error:
+            raise _RaisedError(error) from error
+
+    def _count_hung(self, change: int) -> None:
+        with self._counting:
+            self._hung += change
 
     def _gate(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
@@ -243,7 +231,7 @@ class _Rate:
 
 
 class _RaisedError(Exception):
-    """Carries what the function raised in its thread; a future does not accept every exception."""
+    """Carries what the function raised in its thread, which may be any exception."""
 
     def __init__(self, raised: BaseException) -> None:
         super().__init__(str(raised))

@@ -1,15 +1,25 @@
-"""Finds the tier that this machine supports: the best one in which no canary escapes."""
+"""Finds the tier that this machine supports: the best one in which no canary escapes.
+
+Canaries are short hostile programs, which must not reach a small world made for them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import socket
+import stat
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from laurel.sandbox.canaries import CANARIES, Sighting, claims_of, small_world, try_canary
-from laurel.sandbox.runner import SandboxLostError, SandboxStartError
+from laurel.sandbox.grading import grade
+from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 from laurel.sandbox.tiers import LAYERS, Tier
-from laurel.sandbox.zygote_process import ZygoteProcess
+from laurel.sandbox.zygote_process import SandboxLostError, SandboxStartError, ZygoteProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +94,211 @@ def detect(
         # The layers are there and do not hold, so none of them is relied on.
         reasons |= dict.fromkeys(tier.layers, f"it did not hold: {why}")
         wanted = frozenset()
+
+
+# --------------------------------------------------------------------------------------------------
+# The canaries.
+
+Claim = Literal["files", "disk", "network", "processes", "time", "memory", "output"]
+_ALWAYS: tuple[Claim, ...] = ("time", "memory", "output")
+_ESCAPED = "ESCAPED"
+_LIMITS = Limits(cpu_s=2, wall_s=60)
+_RIGHTS = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
+
+
+def claims_of(tier: Tier) -> frozenset[Claim]:
+    """Return what a tier claims to protect."""
+    claims: set[Claim] = {*_ALWAYS}
+    if "seccomp" in tier.layers:
+        claims |= {"network", "processes"}
+    if tier.layers & {"namespaces", "landlock"}:
+        claims |= {"files", "disk"}
+    return frozenset(claims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EscapeAttempt:
+    """A program that tries one escape, and prints `ESCAPED` if it succeeds.
+
+    Args:
+        name: A description of the attempt.
+        claim: The claim of a tier that the program tests.
+        code: The program, with the names of `World.facts` in braces.
+        limits: The limits, which are small because the program runs whenever a pool is opened.
+        statuses: The statuses with which the program may end.
+    """
+
+    name: str
+    claim: Claim
+    code: str
+    limits: Limits = _LIMITS
+    statuses: frozenset[Status] = frozenset({Status.OK})
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """The result of running a canary."""
+
+    canary: EscapeAttempt
+    held: bool
+    detail: str
+
+
+def _tries(name: str, claim: Claim, attempt: str, imports: str = "os, socket") -> EscapeAttempt:
+    body = "".join(f"    {line}\n" for line in attempt.splitlines())
+    code = f"import {imports}\ntry:\n{body}    print('{_ESCAPED}')\nexcept OSError as error:\n"
+    return EscapeAttempt(name=name, claim=claim, code=code + "    print('blocked', error)\n")
+
+
+CANARIES: tuple[EscapeAttempt, ...] = (
+    _tries("read a file of the machine", "files", "open({secret}).read()"),
+    _tries(
+        "read a file through a link", "files", "os.symlink({secret}, 'link')\nopen('link').read()"
+    ),
+    _tries("read the machine's accounts", "files", "assert 'root:' in open('/etc/shadow').read()"),
+    _tries(
+        "read what another process was started with", "files", "open('/proc/{pid}/cmdline').read()"
+    ),
+    _tries("write a file of the machine", "files", "open({drop}, 'w').write('x')"),
+    _tries("change the rights of a file of the machine", "files", "os.chmod({secret}, 0o777)"),
+    _tries("change Python itself", "files", "open(os.__file__, 'a').write('')"),
+    EscapeAttempt(
+        name="fill the disk",
+        claim="disk",
+        limits=Limits(cpu_s=2, wall_s=60, disk_mb=1),
+        code="for n in range(4): open(str(n), 'wb').write(bytes(1 << 19))\nprint('ESCAPED')",
+        statuses=frozenset({Status.DISK_LIMIT, Status.FORBIDDEN}),
+    ),
+    _tries(
+        "connect to a server of the machine",
+        "network",
+        "socket.create_connection(('127.0.0.1', {port}), 1)",
+    ),
+    _tries(
+        "send a datagram",
+        "network",
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+    ),
+    _tries(
+        "reach a socket by its abstract name",
+        "network",
+        "socket.socket(socket.AF_UNIX).connect({name})",
+    ),
+    _tries("start a process", "processes", "if os.fork() == 0: os._exit(0)"),
+    _tries("run another program", "processes", "os.execv('/bin/true', ['true'])"),
+    _tries("signal the process that started it", "processes", "os.kill({pid}, 0)"),
+    EscapeAttempt(
+        name="sleep for ever",
+        claim="time",
+        code="import time\ntime.sleep(1000)",
+        limits=Limits(cpu_s=2, wall_s=0.5),
+        statuses=frozenset({Status.TIMEOUT_WALL}),
+    ),
+    EscapeAttempt(
+        name="compute for ever",
+        claim="time",
+        code="while True: pass",
+        limits=Limits(cpu_s=1, wall_s=60),
+        statuses=frozenset({Status.TIMEOUT_CPU}),
+    ),
+    EscapeAttempt(
+        name="take all memory",
+        claim="memory",
+        code="x = bytearray(8 << 30)",
+        statuses=frozenset({Status.MEMORY_LIMIT}),
+    ),
+    EscapeAttempt(
+        name="print for ever",
+        claim="output",
+        code="while True: print('x' * 1000)",
+        statuses=frozenset({Status.OUTPUT_LIMIT}),
+    ),
+)
+
+
+class World:
+    """What canaries try to reach: a secret, a writable directory, and servers."""
+
+    def __init__(self, directory: str) -> None:
+        self._secret = os.path.join(directory, "secret")
+        self._drop = os.path.join(directory, "drop")
+        with open(self._secret, "w") as file:
+            file.write("secret")
+        # Any account may read and write here: only the sandbox is to prevent it.
+        os.chmod(self._secret, _RIGHTS)
+        os.chmod(directory, 0o777)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._port = self._server.getsockname()[1]
+        self._datagrams.bind(("127.0.0.1", self._port))
+        self._named = socket.socket(socket.AF_UNIX)
+        self._name = f"\0laurel-canary-{secrets.token_hex(8)}"
+        self._named.bind(self._name)
+        self._named.listen()
+        for listening in (self._server, self._datagrams, self._named):
+            listening.setblocking(False)
+
+    def facts(self) -> dict[str, str]:
+        """Return the values that replace names in the code of canaries, as Python literals."""
+        return {
+            "secret": repr(self._secret),
+            "drop": repr(self._drop),
+            "port": str(self._port),
+            "name": repr(self._name),
+            "pid": str(os.getpid()),
+        }
+
+    def noticed(self) -> str:
+        """Describe what canaries have reached since the last call; empty if nothing."""
+        seen = []
+        for listening, what in ((self._server, "a connection"), (self._named, "a named socket")):
+            with contextlib.suppress(OSError):
+                listening.accept()[0].close()
+                seen.append(what)
+        with contextlib.suppress(OSError):
+            self._datagrams.recv(100)
+            seen.append("a datagram")
+        if os.path.exists(self._drop):
+            os.unlink(self._drop)
+            seen.append("a file")
+        if stat.S_IMODE(os.stat(self._secret).st_mode) != _RIGHTS:
+            os.chmod(self._secret, _RIGHTS)
+            seen.append("a file with other rights")
+        return ", ".join(seen)
+
+    def close(self) -> None:
+        """Close the servers."""
+        for listening in (self._server, self._datagrams, self._named):
+            listening.close()
+
+
+@contextlib.contextmanager
+def small_world() -> Iterator[World]:
+    """Create a world in a temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="laurel-canaries-") as directory:
+        world = World(directory)
+        try:
+            yield world
+        finally:
+            world.close()
+
+
+def try_canary(canary: EscapeAttempt, zygote: ZygoteProcess, world: World) -> Sighting:
+    """Run one canary; raise `SandboxLostError` if the sandbox itself fails."""
+    code = canary.code
+    for name, value in world.facts().items():
+        code = code.replace(f"{{{name}}}", value)
+    result = grade(SandboxJob(code=code, limits=canary.limits), zygote, tier="", attempt=1)
+    outside = world.noticed()
+    if outside:
+        return Sighting(canary, False, f"outside there was {outside}")
+    if _ESCAPED in result.stdout:
+        return Sighting(canary, False, "it succeeded")
+    if result.status not in canary.statuses:
+        return Sighting(canary, False, f"it ended with {result.status.value}: {_last(result)}")
+    return Sighting(canary, True, _last(result) or result.status.value)
+
+
+def _last(result: SandboxResult) -> str:
+    lines = (result.stderr or result.stdout[:500]).strip().splitlines()
+    return lines[-1][:200] if lines and result.status is not Status.OUTPUT_LIMIT else ""

@@ -17,9 +17,14 @@ from laurel.sandbox.control_group import GroupPlace
 from laurel.sandbox.grading import grade
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 from laurel.sandbox.limits import available_memory
-from laurel.sandbox.runner import ProcessOutcome, Runner, SandboxLostError, SandboxStartError
 from laurel.sandbox.tiers import Tier
-from laurel.sandbox.zygote_process import END_SECONDS, ZygoteProcess
+from laurel.sandbox.zygote_process import (
+    END_SECONDS,
+    ProcessOutcome,
+    SandboxLostError,
+    SandboxStartError,
+    ZygoteProcess,
+)
 
 ATTEMPTS = 2
 _SHARE_OF_MEMORY = 0.7
@@ -271,7 +276,7 @@ class _TimeIsUpError(Exception):
 class _Bounded:
     """Runs programs until a deadline, then raises `_TimeIsUpError`."""
 
-    def __init__(self, runner: Runner, until: float | None) -> None:
+    def __init__(self, runner: ZygoteProcess, until: float | None) -> None:
         self._runner = runner
         self._until = until
 
@@ -279,7 +284,7 @@ class _Bounded:
         return getattr(self._runner, name)
 
     def one(self, *args: Any, limits: Limits, **options: Any) -> ProcessOutcome:
-        """Run a program, as `Runner` describes."""
+        """Run a program, as `ZygoteProcess` does."""
         bounded, is_shorter = self._bounded(limits)
         outcome = self._runner.one(*args, limits=bounded, **options)
         self._check(is_shorter, outcome)
@@ -288,7 +293,7 @@ class _Bounded:
     def pair(
         self, *args: Any, limits: Limits, **options: Any
     ) -> tuple[ProcessOutcome, ProcessOutcome]:
-        """Run tests with a program, as `Runner` describes."""
+        """Run tests with a program, as `ZygoteProcess` does."""
         bounded, is_shorter = self._bounded(limits)
         found = self._runner.pair(*args, limits=bounded, **options)
         self._check(is_shorter, *found)
@@ -321,7 +326,7 @@ def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
             if not tier.layers <= runner.layers:
                 missing = ", ".join(sorted(tier.layers - runner.layers))
                 raise SandboxStartError(f"it has lost a layer that it had: {missing}")
-            return grade(job, cast(Runner, runner), tier=tier.value, attempt=item.attempts)
+            return grade(job, cast(ZygoteProcess, runner), tier=tier.value, attempt=item.attempts)
         except _TimeIsUpError:
             raise
         except (SandboxLostError, SandboxStartError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import traceback
 from abc import ABC, abstractmethod
@@ -13,7 +12,6 @@ from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 from laurel.errors import LaurelError, WorkerError
 from laurel.protocols import Pending
-from laurel.workers.rendezvous import RankPlace
 
 ENDING = 10.0
 """Seconds for a worker to shut down by itself, after which it is killed."""
@@ -91,7 +89,6 @@ def attempt(target: Any, call: WorkerCall, *, rank: int) -> Outcome:
     """Call a method of a worker, or the worker's class itself where the method is ''."""
     try:
         function = getattr(target, call.method) if call.method else target
-        call = with_shared(call, [a.value for a in call.args if isinstance(a, Shared)])
         return Success(function(*call.args, **call.kwargs))
     except (Exception, SystemExit) as error:
         return failure_of(error, rank=rank)
@@ -202,7 +199,7 @@ class GroupCalls(ABC):
     def _close(self) -> None:  # noqa: B027
         """Shut every worker down; called once."""
 
-    def _kill(self) -> None:  # noqa: B027  a worker in this process cannot be killed
+    def _kill(self) -> None:  # noqa: B027
         """Kill every worker, whatever it does."""
 
     def _check_open(self) -> None:
@@ -269,59 +266,3 @@ class GroupCalls(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-# --------------------------------------------------------------------------------------------------
-# A worker group of one, in this process.
-
-_log = logging.getLogger(__name__)
-
-
-class LocalGroup(GroupCalls):
-    """A `WorkerGroup` whose one worker is an object in this process and thread.
-
-    Calls run to their end within `start`, so deadlines are not enforced. Arguments and results are
-    passed without copies. More than one rank needs processes of Ray: `RayCluster` starts them on a
-    laptop, too.
-    """
-
-    def __init__(
-        self, role: str, worker_class: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> None:
-        """Make the worker: `worker_class(place, *args, **kwargs)`.
-
-        Raises:
-            WorkerError: It could not be made.
-        """
-        self.role, self.size = role, 1
-        made = attempt(worker_class, WorkerCall("", (RankPlace(role=role), *args), kwargs), rank=0)
-        self._worker: Any = _Done(self, "", made).wait()[0]
-
-    def _submit(self, calls: Mapping[int, WorkerCall]) -> _Done:
-        self._check_open()
-        call = calls[0]
-        return _Done(self, call.method, attempt(self._worker, call, rank=0))
-
-    def alive(self) -> list[bool]:
-        """Report whether the worker exists."""
-        return [self._is_open]
-
-    def _close(self) -> None:
-        worker, self._worker = self._worker, None
-        if hasattr(worker, "shutdown"):
-            outcome = attempt(worker, WorkerCall("shutdown"), rank=0)
-            if isinstance(outcome, Failure):
-                _log.warning("%s did not shut down cleanly: %s", self.role, outcome.summary)
-
-
-class _Done:
-    def __init__(self, group: LocalGroup, method: str, outcome: Outcome) -> None:
-        self._group, self._method, self._outcome = group, method, outcome
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, *, timeout: float | None = None) -> list[Any]:
-        if isinstance(self._outcome, Failure):
-            self._group._raise(self._method, [self._outcome], limit=0)
-        return [self._outcome.value]

@@ -11,7 +11,7 @@ from laurel.errors import CheckpointError, ConfigError, WorkerError
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.types import Message, group_of
-from laurel.workers.calls import LocalGroup
+from local_group import LocalGroup
 from process_group import ProcessGroup
 from reward_models import write_run
 

@@ -20,7 +20,7 @@ from laurel.models.checkpoint.export import save_policy
 from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.policy import load_policy
 from laurel.models.spec import ModelSpec
-from laurel.workers.calls import LocalGroup
+from local_group import LocalGroup
 
 TEXTS = ("The laurel is evergreen.", "Where does it grow?", "By the sea, in the sun. " * 5)
 

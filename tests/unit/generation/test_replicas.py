@@ -20,7 +20,8 @@ from laurel.generation.replicas import GeneratorReplica, GeneratorReplicas, Orde
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.generation.weights.probe import ProbeAnswer, model_logprobs
 from laurel.types import Weights
-from laurel.workers.calls import LocalGroup, with_shared, without_shared
+from laurel.workers.calls import with_shared, without_shared
+from local_group import LocalGroup
 from scripted_engines import Company, MortalGroup, ScriptedEngine, completion
 
 

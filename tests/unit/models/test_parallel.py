@@ -297,11 +297,10 @@ def test_ranks_agree_on_sums_extremes_and_failures():
     ranks = together(parallel_work.agree, 4, {"dp_shard": 2, "tp": 2}, values)
     assert [rank["place"] for rank in ranks] == [0, 0, 1, 1]
     for rank in ranks:
-        assert rank["total"] == -0.5
         assert rank["totals"] == {"mean": -0.5, "score_min": -2.0, "score_max": 1.5}
     both = together(parallel_work.agree, 2, {"dp_replicate": 2}, [1.0, math.nan])
     assert [rank["place"] for rank in both] == [0, 1]
-    assert all(math.isnan(rank["total"]) for rank in both)
+    assert all(math.isnan(rank["totals"]["mean"]) for rank in both)
 
 
 def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():

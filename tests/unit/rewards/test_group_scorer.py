@@ -17,8 +17,9 @@ from laurel.errors import ConfigError, WorkerError
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards.replicas import GroupScorer, ScoringWorker, divide_evenly
 from laurel.types import Message, group_of
-from laurel.workers.calls import GroupCalls, LocalGroup, Success, attempt, error_of
+from laurel.workers.calls import GroupCalls, Success, attempt, error_of
 from laurel.workers.rendezvous import RankPlace
+from local_group import LocalGroup
 from process_group import ProcessGroup
 
 WORDS = ["laurel", "grows", "by", "western", "gate", "bread", "wine", "an", "old", "man", "river"]

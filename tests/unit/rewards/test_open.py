@@ -20,7 +20,7 @@ from laurel.rewards.replicas import GroupScorer
 from laurel.rewards.server import service
 from laurel.rewards.spec import MemberSpec, ScorerSpec, find_reward_model
 from laurel.types import Message, group_of
-from laurel.workers.calls import LocalGroup
+from local_group import LocalGroup
 from reward_models import small_model, write_model
 from reward_servers import RewardServer
 

@@ -11,9 +11,16 @@ from pathlib import Path
 import pytest
 
 from laurel.sandbox import control_group
-from laurel.sandbox.control_group import ControlGroup, GroupPlace, Hierarchy, find_place
+from laurel.sandbox.control_group import (
+    ControlGroup,
+    GroupPlace,
+    Hierarchy,
+    chosen_place,
+    find_place,
+    group_words,
+    seen_to_hold,
+)
 from laurel.sandbox.grading import grade
-from laurel.sandbox.group_trial import chosen_place, group_words, seen_to_hold
 from laurel.sandbox.jobs import Limits, SandboxJob, Status
 from laurel.sandbox.zygote_process import ZygoteProcess
 from sandbox_processes import wait_until
@@ -109,7 +116,7 @@ def test_a_directory_that_limits_nothing_is_found_out(tmp_path):
     given = version_2(tmp_path / "mine", "memory pids", "memory pids")
     found, reason = find_place(str(given))
     assert (found.controllers, reason) == (BOTH, "")
-    held, reason = seen_to_hold(found, sys.executable)
+    held, reason = seen_to_hold(found)
     assert held.controllers == frozenset()
     assert "memory does not hold: [Errno 2]" in reason
     assert "pids does not hold: [Errno 2]" in reason

@@ -13,8 +13,8 @@ from laurel.sandbox.jobs import (
     StdioTest,
     TestResult,
 )
-from laurel.sandbox.runner import ProcessOutcome
 from laurel.sandbox.tiers import LAYERS, Tier
+from laurel.sandbox.zygote_process import ProcessOutcome
 
 LIMITS = Limits(cpu_s=2)
 

@@ -13,8 +13,7 @@ from laurel.errors import ConfigError
 from laurel.sandbox import detection as detection_module
 from laurel.sandbox import limits
 from laurel.sandbox import pool as pool_module
-from laurel.sandbox.canaries import CANARIES, EscapeAttempt, claims_of
-from laurel.sandbox.detection import Detection, detect
+from laurel.sandbox.detection import CANARIES, Detection, EscapeAttempt, claims_of, detect
 from laurel.sandbox.limits import available_cores
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.workers.rendezvous import RankPlace

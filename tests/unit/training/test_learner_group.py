@@ -13,7 +13,7 @@ import learner_work as work
 from laurel.config.policy import NamedCall
 from laurel.errors import WorkerError
 from laurel.training.learner_group import divide_micro_batches, imbalance
-from laurel.workers.calls import LocalGroup
+from local_group import LocalGroup
 from process_group import ProcessGroup
 
 pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "dp_replicate=2")

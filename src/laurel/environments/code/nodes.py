@@ -20,8 +20,8 @@ from laurel.config.environments import SandboxConfig
 from laurel.environments.code.sandbox import accepted_tier, say_tier
 from laurel.errors import ConfigError, LaurelError, WorkerError
 from laurel.protocols import WorkerGroup
+from laurel.sandbox.control_group import chosen_place
 from laurel.sandbox.detection import Detection, detect
-from laurel.sandbox.group_trial import chosen_place
 from laurel.sandbox.jobs import SandboxJob, SandboxResult, Status
 from laurel.sandbox.limits import available_cores
 from laurel.sandbox.pool import ATTEMPTS, CLOSED, SandboxPool, affordable_workers

@@ -6,8 +6,8 @@ import logging
 
 from laurel.config.environments import SandboxConfig
 from laurel.errors import ConfigError
+from laurel.sandbox.control_group import chosen_place, group_words
 from laurel.sandbox.detection import Detection, detect
-from laurel.sandbox.group_trial import chosen_place, group_words
 from laurel.sandbox.jobs import Limits
 from laurel.sandbox.limits import available_cores
 from laurel.sandbox.pool import SandboxPool, affordable_workers

@@ -139,7 +139,7 @@ def parallelise(
     Layers are split over `tp`, and the embedding and the language-model head by vocabulary. Then
     each layer, and all other modules, are sharded over `dp_shard`. Gradients are summed over the
     data-parallel ranks, not averaged, because losses are divided by a denominator that is counted
-    over all of them (`AcrossRanks.total`).
+    over all of them.
 
     Args:
         model: The model, which is changed in place, and is called through `forward` as before.
@@ -360,24 +360,6 @@ class AcrossRanks:
         self._device = torch.device(
             mesh.device_type if mesh.device_type == "cpu" else torch.cuda.current_device()
         )
-
-    @property
-    def place(self) -> int:
-        """The index, from 0, of the part of the data that this rank reads.
-
-        Ranks that differ only in `cp` and `tp` read the same part.
-        """
-        ranks = self.mesh.get_local_rank(REPLICATE), self.mesh.get_local_rank(SHARD)
-        return (ranks[0] * self.mesh[SHARD].size() + ranks[1]) // self._cp
-
-    @property
-    def dp_size(self) -> int:
-        """The number of parts into which the data is divided."""
-        return self.mesh[REPLICATE].size() * self.mesh[SHARD].size() // self._cp
-
-    def total(self, value: float) -> float:
-        """Sum a number, such as the denominator of a loss, over all data-parallel ranks."""
-        return float(self._over_data(torch.tensor(value, dtype=torch.float64)))
 
     def totals(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Combine the sums of a loss and its metrics over all data-parallel ranks.

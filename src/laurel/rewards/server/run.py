@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import errno
 import os
 import re
@@ -14,15 +13,13 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from laurel.errors import ConfigError
 from laurel.rewards.server.service import RewardService, ServedModel
-
-Result = TypeVar("Result")
 
 _IDLE_SECONDS = 75
 _BACKLOG = 4096
@@ -242,32 +239,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to `ServerRun`."""
         yield
-
-
-async def in_thread(work: Callable[[], Result], *, name: str) -> Result:
-    """Run work in a daemon thread, so that the end of the process does not wait for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            result, error = work(), None
-        except BaseException as raised:
-            result, error = None, raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, error)
-
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
-    return await future
 
 
 # --------------------------------------------------------------------------------------------------
