@@ -33,13 +33,13 @@ from laurel.config.yaml_tree import nearest
 from laurel.data.conversations import scoring_row, with_steps_joined
 from laurel.errors import ConfigError, ModelError, Terms, speaking
 from laurel.export.export import run_export
-from laurel.export.options import ExportOptions
 from laurel.observe.console import make_console, say_on, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run_record as _read_run
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation
 from laurel.run.evaluation.run import EvalScorer, EvaluationRequest, evaluated, show_evaluation
+from laurel.run.options import ExportOptions
 from laurel.run.specs import read_judge
 from laurel.run.train import trained
 from laurel.types import Score
@@ -298,7 +298,7 @@ def export(
         output=Path(output),
         dtype=dtype,
         overwrite=overwrite,
-        evaluations=tuple(map(Path, evaluations)),
+        evaluations=list(map(Path, evaluations)),
     )
     with speaking(_ARGUMENTS):
         run_export(options, messages=_console(quiet))

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from laurel.run.options import SweepOptions
 from laurel.run.reward_model import load_data
-from laurel.run.sweep import Sweep, SweepOptions
+from laurel.run.sweep import Sweep
 from runs import TINY, environment, pairs, run, series, settings, wait_until, write_rows
 
 PROGRAM = ("-m", "laurel.cli.main", "sweep")
@@ -66,9 +67,7 @@ def test_a_grid_over_folds_names_the_better_rate_and_writes_it_as_a_file(tmp_pat
         for path in sorted((tmp_path / "out").glob("trial_000/*/logs/*/data_report.json"))
     ]
     assert held == [30, 30]
-    options = SweepOptions(
-        config=None, words=words(rows, RATES), output=tmp_path / "out", num_folds=2
-    )
+    options = SweepOptions(overrides=words(rows, RATES), output=tmp_path / "out", num_folds=2)
     parts = [
         {one.group.prompt for one in load_data(each.config, fold=each.fold).validation["default"]}
         for each in Sweep(options).runs_of(SimpleNamespace(number=0), {LR: "0.02"})

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -123,13 +123,16 @@ def _with_options(command: Command) -> Command:
     quiet, verbose = _options(is_hidden=True)
     options: dict[str, tuple[Any, Any]] = {}
     groups: dict[str, Any] = {}
-    hints = get_type_hints(command, include_extras=True)
+    hints, empty = get_type_hints(command, include_extras=True), inspect.Parameter.empty
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(kind):
             groups[parameter.name] = kind
             types = get_type_hints(kind, include_extras=True)
-            options |= {one.name: (types[one.name], one.default) for one in fields(kind)}
+            options |= {
+                one.name: (types[one.name], empty if one.default is MISSING else one.default)
+                for one in fields(kind)
+            }
         else:
             options[parameter.name] = kind, parameter.default
     options |= {"is_quiet": (quiet, False), "is_verbose": (verbose, False)}

@@ -9,25 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from laurel.cli.app import App
-from laurel.cli.options import (
-    AggregateOption,
-    BatchTokensOption,
-    ColumnKeys,
-    ConfigOption,
-    DeviceOption,
-    JudgeOption,
-    MaxLengthOption,
-    ModelOption,
-    Overrides,
-    PrecisionOption,
-    PreferenceSetOption,
-    SettingsOption,
-    ThreadsOption,
-    complete_environments,
-    complete_tasks,
-)
 from laurel.errors import Terms, speaking
 from laurel.observe.json_output import JsonOption
+from laurel.run.options import (
+    ColumnKeys,
+    ConfigOption,
+    JudgeOption,
+    Overrides,
+    PolicyOptions,
+    PreferenceSetOption,
+    ScorerOptions,
+)
 
 if TYPE_CHECKING:
     from laurel.config.data import BenchmarkName
@@ -145,20 +137,13 @@ class NeededRowOptions(RowOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringOptions:
-    """Options for how the model scores and where the result is written."""
+class ScoringOptions(ScorerOptions):
+    """Options for what scores, and where the result is written."""
 
     judge: JudgeOption = None
     max_samples: Annotated[
         int | None, typer.Option(min=1, help="The most rows to score of each data set.")
     ] = None
-    aggregate: AggregateOption = None
-    max_length: MaxLengthOption = None
-    batch_tokens: BatchTokensOption = 8192
-    precision: PrecisionOption = "float32"
-    device: DeviceOption = "auto"
-    cpu_threads: ThreadsOption = None
-    settings: SettingsOption = None
     api_key_env: Annotated[
         str | None,
         typer.Option(
@@ -201,63 +186,7 @@ def eval_commands() -> None:
 
 @eval_app.command("policy")
 def eval_policy(
-    config: ConfigOption = None,
-    overrides: Overrides = None,
-    model: ModelOption = "",
-    environment: Annotated[
-        str,
-        typer.Option(
-            "--environment",
-            "-e",
-            autocompletion=complete_environments,
-            help="The environment that grades completions. Default: the one that the data names.",
-        ),
-    ] = "",
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            autocompletion=complete_tasks,
-            help="The tasks, such as GSM8K, HumanEval or MBPP.",
-        ),
-    ] = None,
-    data_path: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="The file of the tasks, if they are not on the hub."),
-    ] = None,
-    num_generations: Annotated[
-        int,
-        typer.Option(
-            "-n", "--num-generations", min=1, help="The number of completions of each task."
-        ),
-    ] = 1,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="The sampling temperature. Default: 0 for one completion, otherwise that of the "
-            "configuration.",
-        ),
-    ] = None,
-    max_samples: Annotated[
-        int | None, typer.Option(min=1, help="The most tasks to evaluate.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="The longest completion of one turn. Default: as long as the context allows.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write JSON to this file.", metavar="FILE"),
-    ] = None,
-    samples: Annotated[
-        Path | None,
-        typer.Option(help="Write the completions to this Parquet file.", metavar="FILE"),
-    ] = None,
-    as_json: JsonOption = False,
+    config: ConfigOption = None, overrides: Overrides = None, *, options: PolicyOptions
 ) -> None:
     """Evaluate a policy on tasks: mean reward, pass@k, failures.
 
@@ -266,22 +195,9 @@ def eval_policy(
 
     Example: laurel eval policy -m results/grpo/best -e code --dataset HumanEval -n 4
     """
-    from laurel.run.evaluation.policy import EvalOptions, run_eval
+    from laurel.run.evaluation.policy import run_eval
 
-    options = EvalOptions(
-        model=model,
-        environment=environment,
-        dataset=dataset,
-        data_path=data_path,
-        num_generations=num_generations,
-        temperature=temperature,
-        max_samples=max_samples,
-        max_new_tokens=max_new_tokens,
-        output=output,
-        samples=samples,
-        as_json=as_json,
-    )
-    with speaking(*([_DATASET] if dataset else [])):
+    with speaking(*([_DATASET] if options.dataset else [])):
         exit_code = run_eval(config, overrides or [], options)
     if exit_code:
         raise typer.Exit(exit_code)
@@ -451,7 +367,6 @@ def _request(
 ) -> EvaluationRequest:
     """Build the evaluation request; `reproduces` names the program whose tokens are copied."""
     from laurel.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
-    from laurel.rewards.spec import ScorerSpec
     from laurel.run.evaluation.run import EvalScorer, EvaluationRequest
 
     judge = None
@@ -466,13 +381,7 @@ def _request(
     scorer = EvalScorer(
         model=rows.model if judge is None else judge.model,
         judge=judge,
-        options=ScorerSpec(
-            max_length=how.max_length,
-            batch_tokens=how.batch_tokens,
-            precision=how.precision,
-            device=how.device,
-            aggregate=how.aggregate,
-        ),
+        options=how.spec(),
         settings=tuple(how.settings or ()),
         cpu_threads=how.cpu_threads,
         api_key_env=how.api_key_env,

@@ -18,28 +18,23 @@ from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
 from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
-from laurel.cli.options import (
-    AggregateOption,
-    BatchTokensOption,
-    ColumnKeys,
-    ConfigOption,
-    DeviceOption,
-    JudgeOption,
-    MaxLengthOption,
-    ModelOption,
-    Overrides,
-    PlanOptions,
-    PrecisionOption,
-    PreferenceSetOption,
-    ServeOptions,
-    SettingsOption,
-    ThreadsOption,
-    complete_overrides,
-    sets_column,
-)
 from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
 from laurel.observe.console import make_console, verbosity
 from laurel.observe.json_output import JsonOption, write_json
+from laurel.run.options import (
+    ColumnKeys,
+    ConfigOption,
+    ExportOptions,
+    JudgeOption,
+    ModelOption,
+    Overrides,
+    PlanOptions,
+    PreferenceSetOption,
+    ScorerOptions,
+    ServeOptions,
+    SweepOptions,
+    sets_column,
+)
 
 app = App(
     name="laurel",
@@ -112,62 +107,7 @@ def grpo_command(
 
 
 @app.command("sweep")
-def sweep_command(
-    config: ConfigOption = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUES",
-            autocompletion=complete_overrides,
-            help="A key with the values to try: key=[a,b,c], key=range(0.0,0.2), "
-            "key=log(1e-5,1e-3) (whole numbers where both ends are). Other overrides hold for all "
-            "trials.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="DIR", help="The directory of the sweep."),
-    ] = Path("results/sweep"),
-    trials: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="The number of trials. Default: every combination of lists, or 20 where there are "
-            "ranges.",
-        ),
-    ] = None,
-    folds: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Divide the prompts of the training set into so many parts, and validate on each "
-            "in turn. Default: the validation sets of the configuration.",
-        ),
-    ] = 0,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="The number of seeds with which each trial is repeated.")
-    ] = 1,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The validation metric that is compared. Default: checkpointing.metric_name.",
-        ),
-    ] = None,
-    search: Annotated[
-        Literal["tpe", "random"], typer.Option(help="How values of ranges are chosen.")
-    ] = "tpe",
-    workers: Annotated[
-        int, typer.Option(min=1, help="The number of runs at a time; more than one runs on Ray.")
-    ] = 1,
-    prunes: Annotated[
-        bool,
-        typer.Option(
-            "--prune/--no-prune", help="End trials that are worse than the median of others."
-        ),
-    ] = True,
-    as_json: JsonOption = False,
-) -> None:
+def sweep_command(options: SweepOptions) -> None:
     """Search for the settings of a reward model that do best in validation.
 
     The best configuration is written as a file for laurel rm. A sweep that was stopped goes on with
@@ -176,21 +116,8 @@ def sweep_command(
     Example: laurel sweep -c rm.yaml 'policy.optimizer.kwargs.lr=log(1e-5,1e-3)' --folds 5
     """
     from laurel.cli.sweep import run_sweep
-    from laurel.run.sweep import SweepOptions
 
-    options = SweepOptions(
-        config=config,
-        words=overrides or (),
-        output=output,
-        num_trials=trials,
-        num_folds=folds,
-        num_seeds=seeds,
-        metric=metric,
-        search=search,
-        num_workers=workers,
-        prunes=prunes,
-    )
-    run_sweep(options, as_json=as_json)
+    run_sweep(options)
 
 
 @app.command("plan")
@@ -224,13 +151,8 @@ def score_command(
         typer.Option("--output", "-o", help="Write JSON lines to this file.", metavar="FILE"),
     ] = None,
     as_json: JsonOption = False,
-    max_length: MaxLengthOption = None,
-    batch_tokens: BatchTokensOption = 8192,
-    precision: PrecisionOption = "float32",
-    device: DeviceOption = "auto",
-    cpu_threads: ThreadsOption = None,
-    settings: SettingsOption = None,
-    aggregate: AggregateOption = None,
+    *,
+    options: ScorerOptions,
 ) -> None:
     """Score conversations with a reward model.
 
@@ -243,20 +165,12 @@ def score_command(
     """
     from laurel.cli.score import run_score
     from laurel.config.overrides import column_overrides
-    from laurel.rewards.spec import ScorerSpec
 
     # Words that set a key may stand before the file, or without one.
     words = [file, *(overrides or [])]
     file = next((word for word in words if not sets_column(word)), "-")
     columns = column_overrides([word for word in words if word != file], or_bad_rows=True)
     is_skip = columns.pop("on_bad_row", "error") == "skip"
-    options = ScorerSpec(
-        max_length=max_length,
-        batch_tokens=batch_tokens,
-        precision=precision,
-        device=device,
-        aggregate=aggregate,
-    )
     exit_code = run_score(
         file,
         model=model,
@@ -265,9 +179,9 @@ def score_command(
         on_bad_row="skip" if is_skip else "error",
         output=output,
         as_json=as_json,
-        options=options,
-        settings=settings or (),
-        cpu_threads=cpu_threads,
+        options=options.spec(),
+        settings=options.settings or (),
+        cpu_threads=options.cpu_threads,
     )
     if exit_code:
         raise typer.Exit(exit_code)
@@ -275,15 +189,6 @@ def score_command(
 
 @app.command("export")
 def export_command(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="DIR...", help="The models to average, with --average."),
-    ] = None,
-    *,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The directory to write to.", metavar="DIR")
-    ],
-    model: ModelOption = "",
     is_average: Annotated[
         bool,
         typer.Option(
@@ -291,43 +196,8 @@ def export_command(
             help="Write the mean of the weights of the checkpoints and runs that are named.",
         ),
     ] = False,
-    step: Annotated[
-        int | None,
-        typer.Option(min=0, help="The checkpoint of a run to export. Default: the best one."),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="The data type of the written weights.")
-    ] = "float32",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model in the output directory.")
-    ] = False,
-    evaluations: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--eval",
-            metavar="DIR",
-            help="Results of laurel eval ... -o DIR for the model card; repeatable.",
-        ),
-    ] = None,
-    without_conversations: Annotated[
-        bool,
-        typer.Option(
-            "--without-conversations",
-            help="Remove the conversations of the training data from scoring.json.",
-        ),
-    ] = False,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Upload the model to the hub as NAME, a USER/MODEL."),
-    ] = None,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make a new repository on the hub private.")
-    ] = False,
-    max_length: MaxLengthOption = None,
-    device: DeviceOption = "auto",
-    cpu_threads: ThreadsOption = None,
-    settings: SettingsOption = None,
-    as_json: JsonOption = False,
+    *,
+    options: ExportOptions,
 ) -> None:
     """Write a model as a plain Hugging Face directory, and test it.
 
@@ -338,30 +208,12 @@ def export_command(
     Example: laurel export --model results/rm --output exported --eval results/last
     """
     from laurel.export.export import run_export
-    from laurel.export.options import ExportOptions
 
-    if is_average != bool(models):
+    if is_average != bool(options.average):
         raise ConfigError(
             "--average averages the models that are named: laurel export --average DIR DIR ... "
             "--output DIR. One model is exported with --model DIR"
         )
-    options = ExportOptions(
-        model=model,
-        average=models or (),
-        output=output,
-        step=step,
-        dtype=dtype,
-        overwrite=overwrite,
-        evaluations=evaluations or (),
-        without_conversations=without_conversations,
-        push_to_hub=push_to_hub,
-        private=private,
-        max_length=max_length,
-        device=device,
-        cpu_threads=cpu_threads,
-        settings=settings or (),
-        as_json=as_json,
-    )
     run_export(options)
 
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from rich.text import Text
 
-from laurel.cli.options import PlanOptions
 from laurel.config.environments import ScorerSource
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
@@ -37,6 +36,7 @@ from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName
 from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
 from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
+from laurel.run.options import PlanOptions
 from laurel.run.request import judge_notes, request_of, uses_reward_model, workload_of
 from laurel.run.specs import model_spec
 from laurel.workers.launch import backend_of

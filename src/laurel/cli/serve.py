@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laurel.cli.options import ServeOptions
 from laurel.errors import (
     ConfigError,
     MissingDependencyError,
@@ -36,6 +35,7 @@ from laurel.rewards.server.service import (
     open_served,
 )
 from laurel.rewards.spec import ScorerSpec, find_reward_model
+from laurel.run.options import ServeOptions
 from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:

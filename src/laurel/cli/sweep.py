@@ -27,14 +27,15 @@ from laurel.observe.console import (
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import TrainingProgress
-from laurel.run.sweep import BEST, InterruptedSweep, Sweep, SweepOptions, TrialOutcome
+from laurel.run.options import SweepOptions
+from laurel.run.sweep import BEST, InterruptedSweep, Sweep, TrialOutcome
 
 PAGE = "report.html"
 SHOWN_TRIALS = 20
 """The number of trials in the table on the screen; the page has all."""
 
 
-def run_sweep(options: SweepOptions, *, as_json: bool = False) -> None:
+def run_sweep(options: SweepOptions) -> None:
     """Run the trials that are left, and set the exit code of the process.
 
     The exit code is 130 after Ctrl-C; the same command goes on where it ended.
@@ -43,7 +44,7 @@ def run_sweep(options: SweepOptions, *, as_json: bool = False) -> None:
         UserError: A setting, a directory or a package cannot be used.
         TrainingError: No trial has a value.
     """
-    console = message_console(stderr=as_json)
+    console = message_console(stderr=options.as_json)
     started = time.monotonic()
     sweep = Sweep(options)
     with ExitStack() as stack:
@@ -99,7 +100,7 @@ def run_sweep(options: SweepOptions, *, as_json: bool = False) -> None:
         with replace_file(page) as file:
             file.write(page_of(sweep, outcomes, best))
     ranked = ranked_trials(outcomes, higher_is_better=sweep.selection.higher_is_better)
-    if as_json:
+    if options.as_json:
         write_json(
             {
                 "output": options.output,

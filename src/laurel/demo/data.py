@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, Literal
 
 from laurel.models.tool_calls import FORMS, ToolCall
@@ -88,7 +89,8 @@ def _bad_answer(generator: random.Random, names: dict[str, str]) -> str:
 # use another operation or number: a model that is warmed up on them knows how a function is
 # written, and has to find out from the tests which one.
 
-OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
+Sign = Literal["+", "-", "*"]
+OPERATIONS: dict[str, Sign] = {"plus": "+", "minus": "-", "times": "*"}
 NUMBERS = range(2, 22)
 NAMES = ("f", "g", "h")
 CODE_REQUESTS = ("Write {name}(x): x {word} {number}.", "{name}(x) should give x {word} {number}.")
@@ -96,8 +98,6 @@ ARGUMENTS = (0, 1, 7, -3)
 """The arguments of the tests; any two functions differ on at least one of them."""
 NUM_HELD_OUT = 60
 """The number of the 360 requests that are in no training row."""
-
-_Request = tuple[str, str, str, int]
 
 
 class FunctionTasks:
@@ -116,40 +116,26 @@ class FunctionTasks:
             count: The number of rows of the split `train`.
             share_wrong: The probability that a training row has a wrong answer.
         """
-        self.formatted_ds = {
-            "train": list(function_tasks(count, seed=seed, share_wrong=share_wrong)),
-            "validation": [_row(request, (request[2], request[3])) for request in _split(True)],
-        }
+        requests = list(product(CODE_REQUESTS, NAMES, OPERATIONS, NUMBERS))
+        # The seed is fixed: runs of all seeds are measured on the same requests.
+        kept_back = set(random.Random(0).sample(range(len(requests)), NUM_HELD_OUT))
+        known = [one for place, one in enumerate(requests) if place not in kept_back]
+        generator, rows = random.Random(f"{seed}-functions"), []
+        for _ in range(count):
+            request = generator.choice(known)
+            right = shown = request[2:]
+            if generator.random() < share_wrong:
+                while shown == right:
+                    shown = (generator.choice(list(OPERATIONS)), generator.choice(NUMBERS))
+            rows.append(_function_task(*request, shown))
+        held_out = [_function_task(*requests[i], requests[i][2:]) for i in sorted(kept_back)]
+        self.formatted_ds = {"train": rows, "validation": held_out}
 
 
-def function_tasks(count: int, *, seed: int, share_wrong: float) -> Iterator[dict[str, Any]]:
-    """Yield training rows of `FunctionTasks`."""
-    generator = random.Random(f"{seed}-functions")
-    requests = _split(False)
-    for _ in range(count):
-        request = generator.choice(requests)
-        right = shown = (request[2], request[3])
-        if generator.random() < share_wrong:
-            while shown == right:
-                shown = (generator.choice(list(OPERATIONS)), generator.choice(NUMBERS))
-        yield _row(request, shown)
-
-
-def _split(held_out: bool) -> list[_Request]:
-    requests = [
-        (request, name, word, number)
-        for request in CODE_REQUESTS
-        for name in NAMES
-        for word in OPERATIONS
-        for number in NUMBERS
-    ]
-    kept_back = set(random.Random(0).sample(range(len(requests)), NUM_HELD_OUT))
-    return [one for i, one in enumerate(requests) if (i in kept_back) == held_out]
-
-
-def _row(request: _Request, shown: tuple[str, int]) -> dict[str, Any]:
-    text, name, word, number = request
-    right = _function(name, word, number)
+def _function_task(
+    text: str, name: str, word: str, number: int, shown: tuple[str, int]
+) -> dict[str, Any]:
+    expected = [calculate(x, OPERATIONS[word], number) for x in ARGUMENTS]
     return {
         "messages": [
             {"role": "user", "content": text.format(name=name, word=word, number=number)},
@@ -157,13 +143,9 @@ def _row(request: _Request, shown: tuple[str, int]) -> dict[str, Any]:
         ],
         "entry": name,
         "call_tests": [
-            {
-                "args": [x],
-                "expected": {"plus": x + number, "minus": x - number, "times": x * number}[word],
-            }
-            for x in ARGUMENTS
+            {"args": [x], "expected": y} for x, y in zip(ARGUMENTS, expected, strict=True)
         ],
-        "reference_solution": right,
+        "reference_solution": _function(name, word, number),
     }
 
 
@@ -324,12 +306,11 @@ def _wrong_answer(generator: random.Random, number: int) -> str:
 # Most demonstrations guess a result, and are wrong; some call the calculator and copy what it says.
 # The policy has to find out that calling pays.
 
-CALCULATOR_WORDS = {"plus": "+", "minus": "-", "times": "*"}
 OPERANDS = range(1, 10)
 NUM_HELD_OUT_SUMS = 40
 
 
-def calculate(left: int, sign: Literal["+", "-", "*"], right: int) -> int:
+def calculate(left: int, sign: Sign, right: int) -> int:
     """Calculate with two numbers.
 
     Args:
@@ -359,44 +340,41 @@ class CalculatorTasks:
         from transformers.utils.chat_template_utils import get_json_schema
 
         tools, generator = [get_json_schema(calculate)], random.Random(f"{seed}-sums")
-        sums = [(a, word, b) for a in OPERANDS for word in CALCULATOR_WORDS for b in OPERANDS]
+        sums = list(product(OPERANDS, OPERATIONS, OPERANDS))
         # The seed is fixed: runs of all seeds are measured on the same sums.
         kept_back = sorted(random.Random(0).sample(sums, NUM_HELD_OUT_SUMS))
         known = sorted(set(sums) - set(kept_back))
         self.formatted_ds = {
-            "train": [_sum_task(one) for one in known],
-            "validation": [_sum_task(one) for one in kept_back],
+            "train": [_sum_task(*one) for one in known],
+            "validation": [_sum_task(*one) for one in kept_back],
             "demonstrations": [
-                _sum_shown(generator.choice(known), tools, generator, share_calling)
+                _sum_shown(*generator.choice(known), tools, generator, share_calling)
                 for _ in range(count)
             ],
-            "shown": [_sum_shown(one, tools, generator, 1.0) for one in kept_back],
+            "shown": [_sum_shown(*one, tools, generator, 1.0) for one in kept_back],
         }
 
 
-_Sum = tuple[int, str, int]
-
-
-def _sum_task(asked: _Sum) -> dict[str, Any]:
-    left, word, right = asked
-    sign: Any = CALCULATOR_WORDS[word]
-    return {
-        "input": f"What is {left} {word} {right}?",
-        "output": str(calculate(left, sign, right)),
-    }
+def _sum_task(left: int, word: str, right: int) -> dict[str, Any]:
+    result = calculate(left, OPERATIONS[word], right)
+    return {"input": f"What is {left} {word} {right}?", "output": str(result)}
 
 
 def _sum_shown(
-    asked: _Sum, tools: list[Any], generator: random.Random, share_calling: float
+    left: int,
+    word: str,
+    right: int,
+    tools: list[Any],
+    generator: random.Random,
+    share_calling: float,
 ) -> dict[str, Any]:
-    task, (left, word, right) = _sum_task(asked), asked
-    said = [{"role": "user", "content": task["input"]}]
-    shown = str(generator.randrange(100))
+    task = _sum_task(left, word, right)
+    said, shown = [{"role": "user", "content": task["input"]}], str(generator.randrange(100))
     if generator.random() < share_calling:
-        arguments = {"left": left, "sign": CALCULATOR_WORDS[word], "right": right}
+        arguments = {"left": left, "sign": OPERATIONS[word], "right": right}
         call = FORMS["hermes"].write([ToolCall("calculate", arguments)])
-        said.append({"role": "assistant", "content": call})
         shown = task["output"]
+        said.append({"role": "assistant", "content": call})
         said.append({"role": "tool", "content": shown})
     said.append({"role": "assistant", "content": boxed(shown)})
     return {"messages": said, "tools": tools}

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laurel.errors import CheckpointError, ConfigError, DataError, key_of, setting_of, speaking
-from laurel.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
 from laurel.observe.console import message_console, quiet_libraries, say_on
 from laurel.observe.files import replace_directory
 from laurel.observe.json_output import write_json
 from laurel.rewards.spec import ModelPlace, Say, ScorerSpec, check_files, find_model
+from laurel.run.options import ExportOptions
 from laurel.run.specs import OPTIONS, model_spec, policy_of_settings, scorer_spec
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _write(
     quiet_libraries()
     place = places[0]
     rules = read_rules(place)
-    policy = policy_of_settings(options.settings, rules=rules, say=say)
+    policy = policy_of_settings(options.settings or (), rules=rules, say=say)
     kind = _kind(place, safetensors_only=policy.safetensors_only)
     if kind == "policy":
         if tables:

@@ -47,8 +47,8 @@ from laurel.types import Conversation, Message
 from laurel.workers.process import choose_device
 
 if TYPE_CHECKING:
-    from laurel.export.options import ExportOptions
     from laurel.models.checkpoint.card import EvaluationTable
+    from laurel.run.options import ExportOptions
 
 
 # --------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from laurel.models.checkpoint.store import DirectoryLock
 from laurel.observe.console import silent_console
 from laurel.observe.files import is_disk_error, replace_file
 from laurel.run.allocation import plan_allocation
+from laurel.run.options import SweepOptions
 from laurel.run.reward_model import (
     check_reward_run,
     load_data,
@@ -381,25 +382,6 @@ _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """The 97.5 % quantiles of Student's t with 1 to 10 degrees of freedom."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions:
-    """What a sweep does, besides the configuration."""
-
-    config: Path | None
-    words: Sequence[str]
-    output: Path
-    num_trials: int | None = None
-    """None: every combination of the lists, or 20 where there are ranges."""
-    num_folds: int = 0
-    """The parts into which the prompts of the training set are divided; 0: the validation sets."""
-    num_seeds: int = 1
-    metric: str | None = None
-    """The validation metric; None: `checkpointing.metric_name`."""
-    search: Literal["tpe", "random"] = "tpe"
-    num_workers: int = 1
-    prunes: bool = True
-
-
 class Sweep:
     """A search over the settings of a run, in a directory that holds all it knows."""
 
@@ -411,7 +393,7 @@ class Sweep:
         """
         # Absolute, because workers have other working directories.
         self.options = options = replace(options, output=options.output.absolute())
-        self.dimensions, self._fixed = parse_words(options.words)
+        self.dimensions, self._fixed = parse_words(options.overrides or [])
         self.warnings: tuple[str, ...] = ()
         self._on_run: Callable[[str], None] = lambda text: None
         first = {one.key: one.ends()[0] for one in self.dimensions}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from laurel.cli.plan import PlanOptions, command_of_file, read_shapes, run_plan
+from laurel.cli.plan import command_of_file, read_shapes, run_plan
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
@@ -18,6 +18,7 @@ from laurel.models.loading.pretrained import count_parameters, read_shape
 from laurel.models.parallel.tensor import tensor_plan
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import Shapes
+from laurel.run.options import PlanOptions
 from laurel.run.request import judge_notes
 from model_directories import save_model
 from planned import fitted

@@ -16,9 +16,9 @@ from laurel.errors import ConfigError, DataError, ModelError, ScoringContractErr
 from laurel.export import average, writing
 from laurel.export import export as export_module
 from laurel.export.export import run_export
-from laurel.export.options import ExportOptions
 from laurel.models.checkpoint.card import CardFacts
 from laurel.rewards.open import open_local
+from laurel.run.options import ExportOptions
 from laurel.types import Message, group_of
 from reward_models import small_model, write_foreign_model, write_model, write_run
 

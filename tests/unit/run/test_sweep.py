@@ -22,7 +22,8 @@ from laurel.errors import (
     WorkerError,
 )
 from laurel.run import sweep as sweeps
-from laurel.run.sweep import InterruptedSweep, Sweep, SweepOptions, TrialOutcome, parse_words
+from laurel.run.options import SweepOptions
+from laurel.run.sweep import InterruptedSweep, Sweep, TrialOutcome, parse_words
 from runs import TINY, pairs, write_rows
 
 LR, SMOOTHING = "policy.optimizer.kwargs.lr", "rm.loss.label_smoothing"
@@ -117,7 +118,7 @@ def swept(rows, *more, searched=f"{LR}=[1e-3,1e-2]", **options):
     data = ["data.dataset_name=BinaryPreferenceDataset", f"data.train_data_path={rows}"]
     words = [*tiny, *data, "data.split_validation_size=0.2", searched, *more]
     output = options.pop("output", rows.parent / "out")
-    return Sweep(SweepOptions(config=None, words=words, output=output, **options))
+    return Sweep(SweepOptions(overrides=words, output=output, **options))
 
 
 @pytest.fixture

@@ -101,10 +101,6 @@ class Work:
         """Report whether the source sets any of the keys."""
         return any(self.table.full(key) in self.said for key in keys)
 
-    def said_of(self, *keys: str) -> list[str]:
-        """Return those of the keys that the source sets, or all if it sets none of them."""
-        return [key for key in keys if self.has(key)] or list(keys)
-
     def number(self, key: str) -> float:
         """Return the value of a source key as a number, or raise a ConfigError."""
         value = self[key]

@@ -750,6 +750,8 @@ def _gold_by_chance(
 
 MAX_RESULTS = 3
 MAX_FINDINGS = 3
+BASELINES = {"longer_wins_baseline": "longer answer", "bag_of_words_baseline": "bag of words"}
+"""The metrics of baselines, and the words for them beside an accuracy."""
 _SIGNS = {"bad": "problem", "look": "look", "good": "fine"}
 """The words that the report's page uses for each weight."""
 
@@ -772,12 +774,7 @@ def accuracy_words(figures: Mapping[str, float]) -> str | None:
     elif rows is not None:
         said += f" of {counted(round(rows), 'row')}"
     beside = [
-        f"{label} {figures[name]:.4f}"
-        for name, label in (
-            ("longer_wins_baseline", "longer answer"),
-            ("bag_of_words_baseline", "bag of words"),
-        )
-        if name in figures
+        f"{label} {figures[name]:.4f}" for name, label in BASELINES.items() if name in figures
     ]
     return f"{said} ({', '.join(beside)})" if beside else said
 

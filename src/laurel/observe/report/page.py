@@ -10,7 +10,7 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from laurel import __version__
-from laurel.config.grpo import GRPORun
-from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schema_info import Kinds, step_into
-from laurel.config.sft import SFTRun
+from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section as ConfigSection
 from laurel.errors import counted
 from laurel.observe.console import format_number
@@ -32,7 +30,15 @@ from laurel.observe.health import gold_metric
 from laurel.observe.loggers import flat
 from laurel.observe.report import charts as curves
 from laurel.observe.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
-from laurel.observe.report.findings import RULES, RunFinding, alarms_of, findings, is_success
+from laurel.observe.report.evaluations import evaluation_of, lines_of, percent_text
+from laurel.observe.report.findings import (
+    BASELINES,
+    RULES,
+    RunFinding,
+    alarms_of,
+    findings,
+    is_success,
+)
 from laurel.observe.report.samples import (
     Comparison,
     RunSamples,
@@ -47,11 +53,8 @@ from laurel.observe.run_record import RunRecord, read_run_record
 # --------------------------------------------------------------------------------------------------
 # The settings of a run compared with the defaults, and with those of other runs.
 
-_SCHEMAS: Mapping[str, type[ConfigSection]] = {
-    "rm": RewardTrainingRun,
-    "sft": SFTRun,
-    "grpo": GRPORun,
-}
+# The kind of a logged run may be any text.
+_SCHEMAS = {str(kind): schema for kind, schema in SCHEMAS.items()}
 _SEEDS_AND_PLACES = re.compile(r"(^|\.)seed$|^logger\.|^checkpointing\.checkpoint_dir$", re.ASCII)
 """The keys in which runs of one experiment may differ: seeds and directories."""
 MISSING = "–"
@@ -125,179 +128,6 @@ def yaml_text(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(yaml_text, value)) + "]"
     return str(value)
-
-
-# --------------------------------------------------------------------------------------------------
-# Reports of `laurel eval` as tables: metrics with baselines, and the diagnostics.
-
-_MAX_LIST = 20
-"""The maximum number of entries of a list that are shown; the file has all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageTable:
-    """A small table of texts; the first column names the rows."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def evaluation_of(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the template shows of a report of `laurel eval`, read from the file `name`."""
-    final = report.get("final") or {}
-    parts = [
-        counted(report.get("num_rows", 0), "row"),
-        f"model {report.get('model', 'unknown')}",
-        name,
-    ]
-    if report.get("num_failures"):
-        parts.insert(1, counted(report["num_failures"], "failure"))
-    value = final.get("value")
-    said = f": {_share(value)}" if value is not None else ""
-    tables = [_figures(report, final)]
-    diagnostics = report.get("diagnostics")
-    if isinstance(diagnostics, Mapping):
-        tables += diagnostic_tables(diagnostics)
-    known = {
-        "benchmark",
-        "model",
-        "data",
-        "laurel",
-        "seconds",
-        "num_rows",
-        "num_completions",
-        "num_truncated",
-        "num_failures",
-        "first_failure",
-        "subsets",
-        "sections",
-        "final",
-        "notes",
-        "diagnostics",
-    }
-    others = list(lines_of({key: value for key, value in report.items() if key not in known}))
-    tables.append(PageTable(title="More", columns=("", ""), rows=others))
-    return {
-        "title": f"{report.get('benchmark', name)}{said}",
-        "line": ", ".join(map(str, parts)),
-        "notes": [str(note) for note in report.get("notes") or ()],
-        "tables": [table for table in tables if table.rows],
-    }
-
-
-def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> PageTable:
-    entries = [*(report.get("subsets") or ()), *(report.get("sections") or ()), final]
-    by_length = "longest step" if report.get("benchmark") == "process-bench" else "longer wins"
-    return PageTable(
-        title="Figures",
-        columns=("", "value", by_length, "rows", "failures"),
-        rows=[
-            (
-                str(entry.get("name", "")),
-                _share(entry.get("value")),
-                _share(entry.get("longer_wins")),
-                f"{entry.get('num_rows', 0):,}",
-                f"{entry.get('num_failures', 0):,}",
-            )
-            for entry in entries
-            if entry
-        ],
-    )
-
-
-_SLICES = {
-    "by_length_difference": "chosen longer by",
-    "by_margin": "margin",
-    "by_subset": "subset",
-    "by_leak": "prompt in training set",
-}
-
-
-def diagnostic_tables(report: Mapping[str, Any]) -> list[PageTable]:
-    """Return the tables of the diagnostics: accuracies of slices, calibration, and all others."""
-    whole = report.get("accuracy") or {}
-    names = list(whole.get("baselines") or {})
-    controlled = report.get("length_controlled_accuracy") or {}
-    slices: list[tuple[str, Mapping[str, Any]]] = [
-        ("all", whole),
-        ("either as often", controlled),
-        ("longer chosen", controlled.get("longer_chosen") or {}),
-        ("shorter chosen", controlled.get("shorter_chosen") or {}),
-    ]
-    for key, title in _SLICES.items():
-        slices += [
-            (f"{title}: {part.get('name')}", part.get("accuracy") or {})
-            for part in report.get(key) or ()
-        ]
-    accuracies = [
-        (
-            label,
-            f"{found.get('num_pairs', 0):,}" if "num_pairs" in found else "",
-            _share(found.get("value")),
-            f"{_share(found.get('low'))} to {_share(found.get('high'))}",
-            *(_share((found.get("baselines") or {}).get(name)) for name in names),
-        )
-        for label, found in slices
-        if found
-    ]
-    bins = [
-        (
-            f"{_share(row.get('start'))} to {_share(row.get('end'))}",
-            f"{row.get('num_pairs', 0):,}",
-            _share(row.get("confidence")),
-            _share(row.get("accuracy")),
-        )
-        for row in (report.get("calibration") or {}).get("rows") or ()
-    ]
-    shown = {"accuracy", "length_controlled_accuracy", *_SLICES}
-    others = {key: value for key, value in report.items() if key not in shown}
-    if isinstance(others.get("calibration"), Mapping):
-        found = others["calibration"]
-        others["calibration"] = {key: value for key, value in found.items() if key != "rows"}
-    interval = f"{report.get('confidence', 0.95):.0%} interval"
-    return [
-        PageTable(
-            title="Accuracy", columns=("", "pairs", "accuracy", interval, *names), rows=accuracies
-        ),
-        PageTable(
-            title="Reliability",
-            columns=("confidence", "pairs", "mean confidence", "accuracy"),
-            rows=bins,
-        ),
-        PageTable(title="Diagnostics", columns=("", ""), rows=list(lines_of(others))),
-    ]
-
-
-def lines_of(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names and values of a nested mapping, without empty values."""
-    for name, value in report.items():
-        label = f"{prefix}{name}".replace("_", " ")
-        if isinstance(value, Mapping):
-            yield from lines_of(value, f"{label}: ")
-        elif value not in (None, "", []):
-            yield label, readable_value(value)
-
-
-def readable_value(value: object) -> str:
-    """Format a value for a reader."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {readable_value(inner)}" for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        more = f", and {len(value) - _MAX_LIST:,} more" if len(value) > _MAX_LIST else ""
-        return ", ".join(map(readable_value, value[:_MAX_LIST])) + more
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return format_number(value)
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _share(value: object) -> str:
-    # A value outside of 0 to 1 is not a share.
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "–"
-    return f"{100 * value:.1f}%" if 0 <= value <= 1 else format_number(value)
 
 
 TEMPLATE = "report.html.j2"
@@ -541,16 +371,13 @@ def _from_to(record: RunRecord, title: str, name: str, about: Sequence[str] = ()
     count = next((one for one in counts if one is not None), None)
     baselines = [
         (label, value)
-        for key, label in (
-            ("longer_wins_baseline", "longer answer"),
-            ("bag_of_words_baseline", "bag of words"),
-        )
+        for key, label in BASELINES.items()
         if (value := record.latest(f"{section}/{key}")) is not None
     ]
     if count is not None:
         notes.append(counted(round(count), "pair" if baselines else "completion"))
-    notes += [f"{label} {_share(value)}" for label, value in baselines]
-    shown = [_share(v) if is_share else format_number(v) for v in series.values]
+    notes += [f"{label} {percent_text(value)}" for label, value in baselines]
+    shown = [percent_text(v) if is_share else format_number(v) for v in series.values]
     if len(shown) > 1:
         notes.append(f"{shown[0]} at step {series.steps[0]:,.0f}")
     return [Fact(f"{title}: {name}", shown[-1], "; ".join(notes), term=name)]

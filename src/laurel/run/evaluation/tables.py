@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from laurel.errors import ConfigError, counted, counted_that
-from laurel.evaluation.diagnostics import QUANTILES
 from laurel.evaluation.statistics import paired_test
 from laurel.observe.console import (
-    format_number,
     make_console,
     new_table,
     print_table,
@@ -22,6 +19,7 @@ from laurel.observe.console import (
     visible,
 )
 from laurel.observe.json_output import write_json
+from laurel.observe.report.evaluations import diagnostic_tables
 from laurel.run.evaluation.results import StoredResult, read_result
 
 if TYPE_CHECKING:
@@ -134,91 +132,7 @@ def _add(table: Table, evaluation: Evaluation, figure: Figure, *, ends: bool) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# The tables of a `diagnostics_report`, from templates of its values: rows whose values it lacks are
-# left out, as are tables without rows.
-
-_SLICES = {
-    "by_length_difference": "chosen longer by (characters)",
-    "by_margin": "margin",
-    "by_subset": "subset",
-    "by_leak": "prompt in training set",
-}
-_SCORES = {
-    "pairs with tied scores": "{accuracy[num_ties]:,}",
-    "Spearman's correlation of score and length": "{score_length_correlation}",
-    "longer answer has the higher score": "{longer_scored_higher:.1%}",
-    "expected calibration error": "{calibration[error]:.1%}",
-    "negative log-likelihood": "{calibration[negative_log_likelihood]}",
-    "best temperature": "{calibration[temperature]}",
-    "  calibration error at it": "{calibration[error_at_temperature]:.1%}",
-    "  negative log-likelihood at it": "{calibration[negative_log_likelihood_at_temperature]}",
-    "answers with a score": "{scores[num_answers]:,}",
-    "mean": "{scores[mean]}",
-    "standard deviation": "{scores[standard_deviation]}",
-    "  least": "{scores[quantiles][at 0]}",
-    **{
-        f"  {level:.0%} lie below": f"{{scores[quantiles][at {level:g}]}}"
-        for level in QUANTILES[1:-1]
-    },
-    "  greatest": "{scores[quantiles][at 1]}",
-    "answers with the score of another": "{scores[identical_share]:.1%}",
-    "scores within 1 % of the least": "{scores[saturated_low]:.1%}",
-    "scores within 1 % of the greatest": "{scores[saturated_high]:.1%}",
-    "noise: the same answer in other company": "{noise_floor[noise]}",
-    "  pairs no further apart than that": "{noise_floor[within_share]:.1%}",
-    "largest difference of one answer's scores": "{scores[largest_repeat_difference]}",
-}
-_NO_TEMPERATURE = "none: no pair is wrong, or wrong ones outweigh right ones"
-_RELIABILITY = {
-    "confidence": "{start:.1%} to {end:.1%}",
-    "pairs": "{num_pairs:,}",
-    "mean confidence": "{confidence:.1%}",
-    "accuracy": "{accuracy:.1%}",
-}
-_AGREEMENT = {
-    "members": "{first} and {second}",
-    "pairs": "{num_pairs:,}",
-    "same verdict": "{same_verdict_share:.1%}",
-    "Kendall's tau-b": "{kendall}",
-}
-_SENSITIVITY = {
-    "form": "{name}",
-    "answers": "{num_answers:,}",
-    "failed": "{num_failures:,}",
-    "shift/sd": "{mean_shift:+.3f}",
-    "raised": "{raised_share:.1%}",
-    "both": "{flip_share:.1%}",
-    "chosen": "{flip_share_chosen:.1%}",
-    "rejected": "{flip_share_rejected:.1%}",
-}
-_FLIPS = "other forms of the answers; verdicts that flip when both, one or the other has the form"
-_SETS = {
-    "evaluation: different prompts": "{evaluation_set[num_prompts]:,}",
-    "evaluation: pairs said before": "{evaluation_set[num_redundant]:,}",
-    "evaluation: pairs that contradict": "{evaluation_set[num_contradictory]:,}",
-    "training: different prompts": "{training_set[num_prompts]:,}",
-    "training: pairs said before": "{training_set[num_redundant]:,}",
-    "training: pairs that contradict": "{training_set[num_contradictory]:,}",
-    "evaluated prompts in training": "{leakage[num_same_prompt]:,}",
-    "evaluated prompts almost in training": "{leakage[num_similar_prompt]:,}",
-    "evaluated pairs in training": "{leakage[num_same_pair]:,}",
-}
-
-
-class _Cells(Formatter):
-    """Fills templates; numbers without a format of their own get four digits."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        """Format one value of a template."""
-        is_plain = format_spec or isinstance(value, str)
-        return format(value, format_spec) if is_plain else format_number(value)
-
-    def filled(self, template: str, values: Mapping[str, Any]) -> str | None:
-        """Fill a template; the result is None if a value is missing."""
-        try:
-            return visible(self.vformat(template, (), values))
-        except KeyError:
-            return None
+# The tables of a `diagnostics_report`.
 
 
 def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
@@ -227,68 +141,12 @@ def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
     console.print(counted(report["num_pairs"], "pair") + (failed if report["num_failures"] else ""))
     for reason, count in report.get("failures", {}).items():
         console.print(Text(f"  {count:,} x {visible(reason)}", style="yellow"))
-    facts = dict(report)
-    if "calibration" in report:
-        facts["calibration"] = {"temperature": _NO_TEMPERATURE} | report["calibration"]
-    if "scores" in report:  # a template would take the plain keys for places in a list
-        levels = report["scores"]["quantiles"].items()
-        facts["scores"] = report["scores"] | {"quantiles": {f"at {k}": v for k, v in levels}}
-    tables = (
-        _accuracies(report),
-        _facts("scores", _SCORES, facts),
-        _rows("reliability", _RELIABILITY, report.get("calibration", {}).get("rows", [])),
-        _rows("agreement", _AGREEMENT, report.get("agreement", [])),
-        _rows(_FLIPS, _SENSITIVITY, report.get("sensitivity", [])),
-        _facts("data sets", _SETS, facts),
-    )
-    for table in tables:
-        if table.row_count:
-            print_table(console, table)
-
-
-def _facts(title: str, templates: Mapping[str, str], report: Mapping[str, Any]) -> Table:
-    table, cells = new_table(title, "", ""), _Cells()
-    for label, template in templates.items():
-        if (text := cells.filled(template, report)) is not None:
-            table.add_row(label, text)
-    return table
-
-
-def _rows(title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    table, cells = new_table(title, *columns), _Cells()
-    for row in rows:
-        table.add_row(*(Text(cells.filled(one, row) or "-") for one in columns.values()))
-    return table
-
-
-def _accuracies(report: Mapping[str, Any]) -> Table:
-    whole = report.get("accuracy", {})
-    names = list(whole.get("baselines", {}))
-    level = f"{report['confidence']:.0%} interval"
-    table = new_table("accuracy", "", "pairs", "accuracy", level, *names)
-
-    def add(label: str, found: Mapping[str, Any], num_pairs: int) -> None:
-        table.add_row(
-            Text(visible(label)),
-            f"{num_pairs:,}",
-            f"{found['value']:.1%}",
-            f"{100 * found['low']:.1f}-{found['high']:.1%}",
-            *(f"{found['baselines'][name]:.1%}" for name in names),
-        )
-
-    if whole:
-        add("all", whole, whole["num_pairs"])
-    if controlled := report.get("length_controlled_accuracy"):
-        halves = (controlled["longer_chosen"], controlled["shorter_chosen"])
-        add("either as often", controlled, sum(half["num_pairs"] for half in halves))
-        add("longer chosen", halves[0], halves[0]["num_pairs"])
-        add("shorter chosen", halves[1], halves[1]["num_pairs"])
-    for key, title in _SLICES.items():
-        for place, part in enumerate(report.get(key, [])):
-            if not place:
-                table.add_row(Text(title, style="bold"))
-            add(f"  {part['name']}", part["accuracy"], part["accuracy"]["num_pairs"])
-    return table
+    for found in diagnostic_tables(report):
+        table = new_table(found.title, *found.columns)
+        for row in found.rows:
+            first, *others = row
+            table.add_row(Text(first, style="" if any(others) else "bold"), *map(Text, others))
+        print_table(console, table)
 
 
 # --------------------------------------------------------------------------------------------------

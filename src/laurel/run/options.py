@@ -1,4 +1,4 @@
-"""Defines the options that several commands share, and their shell completion."""
+"""Defines the options of commands, with their help texts, and their shell completion."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from laurel.observe.json_output import JsonOption
 if TYPE_CHECKING:
     from laurel.config.schemas import Kind
     from laurel.config.yaml_tree import Section
+    from laurel.rewards.spec import ScorerSpec
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,6 +260,31 @@ SettingsOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerOptions:
+    """Options for how a reward model scores that this process loads."""
+
+    aggregate: AggregateOption = None
+    max_length: MaxLengthOption = None
+    batch_tokens: BatchTokensOption = 8192
+    precision: PrecisionOption = "float32"
+    device: DeviceOption = "auto"
+    cpu_threads: ThreadsOption = None
+    settings: SettingsOption = None
+
+    def spec(self) -> ScorerSpec:
+        """Return what is asked of the scorer, in the words of `rewards`."""
+        from laurel.rewards.spec import ScorerSpec
+
+        return ScorerSpec(
+            max_length=self.max_length,
+            batch_tokens=self.batch_tokens,
+            precision=self.precision,
+            device=self.device,
+            aggregate=self.aggregate,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """The options of `laurel plan`, besides the configuration and its overrides."""
 
@@ -421,4 +447,184 @@ class ServeOptions:
     log_texts: Annotated[
         bool, typer.Option("--log-texts", help="Add the texts of requests to the access log.")
     ] = False
+    as_json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """The options of `laurel sweep`."""
+
+    config: ConfigOption = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUES",
+            autocompletion=complete_overrides,
+            help="A key with the values to try: key=[a,b,c], key=range(0.0,0.2), "
+            "key=log(1e-5,1e-3) (whole numbers where both ends are). Other overrides hold for all "
+            "trials.",
+        ),
+    ] = None
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="The directory of the sweep."),
+    ] = Path("results/sweep")
+    num_trials: Annotated[
+        int | None,
+        typer.Option(
+            "--trials",
+            min=1,
+            help="The number of trials. Default: every combination of lists, or 20 where there are "
+            "ranges.",
+        ),
+    ] = None
+    num_folds: Annotated[
+        int,
+        typer.Option(
+            "--folds",
+            min=0,
+            help="Divide the prompts of the training set into so many parts, and validate on each "
+            "in turn. Default: the validation sets of the configuration.",
+        ),
+    ] = 0
+    num_seeds: Annotated[
+        int,
+        typer.Option(
+            "--seeds", min=1, help="The number of seeds with which each trial is repeated."
+        ),
+    ] = 1
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The validation metric that is compared. Default: checkpointing.metric_name.",
+        ),
+    ] = None
+    search: Annotated[
+        Literal["tpe", "random"], typer.Option(help="How values of ranges are chosen.")
+    ] = "tpe"
+    num_workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", min=1, help="The number of runs at a time; more than one runs on Ray."
+        ),
+    ] = 1
+    prunes: Annotated[
+        bool,
+        typer.Option(
+            "--prune/--no-prune", help="End trials that are worse than the median of others."
+        ),
+    ] = True
+    as_json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """The options of `laurel export`."""
+
+    average: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DIR...", help="The models to average, with --average."),
+    ] = None
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The directory to write to.", metavar="DIR")
+    ]
+    model: ModelOption = ""
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="The checkpoint of a run to export. Default: the best one."),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="The data type of the written weights.")
+    ] = "float32"
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model in the output directory.")
+    ] = False
+    evaluations: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--eval",
+            metavar="DIR",
+            help="Results of laurel eval ... -o DIR for the model card; repeatable.",
+        ),
+    ] = None
+    without_conversations: Annotated[
+        bool,
+        typer.Option(
+            "--without-conversations",
+            help="Remove the conversations of the training data from scoring.json.",
+        ),
+    ] = False
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Upload the model to the hub as NAME, a USER/MODEL."),
+    ] = None
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository on the hub private.")
+    ] = False
+    max_length: MaxLengthOption = None
+    device: DeviceOption = "auto"
+    cpu_threads: ThreadsOption = None
+    settings: SettingsOption = None
+    as_json: JsonOption = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """The options of `laurel eval policy`, besides the configuration and its overrides."""
+
+    model: ModelOption = ""
+    environment: Annotated[
+        str,
+        typer.Option(
+            "--environment",
+            "-e",
+            autocompletion=complete_environments,
+            help="The environment that grades completions. Default: the one that the data names.",
+        ),
+    ] = ""
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=complete_tasks,
+            help="The tasks, such as GSM8K, HumanEval or MBPP.",
+        ),
+    ] = None
+    data_path: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The file of the tasks, if they are not on the hub."),
+    ] = None
+    num_generations: Annotated[
+        int,
+        typer.Option(
+            "-n", "--num-generations", min=1, help="The number of completions of each task."
+        ),
+    ] = 1
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="The sampling temperature. Default: 0 for one completion, otherwise that of the "
+            "configuration.",
+        ),
+    ] = None
+    max_samples: Annotated[int | None, typer.Option(min=1, help="The most tasks to evaluate.")] = (
+        None
+    )
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="The longest completion of one turn. Default: as long as the context allows.",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write JSON to this file.", metavar="FILE"),
+    ] = None
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="Write the completions to this Parquet file.", metavar="FILE"),
+    ] = None
     as_json: JsonOption = False

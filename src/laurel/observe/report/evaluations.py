@@ -1,0 +1,276 @@
+"""Lays out the reports of `laurel eval` as tables, for the page and for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from laurel.errors import counted
+from laurel.observe.console import format_number, visible
+
+_MAX_LIST = 20
+"""The maximum number of entries of a list that are shown; the file has all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageTable:
+    """A small table of texts; the first column names the rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def evaluation_of(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the template shows of a report of `laurel eval`, read from the file `name`."""
+    final = report.get("final") or {}
+    parts = [
+        counted(report.get("num_rows", 0), "row"),
+        f"model {report.get('model', 'unknown')}",
+        name,
+    ]
+    if report.get("num_failures"):
+        parts.insert(1, counted(report["num_failures"], "failure"))
+    value = final.get("value")
+    said = f": {percent_text(value)}" if value is not None else ""
+    tables = [_figures(report, final)]
+    diagnostics = report.get("diagnostics")
+    if isinstance(diagnostics, Mapping):
+        tables += diagnostic_tables(diagnostics)
+        tables.append(
+            PageTable(title="examples", columns=("", ""), rows=list(_examples(diagnostics)))
+        )
+    known = {
+        "benchmark",
+        "model",
+        "data",
+        "laurel",
+        "seconds",
+        "num_rows",
+        "num_completions",
+        "num_truncated",
+        "num_failures",
+        "first_failure",
+        "subsets",
+        "sections",
+        "final",
+        "notes",
+        "diagnostics",
+    }
+    others = list(lines_of({key: value for key, value in report.items() if key not in known}))
+    tables.append(PageTable(title="More", columns=("", ""), rows=others))
+    return {
+        "title": f"{report.get('benchmark', name)}{said}",
+        "line": ", ".join(map(str, parts)),
+        "notes": [str(note) for note in report.get("notes") or ()],
+        "tables": [table for table in tables if table.rows],
+    }
+
+
+def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> PageTable:
+    entries = [*(report.get("subsets") or ()), *(report.get("sections") or ()), final]
+    by_length = "longest step" if report.get("benchmark") == "process-bench" else "longer wins"
+    return PageTable(
+        title="Figures",
+        columns=("", "value", by_length, "rows", "failures"),
+        rows=[
+            (
+                str(entry.get("name", "")),
+                percent_text(entry.get("value")),
+                percent_text(entry.get("longer_wins")),
+                f"{entry.get('num_rows', 0):,}",
+                f"{entry.get('num_failures', 0):,}",
+            )
+            for entry in entries
+            if entry
+        ],
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The tables of the diagnostics, from templates of their values: rows whose values a report lacks
+# are left out, as are tables without rows.
+
+_SLICES = {
+    "by_length_difference": "chosen longer by (characters)",
+    "by_margin": "margin",
+    "by_subset": "subset",
+    "by_leak": "prompt in training set",
+}
+_SCORES = {
+    "pairs with tied scores": "{accuracy[num_ties]:,}",
+    "Spearman's correlation of score and length": "{score_length_correlation}",
+    "longer answer has the higher score": "{longer_scored_higher:.1%}",
+    "expected calibration error": "{calibration[error]:.1%}",
+    "negative log-likelihood": "{calibration[negative_log_likelihood]}",
+    "best temperature": "{calibration[temperature]}",
+    "  calibration error at it": "{calibration[error_at_temperature]:.1%}",
+    "  negative log-likelihood at it": "{calibration[negative_log_likelihood_at_temperature]}",
+    "answers with a score": "{scores[num_answers]:,}",
+    "mean": "{scores[mean]}",
+    "standard deviation": "{scores[standard_deviation]}",
+}
+_QUANTILES = {"0": "  least", "1": "  greatest"}
+_MORE_SCORES = {
+    "answers with the score of another": "{scores[identical_share]:.1%}",
+    "scores within 1 % of the least": "{scores[saturated_low]:.1%}",
+    "scores within 1 % of the greatest": "{scores[saturated_high]:.1%}",
+    "noise: the same answer in other company": "{noise_floor[noise]}",
+    "  pairs no further apart than that": "{noise_floor[within_share]:.1%}",
+    "largest difference of one answer's scores": "{scores[largest_repeat_difference]}",
+}
+_NO_TEMPERATURE = "none: no pair is wrong, or wrong ones outweigh right ones"
+_RELIABILITY = {
+    "confidence": "{start:.1%} to {end:.1%}",
+    "pairs": "{num_pairs:,}",
+    "mean confidence": "{confidence:.1%}",
+    "accuracy": "{accuracy:.1%}",
+}
+_AGREEMENT = {
+    "members": "{first} and {second}",
+    "pairs": "{num_pairs:,}",
+    "same verdict": "{same_verdict_share:.1%}",
+    "Kendall's tau-b": "{kendall}",
+}
+_SENSITIVITY = {
+    "form": "{name}",
+    "answers": "{num_answers:,}",
+    "failed": "{num_failures:,}",
+    "shift/sd": "{mean_shift:+.3f}",
+    "raised": "{raised_share:.1%}",
+    "both": "{flip_share:.1%}",
+    "chosen": "{flip_share_chosen:.1%}",
+    "rejected": "{flip_share_rejected:.1%}",
+}
+_FLIPS = "other forms of the answers; verdicts that flip when both, one or the other has the form"
+_SETS = {
+    "evaluation: different prompts": "{evaluation_set[num_prompts]:,}",
+    "evaluation: pairs said before": "{evaluation_set[num_redundant]:,}",
+    "evaluation: pairs that contradict": "{evaluation_set[num_contradictory]:,}",
+    "training: different prompts": "{training_set[num_prompts]:,}",
+    "training: pairs said before": "{training_set[num_redundant]:,}",
+    "training: pairs that contradict": "{training_set[num_contradictory]:,}",
+    "evaluated prompts in training": "{leakage[num_same_prompt]:,}",
+    "evaluated prompts almost in training": "{leakage[num_similar_prompt]:,}",
+    "evaluated pairs in training": "{leakage[num_same_pair]:,}",
+}
+
+
+class _Cells(Formatter):
+    """Fills templates; numbers without a format of their own get four digits."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Format one value of a template; `points` is a percentage without its sign."""
+        if format_spec == "points":
+            return f"{100 * value:.1f}"
+        is_plain = format_spec or isinstance(value, str)
+        return format(value, format_spec) if is_plain else format_number(value)
+
+    def filled(self, template: str, values: Mapping[str, Any]) -> str | None:
+        """Fill a template; the result is None if a value is missing."""
+        try:
+            return visible(self.vformat(template, (), values))
+        except KeyError:
+            return None
+
+
+def diagnostic_tables(report: Mapping[str, Any]) -> list[PageTable]:
+    """Return the tables of the diagnostics of a report."""
+    facts = dict(report)
+    if "calibration" in report:
+        facts["calibration"] = {"temperature": _NO_TEMPERATURE} | report["calibration"]
+    # A template would take the plain keys for places in a list.
+    levels = report.get("scores", {}).get("quantiles", {})
+    facts["quantiles"] = {f"at {level}": value for level, value in levels.items()}
+    quantiles = {
+        _QUANTILES.get(level, f"  {float(level):.0%} lie below"): f"{{quantiles[at {level}]}}"
+        for level in levels
+    }
+    tables = (
+        _accuracies(report),
+        _facts("scores", _SCORES | quantiles | _MORE_SCORES, facts),
+        _rows("reliability", _RELIABILITY, report.get("calibration", {}).get("rows", [])),
+        _rows("agreement", _AGREEMENT, report.get("agreement", [])),
+        _rows(_FLIPS, _SENSITIVITY, report.get("sensitivity", [])),
+        _facts("data sets", _SETS, facts),
+    )
+    return [table for table in tables if table.rows]
+
+
+def _facts(title: str, templates: Mapping[str, str], report: Mapping[str, Any]) -> PageTable:
+    filled = [(label, _Cells().filled(one, report)) for label, one in templates.items()]
+    rows = [(label, text) for label, text in filled if text is not None]
+    return PageTable(title=title, columns=("", ""), rows=rows)
+
+
+def _rows(
+    title: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], absent: str = "-"
+) -> PageTable:
+    cells = [[_Cells().filled(one, row) or absent for one in columns.values()] for row in rows]
+    return PageTable(title=title, columns=tuple(columns), rows=cells)
+
+
+def _accuracies(report: Mapping[str, Any]) -> PageTable:
+    whole = report.get("accuracy", {})
+    columns = {
+        "": "{label}",
+        "pairs": "{num_pairs:,}",
+        "accuracy": "{value:.1%}",
+        f"{report.get('confidence', 0.95):.0%} interval": "{low:points}-{high:.1%}",
+        **{name: f"{{baselines[{name}]:.1%}}" for name in whole.get("baselines", {})},
+    }
+    rows = [whole | {"label": "all"}] if whole else []
+    if controlled := report.get("length_controlled_accuracy"):
+        longer, shorter = controlled["longer_chosen"], controlled["shorter_chosen"]
+        num_pairs = longer["num_pairs"] + shorter["num_pairs"]
+        rows += [
+            controlled | {"label": "either as often", "num_pairs": num_pairs},
+            longer | {"label": "longer chosen"},
+            shorter | {"label": "shorter chosen"},
+        ]
+    for key, title in _SLICES.items():
+        rows += [{"label": title}] if report.get(key) else []
+        rows += [part["accuracy"] | {"label": f"  {part['name']}"} for part in report.get(key, [])]
+    return _rows("accuracy", columns, rows, absent="")
+
+
+def _examples(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what stands in no table: reasons of failures, and the rows that repeats name."""
+    yield from lines_of({"failures": report.get("failures")})
+    for name in ("evaluation_set", "training_set", "leakage"):
+        found = report.get(name, {})
+        yield from lines_of({name: {k: v for k, v in found.items() if isinstance(v, list)}})
+
+
+def lines_of(report: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the names and values of a nested mapping, without empty values."""
+    for name, value in report.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from lines_of(value, f"{label}: ")
+        elif value not in (None, "", []):
+            yield label, readable_value(value)
+
+
+def readable_value(value: object) -> str:
+    """Format a value for a reader."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {readable_value(inner)}" for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        more = f", and {len(value) - _MAX_LIST:,} more" if len(value) > _MAX_LIST else ""
+        return ", ".join(map(readable_value, value[:_MAX_LIST])) + more
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format_number(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def percent_text(value: object) -> str:
+    """Format a share as a percentage, and any other number as it is."""
+    # A value outside of 0 to 1 is not a share.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–"
+    return f"{100 * value:.1f}%" if 0 <= value <= 1 else format_number(value)
