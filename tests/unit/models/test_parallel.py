@@ -364,7 +364,7 @@ def test_a_plan_of_ones_own():
         ({"model.layers.0.mlp.up_proj": "columns"}, "'columns' is none of colwise, rowwise"),
         ({"lm_head": "colwise"}, "lm_head is outside model.layers"),
         ({"model.layers.*.self_attn.q_norm": "colwise"}, "colwise is for a linear layer"),
-        ("parallel_work.nothing", "cannot be imported"),
+        ("parallel_work.nothing", "parallel_work has no 'nothing'"),
         ("parallel_work.SHAPES", "gives a list"),
     ],
 )

@@ -202,7 +202,6 @@ def test_a_zygote_that_dies_in_the_middle_of_a_job_is_replaced(own_pool):
     result = future.result(END)
     assert (result.status, result.attempt, result.stdout) == (Status.OK, 2, "done\n")
     assert own_pool.process_ids() != [first]
-    assert own_pool.report().zygotes_started == 2
 
 
 def test_a_job_whose_sandbox_dies_twice_is_a_failure_of_ours(own_pool):
@@ -217,7 +216,6 @@ def test_a_job_whose_sandbox_dies_twice_is_a_failure_of_ours(own_pool):
     assert (result.id, result.status, result.attempt) == ("x", Status.SANDBOX_ERROR, 2)
     assert result.reason
     assert run(own_pool, "print(1)").status is Status.OK
-    assert own_pool.report().statuses == {"sandbox_error": 1, "ok": 1}
 
 
 @pytest.mark.slow
