@@ -103,7 +103,6 @@ def test_stdio(pool):
     only_one = run(pool, "input()\nprint(5)", mode="stdio", tests=tests)
     assert only_one.status is Status.WRONG_ANSWER
     assert [test.status for test in only_one.tests] == [Status.OK, Status.WRONG_ANSWER]
-    assert only_one.passed_share == 0.5
     broken = run(pool, "print(", mode="stdio", tests=tests)
     assert [test.status for test in broken.tests] == [Status.SYNTAX_ERROR] * 2
 
@@ -325,7 +324,7 @@ def test_slow_programs_cost_themselves_and_never_their_neighbours(tier):
         assert time.monotonic() - began < END  # the bound tells a hang, not a speed
     for i in range(6):
         assert found[f"right {i}"].status is Status.OK
-        assert found[f"right {i}"].passed_share == 1.0
+        assert len(found[f"right {i}"].tests) == 10
     for i in range(2):  # they were not let to their own limit, so that there is no verdict on them
         assert found[f"slow {i}"].status is Status.SANDBOX_ERROR
         assert "deadline" in found[f"slow {i}"].reason or "turn" in found[f"slow {i}"].reason
