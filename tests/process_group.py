@@ -12,7 +12,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from laurel.errors import WorkerError
-from laurel.workers.calls import Failure, GroupCalls, Outcome, Success, WorkerCall
+from laurel.workers.calls import (
+    Failure,
+    GroupCalls,
+    Outcome,
+    Shared,
+    Success,
+    WorkerCall,
+    with_shared,
+)
 from laurel.workers.rendezvous import LOOPBACK, RankPlace
 from laurel.workers.worker_actor import WorkerActor
 from parallel_runs import start_server
@@ -79,7 +87,11 @@ class ProcessGroup(GroupCalls):
 
     def _submit(self, calls: Mapping[int, WorkerCall]) -> _Asked:
         self._check_open()
-        numbers = {r: self._ask(r, "run", pickle.dumps((None, c))) for r, c in calls.items()}
+        bare = {
+            rank: with_shared(call, [a.value for a in call.args if isinstance(a, Shared)])
+            for rank, call in calls.items()
+        }
+        numbers = {r: self._ask(r, "run", pickle.dumps((None, c))) for r, c in bare.items()}
         return _Asked(self, numbers, next(iter(calls.values())).method)
 
     def _collect(self, numbers: Mapping[int, int], method: str, timeout: float | None) -> list[Any]:
