@@ -153,14 +153,15 @@ def table_of(sweep: Sweep, outcomes: Sequence[TrialOutcome]) -> tuple[list[str],
         [
             str(one.number),
             *(_value(one.params.get(key)) for key in keys),
-            _mean(one),
+            "-" if one.mean is None else f"{one.mean:.4f}",
+            "" if one.half_width is None else f"{one.half_width:.4f}",
             str(len(one.values)),
             one.state,
             f"{one.seconds:.0f}",
         ]
         for one in outcomes
     ]
-    return ["trial", *names, "mean +- 95 %", "runs", "state", "seconds"], rows
+    return ["trial", *names, "mean", "+- 95 %", "runs", "state", "seconds"], rows
 
 
 def _value(value: str | float | None) -> str:

@@ -140,6 +140,12 @@ def column_overrides(
     """
     columns: dict[str, str] = {}
     for one in overrides:
+        if isinstance(one, str) and "=" not in one:
+            raise ConfigError(
+                f"'{one}' is neither an option nor a column ({COLUMNS_IN_WORDS}). Rows of laurel "
+                f"eval are named as --data {one}, laurel score takes one file, and an option "
+                "before it may lack its value"
+            )
         said = parse_override(one) if isinstance(one, str) else one
         key = ".".join(said.keys)
         value = None if said.value is None else said.value.text or said.value.value

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 from laurel.config.data import BenchmarkName, DatasetConfig
-from laurel.data.preferences import infer_class
+from laurel.data.preferences import DATASET_CLASSES, infer_class
 from laurel.data.sources import (
     Row,
     UnusableRow,
@@ -165,10 +165,14 @@ def rows_of_preferences(
 def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
     def refuse(source: str, problem: UnusableRow, row: Row | None = None) -> NoReturn:
         found = None if row is None else benchmark_of(row)
-        hint = f". These look like rows for laurel eval {found}"
+        hint = (
+            "" if found in (None, form.name) else f". These look like rows for laurel eval {found}"
+        )
+        if row is not None and _labels_steps(row):
+            hint = ". These label each step: laurel rm trains and validates with them"
         raise DataError(
             f"{locate(part.name, source)}: {problem.message}. A row of {form.title} is "
-            f"{form.written}{'' if found in (None, form.name) else hint}"
+            f"{form.written}{hint}"
         ) from problem
 
     for source, row in read_rows(part.name, split=part.split, on_bad_row=refuse):
@@ -203,7 +207,13 @@ def benchmark_of(row: Row) -> BenchmarkName | None:
             return "reward-bench-2" if "subset" in row else "best-of-n"
         if "subset" in row:
             return "reward-bench"
-    return "pairs" if infer_class(row, DatasetConfig()) is not None else None
+    is_preference = infer_class(row, DatasetConfig()) is not None and not _labels_steps(row)
+    return "pairs" if is_preference else None
+
+
+def _labels_steps(row: Row) -> bool:
+    found = infer_class(row, DatasetConfig())
+    return found is not None and DATASET_CLASSES[found[0]].read_steps is not None
 
 
 def _are_answers(value: Any) -> bool:

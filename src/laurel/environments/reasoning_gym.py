@@ -342,7 +342,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         rewards = {name: torch.zeros(len(tasks)) for name in names}
         failures: list[str | None] = [None] * len(tasks)
         broke: list[str | None] = [None] * len(tasks)
-        pending: dict[int, Future[Any]] = {}
+        pending: dict[int, tuple[Any, Future[Any]]] = {}
         scored: dict[int, dict[str, Any]] = {}
         known: dict[int, str] = {}
         for i, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
@@ -351,15 +351,23 @@ class ReasoningGymEnvironment(EnvironmentInterface):
                 continue
             known[i], item = task["task"], {**task, "answer": answer}
             if answer is not None and evaluates_answers(task["task"]):
-                pending[i] = self._pool.submit(item)
+                pending[i] = task, self._pool.submit(item)
             else:
                 scored[i] = score_of(self._generators, item)
-        for i, future in pending.items():
+        for i, (given, future) in pending.items():
             try:
                 found = future.result()
-                # An answer can write its process's reply; scores of scorers are from 0 to 1.
-                is_forged = "failure" not in found and not 0 <= found["score"] <= 1
-                scored[i] = {"score": 0.0, "broke": "crashes"} if is_forged else found
+                # An answer can write its process's reply, and change how that scores the known
+                # one: only a process that never saw the answer is believed that the scorer fails.
+                if "failure" in found:
+                    found = self._pool.submit(
+                        {**given, "answer": given["entry"]["answer"]}
+                    ).result()
+                    if "failure" not in found:
+                        found = {"score": 0.0, "broke": "unreadable"}
+                elif not 0 <= found["score"] <= 1:  # scores of scorers are
+                    found = {"score": 0.0, "broke": "crashes"}
+                scored[i] = found
             except LaurelError:  # no process can be started
                 raise
             # The policy wrote what cannot be evaluated, or what ends its process, twice. Were it a

@@ -138,12 +138,7 @@ class OpenEnvServer:
 
     async def make_rows(self, limit: int | None, made: list[Row]) -> None:
         """Make a row of each seed, whose prompt is what `reset` shows."""
-        if limit is None:
-            raise ConfigError(
-                f"{self.where}: a server of OpenEnv has no list of tasks: say how many seeds make "
-                "one (data.max_samples)"
-            )
-
+        assert limit is not None  # `session_rows` has asked for it
         first = self.config.first_seed
 
         async def make(client: Any) -> None:
@@ -484,6 +479,11 @@ def session_rows(
             f"dataset_name={kind}: data.env_name={name} is no environment of env.{kind}; there "
             f"are: {', '.join(environments) or 'none'}. Name the server there: "
             f"env.{kind}.{name}.url=http://HOST:PORT"
+        )
+    if isinstance(environments[name], OpenEnvConfig) and set_config.max_samples is None:
+        raise ConfigError(
+            f"env.openenv.{name}: a server of OpenEnv has no list of tasks: say how many seeds "
+            "make one (data.max_samples)"
         )
     with open_sessions(name, environments[name]) as environment:
         rows = environment.rows(set_config.max_samples)

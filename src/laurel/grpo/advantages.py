@@ -85,10 +85,6 @@ class Advantages:
     """Advantage of each completion, or the mean over its tokens; 0 where it has no reward."""
     tokens_BGL: list[list[Floats]] | None = None
     """Advantage of each token, [L]; None: every token has that of its completion."""
-    means_B: Floats
-    """Mean reward of each group; NaN where no completion has one."""
-    stds_B: Floats
-    """Standard deviation of the rewards of each group; 0 where fewer than two have one."""
     metrics: dict[str, float]
     """Metrics that `compute_advantages` lists."""
 
@@ -251,15 +247,12 @@ def _with_metrics(
     compared: _Compared,
     rule: AdvantageRule,
 ) -> Advantages:
-    means_B = np.array([_mean(row) if len(row) else math.nan for row in rewards], np.float64)
     stds_B = np.array([_deviation(row, rule.std_ddof) for row in rewards], np.float64)
     metrics = _metrics(counted_B, rewards, stds_B, rule.std_ddof)
     metrics["groups_at_noise_floor"] = float(sum(compared.at_floor))
     return Advantages(
         values_BG=values_BG,
         tokens_BGL=tokens_BGL,
-        means_B=means_B,
-        stds_B=stds_B,
         metrics=metrics,
     )
 

@@ -297,9 +297,9 @@ def _with_policy(
     if resume_from:
         console.print(f"resuming from {resume_from}, after step {position.step}")
     has_validation = parts.validation is not None
-    schedule = Schedule.of(
-        config.grpo,
-        config.checkpointing,
+    schedule = Schedule(
+        section=config.grpo,
+        saving=config.checkpointing,
         total_steps=found.num_steps,
         has_validation=has_validation,
         goal=policy_goal(

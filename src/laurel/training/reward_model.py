@@ -182,10 +182,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             logged |= {f"validation-{name}/{key}": value for key, value in figures.items()}
             logged[f"timing/validation-{name}/total_validation_time"] = seconds
             keyed |= {f"validation-{name}_{key}": value for key, value in figures.items()}
-            final = (
-                [f"final_score {figures['final_score']:.4f}"] if "final_score" in figures else []
-            )
-            shown = "  ".join([*final, accuracy_words(figures) or "no row has a verdict"])
+            shown = accuracy_words(figures) or "no row has a verdict"
             self.progress.message(
                 f"step {step}  validation-{benchmark.name}  {shown}", is_routine=True
             )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from laurel.config.load import load_config
-from laurel.config.overrides import overrides_of, parse_override
+from laurel.config.overrides import column_overrides, overrides_of, parse_override
 from laurel.config.yaml_tree import Section, plain_values
 from laurel.errors import ConfigError
 
@@ -102,6 +102,12 @@ def test_any_text_is_a_value_or_a_clear_error(text: str) -> None:
         assert "put quotes around" in problem
     else:
         assert override.value is not None
+
+
+@pytest.mark.parametrize("word", ["rows.jsonl", "directory"])
+def test_rows_where_columns_are_named_are_told_where_they_belong(word):
+    with pytest.raises(ConfigError, match=f"named as --data {word}, laurel score takes one file"):
+        column_overrides([word])
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ SAID = [user("q"), assistant("a")]
         ({"chosen": SAID, "rejected": SAID}, "pairs"),
         ({"context": SAID[:1], "completions": [{"rank": 0, "completion": SAID[1:]}]}, "pairs"),
         ({"text": "a"}, None),
+        ({"prompt": "q", "completions": ["a"], "labels": [True]}, None),
     ],
 )
 def test_a_row_tells_its_benchmark(row, expected):

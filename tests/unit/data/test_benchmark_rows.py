@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 from laurel.data.benchmarks import (
     BEST_OF_N,
     JUDGE_BENCH,
+    PROCESS_BENCH,
     REWARD_BENCH,
     REWARD_BENCH_2,
     RM_BENCH,
@@ -107,6 +108,12 @@ def test_the_files_of_rm_bench_with_one_domain_each(tmp_path):
 def test_a_row_of_something_else_is_refused_with_its_name(tmp_path, form, row, other):
     with pytest.raises(DataError, match=rf"These look like rows for laurel eval {other}$"):
         read_benchmark(form, [write(tmp_path / "rows.jsonl", [row])])
+
+
+def test_rows_that_label_steps_are_no_preferences(tmp_path):
+    rows = [{"prompt": "q", "completions": ["a"], "labels": [True]}]
+    with pytest.raises(DataError, match="label each step: laurel rm trains and validates with"):
+        read_benchmark(PROCESS_BENCH, [write(tmp_path / "rows.jsonl", rows)])
 
 
 def test_splits_of_a_saved_data_set_and_the_benchmarks_own_parts(tmp_path, monkeypatch):

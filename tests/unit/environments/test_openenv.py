@@ -170,7 +170,6 @@ def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
     ("settings", "data", "said"),
     [
         ({}, {"env_name": "math", "max_samples": 1}, "is no environment of env.openenv"),
-        ({}, {"env_name": "game"}, r"how many seeds make one \(data\.max_samples\)"),
         ({"observation_key": "text"}, {"env_name": "game", "max_samples": 1}, "no 'text'"),
         (
             {"url": "http://127.0.0.1:9", "connect_patience": 0.1},
@@ -199,11 +198,18 @@ def test_a_server_that_is_full_or_does_not_repeat_itself_is_said(tmp_path, share
             assert Game(environment, task).say("raise").failures != [None]
 
 
+def test_the_number_of_seeds_is_asked_for_before_a_server_is_waited_for():
+    config = EnvironmentsConfig(openenv={"game": {"url": "http://127.0.0.1:9"}})
+    asked = TaskSetConfig(dataset_name="openenv", env_name="game")
+    with pytest.raises(ConfigError, match=r"how many seeds make one \(data\.max_samples\)"):
+        row_sources(config)["openenv"](asked)
+
+
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
     for name in ("openenv", "openenv.core", "openenv.core.generic_client"):
         monkeypatch.setitem(sys.modules, name, None)
     config = EnvironmentsConfig(openenv={"game": {"url": "http://127.0.0.1:9"}})
-    asked = TaskSetConfig(dataset_name="openenv", env_name="game")
+    asked = TaskSetConfig(dataset_name="openenv", env_name="game", max_samples=1)
     with pytest.raises(MissingDependencyError, match="openenv-core"):
         row_sources(config)["openenv"](asked)
 

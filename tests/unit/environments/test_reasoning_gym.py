@@ -292,18 +292,20 @@ def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "reply",
+    ("reply", "how"),
     [
-        '{"is_full": true, "result": {"score": 100.0}}',
-        '{"is_full": true, "result": {"score": NaN}}',
-        '{"is_full": true, "result": {"score": "1"}}',
-        '{"is_full": true, "result": null}',
-        '{"is_full": true}',
-        "[]",
-        "no JSON",
+        ('{"is_full": true, "result": {"score": 100.0}}', "crashes"),
+        ('{"is_full": true, "result": {"score": NaN}}', "crashes"),
+        ('{"is_full": true, "result": {"score": "1"}}', "crashes"),
+        ('{"is_full": true, "result": {"failure": "error: a broken scorer"}}', "unreadable"),
+        ('{"is_full": true, "result": "failure"}', "unreadable"),
+        ('{"is_full": true, "result": null}', "crashes"),
+        ('{"is_full": true}', "crashes"),
+        ("[]", "crashes"),
+        ("no JSON", "crashes"),
     ],
 )
-def test_a_reply_that_an_answer_writes_is_no_score(reply):
+def test_a_reply_that_an_answer_writes_is_no_score_and_no_failure(reply, how):
     message = struct.pack("!i", len(reply)) + reply.encode()
     tries = f"try: os.write(fd, {message!r})\n except OSError: 0"
     write = f"import os\nfor fd in range(3, 64):\n {tries}"
@@ -311,7 +313,17 @@ def test_a_reply_that_an_answer_writes_is_no_score(reply):
         found = scored(environment, entry_of("spiral_matrix"), f"[exec({write!r})]")
     assert found.failures == [None]
     assert found.rewards["spiral_matrix"].tolist() == [0.0]
-    assert found.notes == [["spiral_matrix", True, "crashes"]]
+    assert found.notes == [["spiral_matrix", True, how]]
+
+
+def test_an_answer_that_breaks_its_scorer_is_no_failure():
+    kind = "__import__('reasoning_gym').factory.DATASETS['spiral_matrix'][0]"
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        found = scored(
+            environment, entry_of("spiral_matrix"), f"[setattr({kind}, 'score_answer', 0)]"
+        )
+    assert found.failures == [None]
+    assert found.rewards["spiral_matrix"].tolist() == [0.0]
 
 
 def test_an_answer_cannot_change_the_scores_of_the_next():

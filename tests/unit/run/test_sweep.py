@@ -3,13 +3,15 @@
 import json
 import math
 from contextlib import ExitStack
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from laurel.cli.main import app
-from laurel.cli.sweep import copy_page, ranked_trials
+from laurel.cli.sweep import copy_page, ranked_trials, table_of
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.reading import prompts_of_folds
@@ -21,6 +23,7 @@ from laurel.errors import (
     UnsavedError,
     WorkerError,
 )
+from laurel.observe.console import new_table, print_table
 from laurel.run import sweep as sweeps
 from laurel.run.options import SweepOptions
 from laurel.run.sweep import InterruptedSweep, Sweep, TrialOutcome, parse_words
@@ -102,6 +105,20 @@ def test_the_interval_of_a_mean_is_students():
     )
     failed = TrialOutcome(number=0, params={}, state="failed", values=(0.5,))
     assert (failed.mean, failed.half_width) == (None, None)
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_trial_is_one_line_of_the_table(width):
+    sweep = SimpleNamespace(dimensions=parse_words([f"{LR}=log(1e-5, 1e-3)"])[0])
+    trial = TrialOutcome(
+        number=12, params={LR: 0.000123}, state="complete", values=(0.5, 0.7), seconds=123.4
+    )
+    header, rows = table_of(sweep, [trial])
+    table, file = new_table("", *header), StringIO()
+    table.add_row(*rows[0])
+    print_table(Console(file=file, width=width), table)
+    (line,) = [one for one in file.getvalue().splitlines() if one.strip().startswith("12")]
+    assert line.split() == ["12", "0.0001230", "0.6000", "1.2706", "2", "complete", "123"]
 
 
 # ------------------------------------------------------------------- a sweep whose runs are fakes

@@ -769,6 +769,8 @@ def accuracy_words(figures: Mapping[str, float]) -> str | None:
     # Only reward models are validated on pairs, and only they have these metrics.
     has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
     said = f"accuracy {accuracy:.4f}"
+    if "final_score" in figures:  # of a benchmark, such as F1
+        said = f"final_score {figures['final_score']:.4f}  {said}"
     if count is not None:
         said += f" of {counted(round(count), 'pair' if has_pairs else 'completion')}"
     elif rows is not None:
