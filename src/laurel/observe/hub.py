@@ -227,7 +227,7 @@ def import_object(path: str, *, where: str, kind: type[UserError] = ConfigError)
     longest = len(names) if colon else len(names) - 1
     names += tail.split(".") if tail else []
     if longest == 0:
-        raise kind(f"{where}: '{path}' is not of the form module.Name")
+        raise kind(f"{where}: '{path}' is not of the form module.Class")
     for length in range(longest, 0, -1):
         module_name = ".".join(names[:length])
         try:

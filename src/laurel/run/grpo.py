@@ -502,7 +502,6 @@ def _parts(
         validation = PolicyValidation(
             tasks=data.validation,
             config=grpo,
-            environments=environments,
             sampling=sampling_of(config, is_validation=True),
             set_of=data.validation_set_of,
         )

@@ -260,11 +260,8 @@ def test_nulls_are_filled_in_from_the_grpo_section() -> None:
     assert resolve(config(normalize=False, normalize_rewards=True)).scale == "group"
     assert resolve(config(normalize=False, scale="batch")).scale == "batch"
     assert resolve(config()).leave_one_out
-    assert not resolve(config()).leave_one_out_std
-    assert resolve(config(leave_one_out_std=True)).leave_one_out_std
     rule = resolve(config(use_leave_one_out_baseline=False))
     assert not rule.leave_one_out
-    assert not rule.leave_one_out_std
     assert not resolve(config(name="reinforce_plus_plus")).leave_one_out
     asked = config(name="reinforce_plus_plus", use_leave_one_out_baseline=True)
     assert resolve(asked).leave_one_out
