@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.data import DataConfig
 from laurel.config.environments import AskingConfig, JudgeConfig, ScorerSource
@@ -476,13 +477,16 @@ def _fitted(spec: ScorerSpec, place: ModelPlace, say: Say) -> ScorerSpec:
 # ---------------------------------------------------------------- loading one model, and its checks
 
 
-def load_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> LocalScorer:
+def load_scorer(
+    place: ModelPlace, spec: ScorerSpec, *, say: Say, mesh: DeviceMesh | None = None
+) -> LocalScorer:
     """Load a model and check that it scores as it did when it was saved.
 
     Args:
         place: Where the model is, as `find_reward_model` returns it.
         spec: How the model is loaded and scores.
         say: Called with a line on all that was loaded and found.
+        mesh: Mesh to shard the model over; every rank calls this with the same arguments.
 
     Raises:
         UserError: The model is not a reward model, or has changed since it was saved.
@@ -498,6 +502,7 @@ def load_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> LocalScorer
         truncation_side=truncation_side,
         device=choose_device(spec.device),
         weights_dtype=DTYPES[spec.precision],
+        mesh=mesh,
         keeps_bias=True,
     )
     if loaded.has_new_head:
