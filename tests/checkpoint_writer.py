@@ -13,11 +13,11 @@ import resource
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.store import Background, CheckpointStore
+from saved_steps import save_step
 
 WORK = bytes(200_000)
 """What is computed meanwhile, other threads being free to run, as in torch."""
@@ -107,8 +107,9 @@ def main(job):
             step = job.get("first_step", 0)
             while step in job.get("steps", []) or job.get("endless"):
                 frozen = step in job.get("frozen", [])
-                save = partial(save_behind, store) if job.get("in_background") else store.save
+                save = save_behind if job.get("in_background") else save_step
                 save(
+                    store,
                     step,
                     writer(step, generation, size, frozen_folder=frozen),
                     metric=float(-step),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,24 +66,19 @@ def weight_of(group: Any, kind: str) -> float:
     return float(sum(len(ids) for ids in group.branches_ids_G)) if kind == "policy" else 1.0
 
 
-def total(ranks: AcrossRanks, value: float) -> float:
-    """A number, summed over all that read different data."""
-    return float(ranks.totals({"": torch.tensor(value, dtype=torch.float64)})[""])
-
-
 def steps(
-    kind: str, model: Decoder, shape: ParallelShape, ranks: AcrossRanks | None
+    kind: str, model: Decoder, shape: ParallelShape, mesh: DeviceMesh | None
 ) -> dict[str, Any]:
     """Two optimizer steps of two micro-batches each, as the learner takes them."""
     groups = tiny.random_groups(3, SHAPES)
-    place = dist.get_rank() // shape.each if ranks else 0
+    denominator = sum(weight_of(group, kind) for group in groups)
+    ranks = None if mesh is None else AcrossRanks(mesh, cp=shape.cp)
+    place = 0 if mesh is None else dist.get_rank() // shape.each
     mine = groups[place :: shape.dp]
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(named, lr=2e-3, eps=EPSILON, fused=True)
     result: dict[str, Any] = {"losses": [], "norms": [], "place": place}
     for step in range(2):
-        count = sum(weight_of(group, kind) for group in mine)
-        denominator = total(ranks, count) if ranks else count
         loss_sum, said = torch.zeros(()), []
         for batch in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
             outputs = model(to_forest(batch))
@@ -90,8 +86,7 @@ def steps(
             loss.backward()
             said.append((outputs.logprobs_M if kind == "policy" else outputs).detach())
             loss_sum += loss.detach()
-        totals = ranks.totals({"loss": loss_sum}) if ranks else {"loss": loss_sum}
-        result["losses"].append(float(totals["loss"]))
+        result["losses"].append(float(ranks.total(loss_sum) if ranks else loss_sum))
         if step == 0:
             result["outputs"] = torch.cat(said)
             result["gradients"] = {n: whole(p.grad).clone() for n, p in named}
@@ -116,11 +111,10 @@ def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) 
         parallelise(
             model,
             mesh,
-            reshard_after_forward=options.get("reshards", True),
             sequence_parallel=options.get("shares_tokens", False),
-            cp=sizes.get("cp", 1),
+            cp=shape.cp,
         )
-        result = steps(kind, model, shape, AcrossRanks(mesh, cp=shape.cp))
+        result = steps(kind, model, shape, mesh)
         result["bytes"] = held_bytes(model)
         results.append(result)
     return results
@@ -233,17 +227,11 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def agree(sizes: dict[str, int], values: list[float]) -> dict[str, Any]:
-    """What ranks agree on, of one number each place brings."""
+def agree(sizes: dict[str, int], values: list[float]) -> float:
+    """The sum of one number that each place brings."""
     shape = ParallelShape(**sizes)
-    ranks = AcrossRanks(shape.mesh("cpu"))
-    place = dist.get_rank() // shape.each
-    value = torch.tensor(values[place])
-    found = ranks.totals({"mean": value, "score_min": value, "score_max": value})
-    return {
-        "place": place,
-        "totals": {name: float(sum_) for name, sum_ in found.items()},
-    }
+    ranks = AcrossRanks(shape.mesh("cpu"), cp=shape.cp)
+    return float(ranks.total(torch.tensor(values[dist.get_rank() // shape.each])))
 
 
 def _note_dtype(found: set[torch.dtype], _: Any, inputs: Any) -> None:

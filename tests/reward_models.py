@@ -17,6 +17,7 @@ from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_mo
 from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import golden_scores
 from laurel.types import Message, group_of
+from saved_steps import save_step
 
 TEXTS = ("the laurel grows by the western gate", "bread and wine", "an old man of the river")
 
@@ -91,7 +92,7 @@ def write_run(
     ) as s:
         for step, metric in metrics.items():
             loaded = make(step) if make is not None else small_model(seed=step)
-            s.save(step, lambda directory, m=loaded: write_model(m, directory), metric=metric)
+            save_step(s, step, lambda directory, m=loaded: write_model(m, directory), metric=metric)
     return root
 
 

@@ -15,11 +15,21 @@ def writer(step, files=None):
     return write
 
 
+def save_step(store, step, write, **options):
+    """Save a step as a run does that waits for it; returns the directory."""
+
+    def begin(directory):
+        write(directory)
+        return lambda is_awaited: 0.0
+
+    return store.begin(step, begin, **options).finish()
+
+
 def save_all(root, metrics, **options):
     """Save a step for each entry; returns the root."""
     with CheckpointStore(root, **options) as store:
         for step, metric in metrics.items():
-            store.save(step, writer(step), metric=metric, info={"total_steps": step})
+            save_step(store, step, writer(step), metric=metric, info={"total_steps": step})
     return root
 
 

@@ -32,7 +32,6 @@ from laurel.models.forest.decoder import Decoder
 from laurel.models.loading.policy import check_policy_paths, load_policy
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.parallel.mesh import (
-    TENSOR,
     AcrossRanks,
     ParallelShape,
     held_bytes,
@@ -44,7 +43,8 @@ from laurel.rewards.scorer import check_paths, golden_scores
 from laurel.run.specs import model_spec
 from laurel.types import Message, group_of
 from laurel.workers.process import give_back_freed_memory
-from parallel_work import EPSILON, SHAPES, Allocations, loss_of, total, weight_of
+from parallel_work import EPSILON, SHAPES, Allocations, loss_of, weight_of
+from saved_steps import save_step
 
 TEXTS = ("the laurel grows by the western gate", "bread and wine", "an old man of the river")
 BATCH = tiny.random_groups(5, [(9, [5, 3]), (4, [2, 6])])
@@ -231,11 +231,11 @@ def step(
     kind: str, model: Decoder, optimizer: Any, scheduler: Any, mesh: Any, number: int
 ) -> float:
     """One optimizer step over the places of a mesh; the loss of all of them."""
-    ranks = AcrossRanks(mesh) if mesh else None
     groups = tiny.random_groups(10 + number, SHAPES)
-    # Ranks that share a layer read the same groups.
-    tp = mesh[TENSOR].size() if mesh else 1
-    mine = groups[dist.get_rank() // tp :: mesh.size() // tp] if mesh else groups
+    mine = groups
+    if mesh is not None:
+        each = mesh["tp"].size()
+        mine = groups[dist.get_rank() // each :: mesh.size() // each]
     denominator = sum(weight_of(group, kind) for group in groups)
     model.train()
     loss = loss_of(model(to_forest(mine)), denominator)
@@ -243,7 +243,7 @@ def step(
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
-    return total(ranks, float(loss.detach())) if ranks else float(loss.detach())
+    return float(AcrossRanks(mesh).total(loss) if mesh else loss.detach())
 
 
 # ---------------------------------------------------------------------------------- what goes wrong
@@ -300,7 +300,7 @@ def fail_to_save(sizes: dict[str, int], source: str, root: str) -> dict[str, Any
         if rank == 0:
             try:
                 with CheckpointStore(root) as store:
-                    store.save(number, write)
+                    save_step(store, number, write)
             except Exception as error:
                 said[f"{name}/store"] = f"{type(error).__name__}: {error}"
         else:

@@ -187,7 +187,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, small_disk, monk
 
     require_room = CheckpointStore.require_room
     monkeypatch.setattr(CheckpointStore, "require_room", find_room)
-    monkeypatch.setattr(CheckpointStore, "_require_space", lambda self, estimated_bytes: None)
+    monkeypatch.setattr(CheckpointStore, "_require_space", lambda self: None)
     where = f"checkpointing.checkpoint_dir={small_disk}/saves"
     console = Console(file=(said := StringIO()), width=200)
     with pytest.raises(UnsavedError, match=r"nothing of this run was saved.* No space left"):

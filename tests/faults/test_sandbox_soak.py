@@ -147,16 +147,12 @@ def test_nothing_is_left_of_many_programs(tmp_path):
         ]
         assert max(growth) < 8 << 20
         processes = [one for pid in zygotes for one in below(pid)]
-        report = pool.report()
     for one in processes:
         wait_until(lambda one=one: is_gone(one.pid))
     assert honest > JOBS / 3
-    assert sum(report.statuses.values()) == JOBS + 4
     after = traces(scratch)
     assert after["files"] == before["files"]
     assert after["mounts"] == before["mounts"]
     assert "left" not in after["shared memory"]
     seconds = time.monotonic() - started
-    print(
-        f"{JOBS} jobs, {honest} honest, {seconds:.0f} s, zygotes +{max(growth) >> 10} kB: {report}"
-    )
+    print(f"{JOBS} jobs, {honest} honest, {seconds:.0f} s, zygotes +{max(growth) >> 10} kB")

@@ -18,7 +18,6 @@ import math
 import os
 import re
 import shlex
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from typing import IO, Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
 from laurel.errors import DataError, counted, setting_of
-from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
+from laurel.observe.hub import WITHOUT_ASKING, import_object, why_not_fetched
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
@@ -836,7 +835,7 @@ def _is_column(key: str) -> bool:
 
 def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
     """Call the class or function; return its result, the keys it accepts, and the ignored ones."""
-    maker = import_object(path, key="data.dataset_name")
+    maker = import_object(path, where=setting_of("data.dataset_name", path), kind=DataError)
     if not callable(maker):
         raise DataError(
             f"{setting_of('data.dataset_name', path)} is a {type(maker).__name__}; "
@@ -861,61 +860,6 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
             f"{type(problem).__name__}: {problem}"
         ) from problem
     return made, values.keys() & parameters.keys(), ignored
-
-
-def import_object(path: str, *, key: str) -> Any:
-    """Import the object at `package.module.Name` or `package.module:Name`.
-
-    `key` is the configuration key that holds the path, for messages.
-
-    Raises:
-        DataError: The object cannot be imported.
-    """
-    # As with `python -m`, a module in the working directory can be named.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    module_path, colon, tail = path.partition(":")
-    names = module_path.split(".")
-    longest = len(names) if colon else len(names) - 1
-    names += tail.split(".") if tail else []
-    for length in range(longest, 0, -1):
-        module_name = ".".join(names[:length])
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as problem:
-            if problem.name and f"{module_name}.".startswith(f"{problem.name}."):
-                continue
-            raise DataError(
-                f"{setting_of(key, path)}: importing {module_name} failed: {problem}. "
-                "Install what it imports"
-            ) from problem
-        except Exception as problem:
-            raise DataError(
-                f"{setting_of(key, path)}: importing {module_name} raised "
-                f"{type(problem).__name__}: {problem}"
-            ) from problem
-        for name in names[length:]:
-            if not hasattr(found, name):
-                raise DataError(
-                    f"{setting_of(key, path)}: {module_name} has no '{name}'; "
-                    f"it has: {', '.join(_public_names(found)) or 'nothing public'}"
-                )
-            found = getattr(found, name)
-        return found
-    raise DataError(
-        f"{setting_of(key, path)}: there is no module '{names[0]}' in the working directory "
-        f"({os.getcwd()}) or among the installed packages"
-    )
-
-
-def _public_names(module: Any) -> list[str]:
-    return [
-        name
-        for name, value in vars(module).items()
-        if callable(value)
-        and not name.startswith("_")
-        and getattr(value, "__module__", None) == getattr(module, "__name__", "")
-    ][:10]
 
 
 def _split_of(made: Any, path: str, split: str) -> Iterable[Any]:

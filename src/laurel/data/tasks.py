@@ -29,7 +29,6 @@ from laurel.data.sources import (
     UnusableRow,
     complaint,
     has_own_split,
-    import_object,
     is_import_path,
     is_list,
     json_kind,
@@ -46,7 +45,8 @@ from laurel.data.task_formats import (
     columns,
     resolve_columns,
 )
-from laurel.errors import ConfigError, DataError, counted_that
+from laurel.errors import ConfigError, DataError, counted_that, setting_of
+from laurel.observe.hub import import_object
 from laurel.types import Message, Task
 
 # --------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def find_processor(name: str | None) -> Processor:
             f"data.processor={name} is unknown.{hint} Known are: {', '.join(PROCESSORS)}; or give "
             "the import path of your own function (row, config) -> TaskParts"
         )
-    found = import_object(name, key="data.processor")
+    found = import_object(name, where=setting_of("data.processor", name), kind=DataError)
     if not callable(found):
         raise DataError(f"data.processor={name} is a {type(found).__name__}, not a function")
     return _guarded(found, name)

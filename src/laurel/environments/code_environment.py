@@ -46,7 +46,7 @@ from laurel.errors import EnvironmentFailedError
 from laurel.protocols import MessageLog
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.jobs import SandboxResult
-from laurel.sandbox.pool import SandboxPool
+from laurel.sandbox.pool import ProgramPool
 from laurel.sandbox.tiers import Tier
 from laurel.types import Task
 
@@ -107,7 +107,7 @@ class CodeEnvironment(EnvironmentInterface):
         )
         self._limits = program_limits(self.config.sandbox)
         placed = self.config.placed_sandbox
-        self._pool: SandboxPool | NodePool = (
+        self._pool: ProgramPool = (
             open_pool(placed, detection=detection or _detected())
             if nodes is None or nodes.is_only_this()
             else NodePool(placed, nodes)

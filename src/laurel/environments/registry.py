@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +15,7 @@ from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
-from laurel.observe.hub import error_with_line
+from laurel.observe.hub import error_with_line, import_object
 from laurel.protocols import Environment
 from laurel.types import ToolSchemas
 
@@ -291,28 +290,7 @@ def shown_tools(name: str, config: EnvironmentsConfig) -> list[ShownTools]:
 
 def imported(path: str, where: str) -> Callable[..., Any]:
     """Import the callable that a path names; messages call the key of the path `where`."""
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{where}: '{path}' is not of the form module.Class")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # in a file of the user, whose line the message names
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            raise ConfigError(
-                f"{where}: there is no module '{missing}' for '{path}'; its file has to lie in "
-                "the working directory, or be installed"
-            ) from error
-        raise ConfigError(
-            f"{where}: module '{module_name}' cannot be imported: {error_with_line(error)}"
-        ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        near = nearest(attribute, [name for name in vars(module) if name[0] != "_"])
-        raise ConfigError(
-            f"{where}: module '{module_name}' has no '{attribute}'"
-            + (f"; did you mean '{near}'?" if near else "")
-        )
+    found = import_object(path, where=where)
     # A run calls its environments in threads, and Ray's class could only be made into an actor: so
     # under `@ray.remote` the class itself is taken.
     in_actor = getattr(getattr(found, "__ray_metadata__", None), "modified_class", None)

@@ -168,11 +168,6 @@ class GeneratorReplicas:
     # ---------------------------------------------------------------------------------- generation
 
     @property
-    def num_restarts(self) -> int:
-        """The number of restarts of replicas so far."""
-        return self._restarts.number
-
-    @property
     def num_weight_fallbacks(self) -> int:
         """The number of weight broadcasts that failed and were completed by Ray's object store."""
         return self._route.num_fallbacks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -147,11 +147,16 @@ async def cancel_others(patience: float | None) -> None:
     Args:
         patience: Most seconds to wait; None: no limit.
     """
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    await end_all(asyncio.all_tasks() - {asyncio.current_task()}, patience=patience)
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | None = None) -> None:
+    """Cancel tasks, and wait until they have ended, at most `patience` seconds."""
+    tasks = list(tasks)
+    for task in tasks:
         task.cancel()
-    if others:
-        ended, _ = await asyncio.wait(others, timeout=patience)
+    if tasks:
+        ended, _ = await asyncio.wait(tasks, timeout=patience)
         for task in ended:
             if not task.cancelled():
                 task.exception()  # which tells the loop that somebody has seen it

@@ -41,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from laurel.config.grpo import (
+    AdvantageConfig,
     GRPOConfig,
     PolicyLossConfig,
     RewardScalingConfig,
@@ -58,23 +59,15 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRule:
-    """The settings for computing advantages; every default is filled in."""
+    """The settings for computing advantages, with the defaults that depend on the estimator."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"]
+    estimator: AdvantageConfig
     has_baseline: bool
     """Whether the mean reward of the group, or of its other completions, is subtracted."""
     leave_one_out: bool
     scale: Literal["group", "batch", "none"]
-    leave_one_out_std: bool
-    """Whether each completion is divided by the standard deviation of the others in its group."""
-    std_ddof: int
-    std_eps: float
-    noise_floor_factor: float
-    reward_weights: tuple[float, ...] | None
     clip_low: float
     clip_high: float
-    per_step: bool = False
-    """Whether steps are compared, by `compute_step_advantages`, instead of completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,10 +78,6 @@ class Advantages:
     """Advantage of each completion, or the mean over its tokens; 0 where it has no reward."""
     tokens_BGL: list[list[Floats]] | None = None
     """Advantage of each token, [L]; None: every token has that of its completion."""
-    means_B: Floats
-    """Mean reward of each group; NaN where no completion has one."""
-    stds_B: Floats
-    """Standard deviation of the rewards of each group; 0 where fewer than two have one."""
     metrics: dict[str, float]
     """Metrics that `compute_advantages` lists."""
 
@@ -113,20 +102,13 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
     if normalize is None:
         normalize = config.normalize_rewards
     low, high = config.advantage_clip_low, config.advantage_clip_high
-    weights = chosen.reward_weights
     return AdvantageRule(
-        name=chosen.name,
+        estimator=chosen,
         has_baseline=config.compares_within_groups,
         leave_one_out=config.leaves_one_out,
         scale=chosen.scale or ("group" if normalize else "none"),
-        leave_one_out_std=chosen.leave_one_out_std,
-        std_ddof=chosen.std_ddof,
-        std_eps=chosen.std_eps,
-        noise_floor_factor=chosen.noise_floor_factor,
-        reward_weights=None if weights is None else tuple(weights),
         clip_low=-math.inf if low is None else low,
         clip_high=math.inf if high is None else high,
-        per_step=chosen.per_step,
     )
 
 
@@ -169,7 +151,7 @@ def compute_advantages(
     if not all(np.isfinite(row).all() for row in rewards):
         raise ValueError("a reward is NaN or infinite; a sample without a reward must be None")
     noise_B = list(noise) if isinstance(noise, Sequence) else [noise] * len(rewards)
-    if rule.name == "gdpo":
+    if rule.estimator.name == "gdpo":
         compared = _by_component(used_BG, components_BG, rule, noise_B)
     else:
         compared = _totals(rewards, rule, noise_B)
@@ -251,15 +233,12 @@ def _with_metrics(
     compared: _Compared,
     rule: AdvantageRule,
 ) -> Advantages:
-    means_B = np.array([_mean(row) if len(row) else math.nan for row in rewards], np.float64)
-    stds_B = np.array([_deviation(row, rule.std_ddof) for row in rewards], np.float64)
-    metrics = _metrics(counted_B, rewards, stds_B, rule.std_ddof)
+    stds_B = np.array([_deviation(row, rule.estimator.std_ddof) for row in rewards], np.float64)
+    metrics = _metrics(counted_B, rewards, stds_B, rule.estimator.std_ddof)
     metrics["groups_at_noise_floor"] = float(sum(compared.at_floor))
     return Advantages(
         values_BG=values_BG,
         tokens_BGL=tokens_BGL,
-        means_B=means_B,
-        stds_B=stds_B,
         metrics=metrics,
     )
 
@@ -287,10 +266,10 @@ class _Compared:
 
 
 def _totals(rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]) -> _Compared:
-    if rule.name == "grpo":
+    if rule.estimator.name == "grpo":
         compared = _against_groups(rewards, rule, noise_B)
         if rule.scale == "batch":
-            std = _deviation(np.concatenate([*rewards, np.zeros(0)]), rule.std_ddof)
+            std = _deviation(np.concatenate([*rewards, np.zeros(0)]), rule.estimator.std_ddof)
             compared = _over_batch(compared, float(std), rule)
         return compared
     if rule.has_baseline:
@@ -302,7 +281,7 @@ def _totals(rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]
     values = [centred[end - len(row) : end] for row, end in zip(rewards, ends, strict=True)]
     noises = [np.full(len(row), n) for row, n in zip(rewards, noise_B, strict=True)]
     compared = _Compared(values=values, noise=noises, at_floor=[False] * len(rewards))
-    return _over_batch(compared, float(_deviation(centred, rule.std_ddof)), rule)
+    return _over_batch(compared, float(_deviation(centred, rule.estimator.std_ddof)), rule)
 
 
 def _by_component(
@@ -324,7 +303,7 @@ def _by_component(
             f"named components of its reward (found: {', '.join(names) or 'none'}); "
             "use adv_estimator.name=grpo otherwise"
         )
-    weights = rule.reward_weights or (1.0,) * len(names)
+    weights = rule.estimator.reward_weights or (1.0,) * len(names)
     if names and len(weights) != len(names):
         raise ConfigError(
             f"grpo.adv_estimator.reward_weights has {len(weights)} weights for {len(names)} "
@@ -381,7 +360,7 @@ def _steps_against_groups(
         compared_B.append(steps if is_compared else centred)
     compared = _scaled(centred_B, compared_B, rule, noise_B)
     if rule.scale == "batch":
-        std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.std_ddof)
+        std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.estimator.std_ddof)
         compared = _over_batch(compared, float(std), rule)
     return compared
 
@@ -397,11 +376,11 @@ def _scaled(
         n = len(row)
         divisors, is_floor = np.ones(n), False
         if rule.scale == "group" and n >= 2:
-            if rule.leave_one_out_std:
+            if rule.estimator.leave_one_out_std:
                 others = np.tile(row, (n, 1))[~np.eye(n, dtype=bool)].reshape(n, n - 1)
-                stds = _deviation(others, rule.std_ddof)
+                stds = _deviation(others, rule.estimator.std_ddof)
             else:
-                stds = np.full(n, _deviation(row, rule.std_ddof))
+                stds = np.full(n, _deviation(row, rule.estimator.std_ddof))
             divisors, is_floor = _divisors(stds, rule, noise)
         values.append(centred / divisors)
         noises.append(noise / divisors)
@@ -430,10 +409,10 @@ def _over_batch(compared: _Compared, std: float, rule: AdvantageRule) -> _Compar
 
 def _divisors(stds: Floats, rule: AdvantageRule, noise: float) -> tuple[Floats, bool]:
     # Returns the divisors, and whether the noise floor was used.
-    floor = rule.noise_floor_factor * noise
-    divisors = np.maximum(stds + rule.std_eps, floor)
+    floor = rule.estimator.noise_floor_factor * noise
+    divisors = np.maximum(stds + rule.estimator.std_eps, floor)
     is_spread = stds > 0.0
-    is_floor = bool(np.any(is_spread & (stds + rule.std_eps < floor)))
+    is_floor = bool(np.any(is_spread & (stds + rule.estimator.std_eps < floor)))
     return np.where(is_spread, divisors, 1.0), is_floor
 
 
@@ -468,7 +447,7 @@ def _deviation(rows: Floats, ddof: int) -> Floats:
 def _spread(values: list[Floats], rule: AdvantageRule) -> float:
     # Over all groups with samples to compare.
     compared = [row for row in values if len(row) > 1]
-    return float(_deviation(np.concatenate([*compared, np.zeros(0)]), rule.std_ddof))
+    return float(_deviation(np.concatenate([*compared, np.zeros(0)]), rule.estimator.std_ddof))
 
 
 def _metrics(

@@ -30,6 +30,7 @@ from laurel.environments.interface import (
     source_of,
 )
 from laurel.errors import DataError, EnvironmentFailedError, WorkerError
+from laurel.generation.waiting import end_all
 from laurel.observe.hub import is_installed, is_ours, line_of
 from laurel.protocols import Environment
 from laurel.types import (
@@ -539,18 +540,6 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return await asyncio.gather(*tasks)
     finally:
         await end_all(tasks)
-
-
-async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | None = None) -> None:
-    """Cancel unfinished tasks and wait for them; `patience` is the maximum wait in seconds."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        ended, _ = await asyncio.wait(tasks, timeout=patience)
-        for task in ended:
-            if not task.cancelled():
-                task.exception()  # which tells the loop that somebody has seen it
 
 
 class PatientThreads:

@@ -199,7 +199,7 @@ class GRPO(TrainingLoop):
         asked = {group.task.environment for group in groups}
         noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
-        if self.rule.per_step:
+        if self.rule.estimator.per_step:
             advantages = compute_step_advantages(groups, rewards_BG, self.rule, noise=noise_B)
         else:
             advantages = compute_advantages(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from laurel.errors import DataError, EngineError, EnvironmentFailedError
+from laurel.generation.waiting import end_all
 from laurel.grpo.judging import (
     BatchBarrier,
     Calls,
@@ -28,7 +29,6 @@ from laurel.grpo.judging import (
     RolloutInProgress,
     RolloutStats,
     copy_reward_to_duplicates,
-    end_all,
     keeps_conversations,
     parts_to_judge,
     together,

@@ -25,8 +25,9 @@ import numpy as np
 from laurel.config.grpo import GRPOConfig
 from laurel.data.tasks import EndlessTasks
 from laurel.errors import EngineError, TrainingError
+from laurel.generation.waiting import BackgroundLoop, cancel_others
 from laurel.grpo.advantages import scaled, slope
-from laurel.grpo.judging import RolloutStats, end_all
+from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, Rollouts
 from laurel.training.batches import Stream
@@ -278,10 +279,8 @@ class RolloutSource:
         self._ending = threading.RLock()
         self._is_stopped = False
         self._nothing_left: NothingLeft | None = None
-        self._loop = asyncio.new_event_loop()
+        self._background = BackgroundLoop("rollouts")
         self._one_at_a_time = asyncio.Lock()
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
-        self._thread.start()
 
     @property
     def tasks(self) -> Tasks:
@@ -310,7 +309,7 @@ class RolloutSource:
         last = min(step + self._max_staleness, self._total_steps - 1)
         while self._next <= last:
             ahead = _Ahead(step=self._next)
-            ahead.future = self._begin(self._collect(ahead))
+            ahead.future = self._background.submit(self._collect(ahead))
             self._ahead.append(ahead)
             self._next += 1
         try:
@@ -381,7 +380,7 @@ class RolloutSource:
             A group for each task, in order.
         """
         self._num_played = 0
-        future = self._begin(
+        future = self._background.submit(
             self._rollouts.play(
                 tasks,
                 num_generations=num_generations,
@@ -421,34 +420,23 @@ class RolloutSource:
                     "(policy.generation.timeout_seconds)"
                 ) from None
 
-        return self._begin(bounded()).result()
+        return self._background.wait_for(bounded())
 
     def close(self) -> None:
         """Cancel the rollouts and end the thread; repeated calls have no effect."""
-        if self._loop.is_closed():
-            return
         with self._ending:
+            if self._is_stopped:
+                return
             # A copy: a thread that waits removes what is cancelled.
             self._drop([ahead.future for ahead in tuple(self._ahead)])
             self._is_stopped = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._background.close(self._end(), patience=0.0)
         self._rollouts.close()
 
-    def _run(self) -> None:
-        # Pending tasks need the loop to end. The thread that calls `close` cannot run it, because
-        # in a notebook it has a running loop of its own.
-        self._loop.run_forever()
-        pending = asyncio.all_tasks(self._loop)
-        self._loop.run_until_complete(end_all(pending, patience=1.0))
+    async def _end(self) -> None:
+        await cancel_others(1.0)
         with contextlib.suppress(TimeoutError):
-            self._loop.run_until_complete(
-                asyncio.wait_for(self._loop.shutdown_asyncgens(), timeout=1.0)
-            )
-        self._loop.close()
-
-    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            await asyncio.wait_for(asyncio.get_running_loop().shutdown_asyncgens(), timeout=1.0)
 
     def _wait(self, future: Future[T], while_waiting: Waiting) -> T:
         while not wait((future,), timeout=SECONDS_BETWEEN_LOOKS).done:
@@ -480,7 +468,7 @@ class RolloutSource:
             # The tasks behind the futures end a little later, which is awaited here. Once the loop
             # is being stopped, `close` has awaited them, and the loop would not run this.
             if not self._is_stopped:
-                self._begin(others_have_ended()).result()
+                self._background.wait_for(others_have_ended())
 
     def _count(self, group: RolloutGroup) -> None:
         self._num_played += 1

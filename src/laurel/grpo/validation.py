@@ -25,7 +25,6 @@ class PolicyValidation:
     tasks: Sequence[Task]
     config: GRPOConfig
     sampling: SamplingParams
-    environments: Mapping[str, Environment]
     set_of: Mapping[str, str] = field(default_factory=dict)
     """The name of a task's validation set by the task's id; only named sets have entries."""
 

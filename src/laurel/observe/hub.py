@@ -1,4 +1,4 @@
-"""Checks quickly whether the Hugging Face hub answers, and finds lines of code for error messages.
+"""Checks quickly whether the Hugging Face hub answers; lines of code for messages; imports by name.
 
 The hub's libraries retry each file for half a minute before they give up. So this module tests the
 connection once before they are called.
@@ -6,15 +6,19 @@ connection once before they are called.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import sysconfig
 import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
-from laurel.errors import ModelError, setting_of
+from laurel.config.yaml_tree import nearest
+from laurel.errors import ConfigError, ModelError, UserError, setting_of
 
 WITHOUT_ASKING = (
     "What was fetched before is used without asking where HF_HUB_OFFLINE=1 is set, and found in "
@@ -198,3 +202,62 @@ def error_with_line(error: Exception) -> str:
         said = str(error)
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return text if place is None else f"{text} ({line_of(*place)})"
+
+
+# --------------------------------------------------------------------------------------------------
+# Importing what a configuration names.
+
+
+def import_object(path: str, *, where: str, kind: type[UserError] = ConfigError) -> Any:
+    """Import the object at `package.module.Name` or `package.module:Name`.
+
+    Args:
+        path: The path.
+        where: The key that holds it, with which messages begin.
+        kind: The class of the error.
+
+    Raises:
+        UserError: There is no such module, it cannot be imported, or it has no such name.
+    """
+    # As with `python -m`, a module in the working directory can be named.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    module_path, colon, tail = path.partition(":")
+    names = module_path.split(".")
+    longest = len(names) if colon else len(names) - 1
+    names += tail.split(".") if tail else []
+    if longest == 0:
+        raise kind(f"{where}: '{path}' is not of the form module.Class")
+    for length in range(longest, 0, -1):
+        module_name = ".".join(names[:length])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except Exception as error:  # in a file of the user, whose line the message names
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+                continue
+            raise kind(
+                f"{where}: module '{module_name}' cannot be imported: {error_with_line(error)}"
+            ) from error
+        for name in names[length:]:
+            found = member_of(found, name, where=where, kind=kind)
+        return found
+    raise kind(
+        f"{where}: there is no module '{names[0]}' in the working directory ({os.getcwd()}) or "
+        "among the installed packages"
+    )
+
+
+def member_of(holder: Any, name: str, *, where: str, kind: type[UserError] = ConfigError) -> Any:
+    """Return what has this name in a module or a class.
+
+    Raises:
+        UserError: It has no such name; the message says which is the nearest, or what there is.
+    """
+    if hasattr(holder, name):
+        return getattr(holder, name)
+    own = getattr(holder, "__dict__", {}).items()
+    known = [name for name, value in own if name[0] != "_" and not isinstance(value, ModuleType)]
+    near = nearest(name, known)
+    hint = f"did you mean '{near}'?" if near else f"it has: {', '.join(known[:10]) or 'nothing'}"
+    raise kind(f"{where}: {getattr(holder, '__name__', holder)} has no '{name}'; {hint}")

@@ -490,7 +490,6 @@ class BatchingScorer:
         *,
         model_version: str,
         limits: BatcherLimits | None = None,
-        is_asleep: bool = False,
         num_threads: int = 1,
     ) -> None:
         """Start the threads that compute; `close` ends them and the backend.
@@ -499,7 +498,6 @@ class BatchingScorer:
             backend: Computes the scores. Nothing else may call it.
             model_version: Version of the weights, which the cache belongs to.
             limits: Limits of batches and queue.
-            is_asleep: Whether the backend sleeps already: requests wait for `wake`.
             num_threads: Batches that the backend computes concurrently.
         """
         self.model_version = model_version
@@ -515,7 +513,7 @@ class BatchingScorer:
         self._waiting_characters = 0
         self._enough = self._limits.batch_tokens * _CHARACTERS_PER_TOKEN
         self._num_busy = 0
-        self._is_asleep = is_asleep
+        self._is_asleep = False
         self._is_closed = False
         self._is_broken = False
         self._failures_in_a_row = 0

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from laurel.config.environments import FunctionConfig
-from laurel.config.yaml_tree import nearest
 from laurel.errors import ConfigError
 from laurel.models.spec import ModelSpec
-from laurel.observe.hub import own_line_of
+from laurel.observe.hub import import_object, member_of, own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
@@ -291,14 +290,13 @@ def find_function(path: str, *, where: str) -> Function:
         ConfigError: There is no such function, or the name is not callable.
     """
     place, _, name = path.rpartition(":")
-    module = _from_file(place, where) if place.endswith(".py") else _from_module(place, where)
-    found = getattr(module, name, None)
-    if found is None:
-        near = nearest(name, [known for known in vars(module) if not known.startswith("_")])
-        hint = f"; did you mean '{near}'?" if near else ""
-        raise ConfigError(f"{where}={path}: there is no '{name}' in {place}{hint}")
+    said = f"{where}={path}"
+    if place.endswith(".py"):
+        found = member_of(_from_file(place, where), name, where=said)
+    else:
+        found = import_object(path, where=said)
     if not callable(found):
-        raise ConfigError(f"{where}={path}: '{name}' is {type(found).__name__}, not a function")
+        raise ConfigError(f"{said}: '{name}' is {type(found).__name__}, not a function")
     function: Function = found
     return function
 
@@ -322,20 +320,6 @@ def _from_file(place: str, where: str) -> Any:
         del sys.modules[name]
         raise ConfigError(f"{where}: {file} cannot be run: {_text_of(error)}") from error
     return module
-
-
-def _from_module(place: str, where: str) -> Any:
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{place}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{where}: there is no module '{error.name}'; install it, or name a file "
-                "(path/to/file.py:function)"
-            ) from error
-        raise ConfigError(f"{where}: {place} cannot be imported: {_text_of(error)}") from error
-    except Exception as error:
-        raise ConfigError(f"{where}: {place} cannot be imported: {_text_of(error)}") from error
 
 
 def served_arguments(function: Function, config: FunctionConfig, *, where: str) -> dict[str, Any]:

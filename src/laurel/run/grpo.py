@@ -297,9 +297,9 @@ def _with_policy(
     if resume_from:
         console.print(f"resuming from {resume_from}, after step {position.step}")
     has_validation = parts.validation is not None
-    schedule = Schedule.of(
-        config.grpo,
-        config.checkpointing,
+    schedule = Schedule(
+        section=config.grpo,
+        saving=config.checkpointing,
         total_steps=found.num_steps,
         has_validation=has_validation,
         goal=policy_goal(
@@ -502,7 +502,6 @@ def _parts(
         validation = PolicyValidation(
             tasks=data.validation,
             config=grpo,
-            environments=environments,
             sampling=sampling_of(config, is_validation=True),
             set_of=data.validation_set_of,
         )

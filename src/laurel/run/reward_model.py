@@ -224,9 +224,9 @@ def _train(
     if context.resume_from:
         console.print(f"resuming from {context.resume_from}, after step {position.step}")
     order = step_order(config, len(train))
-    schedule = Schedule.of(
-        config.rm,
-        config.checkpointing,
+    schedule = Schedule(
+        section=config.rm,
+        saving=config.checkpointing,
         total_steps=total_steps(config.rm, order),
         has_validation=bool(validation or data.benchmarks),
         early_stopping=early_stopping,

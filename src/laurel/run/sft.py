@@ -83,9 +83,9 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         if resume_from:
             console.print(f"resuming from {resume_from}, after step {position.step}")
         order = step_order(config, len(train))
-        schedule = Schedule.of(
-            config.sft,
-            config.checkpointing,
+        schedule = Schedule(
+            section=config.sft,
+            saving=config.checkpointing,
             total_steps=total_steps(config.sft, order),
             has_validation=bool(validation),
         )

@@ -204,16 +204,3 @@ class SandboxResult:
     attempt: int = 1
     reason: str = ""
     """The reason of a SANDBOX_ERROR."""
-
-    @property
-    def passed_share(self) -> float:
-        """The share of passed tests; without tests, 1.0 for OK and otherwise 0.0.
-
-        Raises:
-            ValueError: The sandbox failed, so there is no result to count.
-        """
-        if not self.status.is_verdict:
-            raise ValueError(f"the sandbox failed, so there is no score: {self.reason}")
-        if not self.tests:
-            return float(self.status is Status.OK)
-        return sum(test.status is Status.OK for test in self.tests) / len(self.tests)

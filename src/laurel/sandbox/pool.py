@@ -7,11 +7,11 @@ import queue
 import threading
 import time
 import weakref
-from collections import Counter
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from laurel.sandbox.control_group import GroupPlace
 from laurel.sandbox.grading import grade
@@ -33,19 +33,58 @@ _LEAST_SHARE = 0.5
 CLOSED = "the sandbox has been shut down"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolReport:
-    """The settings of a pool, and counts of its jobs so far."""
+class ProgramPool(ABC):
+    """Runs jobs concurrently: a `SandboxPool` on this machine, or a pool of several machines."""
 
-    tier: str
+    tier: Tier
+    """The tier in which jobs run; of several machines, that of the worst."""
     num_workers: int
-    zygotes_started: int
-    statuses: dict[str, int]
-    """The number of jobs by status."""
+    """The number of concurrent jobs."""
+
+    @abstractmethod
+    def submit(
+        self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
+    ) -> Future[SandboxResult]:
+        """Queue a job, and return its future; block while the backlog is full.
+
+        Args:
+            job: The job.
+            deadline: The time of `time.monotonic` by which the job must end, or it is a
+                SANDBOX_ERROR. While others wait, a job has only a share of the time until then. If
+                that is not enough, it is tried again after the others, each time with twice as
+                much, so that a slow program delays only itself.
+            batch: The number of jobs that are submitted together, including this one.
+        """
+
+    def run(
+        self, jobs: Sequence[SandboxJob], *, timeout_s: float | None = None
+    ) -> list[SandboxResult]:
+        """Run jobs, and return their results in order.
+
+        Args:
+            jobs: The jobs.
+            timeout_s: The seconds after which remaining jobs are SANDBOX_ERRORs instead of running.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
+        return [future.result() for future in futures]
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes; queued and running jobs become SANDBOX_ERRORs.
+
+        Further calls do nothing.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class SandboxPool:
-    """Runs jobs concurrently.
+class SandboxPool(ProgramPool):
+    """Runs jobs concurrently on this machine.
 
     The first jobs start the zygotes. These end at `close`, with the last reference to the pool, or
     with this process, however it ends.
@@ -86,16 +125,7 @@ class SandboxPool:
     def submit(
         self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
     ) -> Future[SandboxResult]:
-        """Queue a job, and return its future; block while the backlog is full.
-
-        Args:
-            job: The job.
-            deadline: The time of `time.monotonic` by which the job must end, or it is a
-                SANDBOX_ERROR. While others wait, a job has only a share of the time until then. If
-                that is not enough, it is tried again after the others, each time with twice as
-                much, so that a slow program delays only itself.
-            batch: The number of jobs that are submitted together, including this one.
-        """
+        """Queue a job, as `ProgramPool.submit` describes."""
         future: Future[SandboxResult] = Future()
         with self._starting:
             if not self._threads and not self._state.closed:
@@ -114,55 +144,25 @@ class SandboxPool:
                 self._state.jobs.put(_Waiting(job, deadline, future, batch), timeout=0.5)
             except queue.Full:
                 if deadline is not None and time.monotonic() > deadline:
-                    future.set_result(_failed(job, self.tier, "its turn did not come in time"))
+                    future.set_result(
+                        failed_result(job, self.tier, "its turn did not come in time")
+                    )
                     return future
             else:
                 if self._state.closed:
                     _fail_waiting(self._state)
                 return future
-        future.set_result(_failed(job, self.tier, CLOSED))
+        future.set_result(failed_result(job, self.tier, CLOSED))
         return future
-
-    def run(
-        self, jobs: Sequence[SandboxJob], *, timeout_s: float | None = None
-    ) -> list[SandboxResult]:
-        """Run jobs, and return their results in order.
-
-        Args:
-            jobs: The jobs.
-            timeout_s: The seconds after which remaining jobs are SANDBOX_ERRORs instead of running.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
-        return [future.result() for future in futures]
-
-    def report(self) -> PoolReport:
-        """Return the settings of the pool, and counts of its jobs so far."""
-        with self._state.lock:
-            return PoolReport(
-                tier=self.tier.value,
-                num_workers=self.num_workers,
-                zygotes_started=sum(zygote.starts for zygote in self._state.zygotes),
-                statuses={status.value: n for status, n in self._state.counts.items()},
-            )
 
     def process_ids(self) -> list[int]:
         """Return the process ids of the running zygotes."""
         return [pid for zygote in self._state.zygotes if (pid := zygote.pid) is not None]
 
     def close(self) -> None:
-        """End all processes; queued and running jobs become SANDBOX_ERRORs.
-
-        Further calls do nothing.
-        """
+        """End all processes, as `ProgramPool.close` describes."""
         with self._starting:
             self._finalizer()
-
-    def __enter__(self) -> SandboxPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def affordable_workers(wanted: int, limits_mb: int) -> int:
@@ -207,8 +207,6 @@ class _State:
         self.tier = tier
         self.zygotes = zygotes
         self.jobs: queue.Queue[_Waiting | None] = queue.Queue(backlog)
-        self.lock = threading.Lock()
-        self.counts: Counter[Status] = Counter()
         self.closed = False
         self.owner = os.getpid()
 
@@ -226,8 +224,6 @@ def _serve(state: _State, zygote: ZygoteProcess) -> None:
                     item.may_be_ended = False
                     result = _result(state, zygote, item)
                     assert result is not _LATER
-            with state.lock:
-                state.counts[result.status] += 1
             item.future.set_result(result)
         # Otherwise this thread would hold the job and the result while it waits.
         del item
@@ -240,7 +236,7 @@ _LATER = SandboxResult(id="", status=Status.SANDBOX_ERROR, reason="it is tried a
 def _result(state: _State, zygote: ZygoteProcess, item: _Waiting) -> SandboxResult:
     """Return the result of a job, or `_LATER` if its share of time is over and others wait."""
     if item.deadline is not None and time.monotonic() > item.deadline:
-        return _failed(item.job, state.tier, "its turn did not come in time")
+        return failed_result(item.job, state.tier, "its turn did not come in time")
     until = item.deadline
     share = _share_of_time(state, item) if item.may_be_ended else None
     if share is not None:
@@ -250,7 +246,7 @@ def _result(state: _State, zygote: ZygoteProcess, item: _Waiting) -> SandboxResu
         return _attempt(state, _Bounded(zygote, until), item)
     except _TimeIsUpError:
         if share is None:
-            return _failed(item.job, state.tier, "the deadline came while it ran")
+            return failed_result(item.job, state.tier, "the deadline came while it ran")
         item.attempts = 0
         return _LATER
 
@@ -334,10 +330,11 @@ def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
             runner.discard()  # its zygote may be stuck
         except Exception as error:  # whatever a program caused, the step goes on
             reason = f"{type(error).__name__}: {error}"
-    return _failed(job, tier, reason, attempt=max(1, item.attempts))
+    return failed_result(job, tier, reason, attempt=max(1, item.attempts))
 
 
-def _failed(job: SandboxJob, tier: Tier, reason: str, *, attempt: int = 1) -> SandboxResult:
+def failed_result(job: SandboxJob, tier: Tier, reason: str, *, attempt: int = 1) -> SandboxResult:
+    """Return the SANDBOX_ERROR of a job that the sandbox has failed."""
     return SandboxResult(
         id=job.id, status=Status.SANDBOX_ERROR, tier=tier.value, attempt=attempt, reason=reason
     )
@@ -351,7 +348,7 @@ def _fail_waiting(state: _State) -> None:
         except queue.Empty:
             return
         if item is not None and item.begins():
-            item.future.set_result(_failed(item.job, state.tier, CLOSED))
+            item.future.set_result(failed_result(item.job, state.tier, CLOSED))
 
 
 def _close(state: _State, threads: list[threading.Thread]) -> None:

@@ -161,7 +161,6 @@ class ZygoteProcess:
         """The layers in use, which are known once the zygote has started."""
         self.reasons: Mapping[str, str] = {}
         """The reason why each other layer is not in use."""
-        self.starts = 0
         self._interpreter = interpreter or own_interpreter()
         self._parent_of_scratch = scratch
         self._lock = threading.RLock()
@@ -312,7 +311,6 @@ class ZygoteProcess:
     def _start(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._scratch = tempfile.mkdtemp(prefix="laurel-sandbox-", dir=self._parent_of_scratch)
-        self.starts += 1
         boot = _BOOT.format(room=str(Path(__file__).parent), control=there.fileno())
         with tempfile.TemporaryFile() as output, there:
             self._process = subprocess.Popen(

@@ -356,7 +356,7 @@ class LocalLearner:
         parameters = [parameter for _, parameter in self.named_parameters]
         if self.ranks is not None:
             # All ranks decide alike: one that stepped alone would part from the others.
-            bad = self.ranks.totals({"bad": bad})["bad"]
+            bad = self.ranks.total(bad)
             norm = self.ranks.clip(parameters, self.max_grad_norm)
         else:
             limit = math.inf if self.max_grad_norm is None else self.max_grad_norm

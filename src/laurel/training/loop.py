@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from laurel.config.policy import CheckpointingConfig
 from laurel.errors import (
@@ -32,6 +32,11 @@ from laurel.training.learner import Update
 from laurel.training.selection import EarlyStopping, Goal, Selection
 from laurel.training.state import RunState
 from laurel.training.stopping import Deadline, NothingLeft, Position, StopRequest, Work
+
+if TYPE_CHECKING:
+    from laurel.config.grpo import GRPOConfig
+    from laurel.config.reward_model import RewardTrainingConfig
+    from laurel.config.sft import SFTConfig
 
 Ending = Literal["finished", "signal", "deadline", "alarm"]
 
@@ -58,70 +63,20 @@ class RunOutcome:
     """The log directory, which `observe.run_record.read_run_record` reads."""
 
 
-class Periods(Protocol):
-    """The settings that the sections `rm`, `sft` and `grpo` share."""
-
-    @property
-    def val_period(self) -> int:
-        """The number of steps between validations; 0 for none between the first and the last."""
-        ...
-
-    @property
-    def val_at_start(self) -> bool:
-        """Whether to validate before the first step."""
-        ...
-
-    @property
-    def val_at_end(self) -> bool:
-        """Whether to validate after the last step."""
-        ...
-
-    @property
-    def max_bad_steps(self) -> int:
-        """The number of consecutive bad steps, which are not finite, at which the run ends."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The steps at which validation and saving are due."""
 
     total_steps: int
-    save_period: int
-    val_period: int
-    val_at_start: bool
-    val_at_end: bool
-    max_bad_steps: int
+    section: GRPOConfig | RewardTrainingConfig | SFTConfig
+    """The section of the algorithm, which has the periods of validations."""
+    saving: CheckpointingConfig
     has_validation: bool
     """Whether there is a validation set."""
     goal: Goal | None = None
     """The target of a validation metric that ends the run."""
     early_stopping: EarlyStopping | None = None
     """The validation metric that ends the run when it no longer improves."""
-
-    @classmethod
-    def of(
-        cls,
-        section: Periods,
-        saving: CheckpointingConfig,
-        *,
-        total_steps: int,
-        has_validation: bool,
-        goal: Goal | None = None,
-        early_stopping: EarlyStopping | None = None,
-    ) -> Schedule:
-        """Return the schedule of an algorithm's section and the section `checkpointing`."""
-        return cls(
-            total_steps=total_steps,
-            save_period=saving.save_period,
-            val_period=section.val_period,
-            val_at_start=section.val_at_start,
-            val_at_end=section.val_at_end,
-            max_bad_steps=section.max_bad_steps,
-            has_validation=has_validation,
-            goal=goal,
-            early_stopping=early_stopping,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +252,7 @@ class TrainingLoop(ABC):
         """
         if update.failure is None:
             return 0
-        limit = self.schedule.max_bad_steps
+        limit = self.schedule.section.max_bad_steps
         if bad_steps + 1 >= limit:
             raise NonFiniteError(
                 f"{limit} steps in a row were not finite (the last: {update.failure} at {where}). "
@@ -408,20 +363,20 @@ class TrainingLoop(ABC):
 
     def _save_due(self, step: int) -> bool:
         is_last = step >= self.schedule.total_steps
-        periodic = step % self.schedule.save_period == 0
+        periodic = step % self.schedule.saving.save_period == 0
         return self.store is not None and (is_last or periodic)
 
     def _validation_due(self, step: int) -> bool:
-        schedule = self.schedule
-        periodic = schedule.val_period > 0 and step % schedule.val_period == 0
-        at_end = schedule.val_at_end and step >= schedule.total_steps
+        schedule, section = self.schedule, self.schedule.section
+        periodic = section.val_period > 0 and step % section.val_period == 0
+        at_end = section.val_at_end and step >= schedule.total_steps
         # Without the metric a checkpoint could not become the best one.
         ranks_save = self._save_due(step) and (self.selection.key or "").startswith("validation")
         return schedule.has_validation and (periodic or at_end or ranks_save)
 
     def _validation_is_missing(self, position: Position) -> bool:
         if position.step == 0:
-            return self.schedule.has_validation and self.schedule.val_at_start
+            return self.schedule.has_validation and self.schedule.section.val_at_start
         return self._validation_due(position.step) and position.validated_at != position.step
 
     def _validate(self, position: Position) -> Position:
@@ -442,7 +397,7 @@ class TrainingLoop(ABC):
         stopping = self.schedule.early_stopping
         # A validation that is only due to a save, or to a limit of steps that is raised later,
         # does not count: a run in pieces ends where it would have ended in one piece.
-        if stopping is None or position.step % self.schedule.val_period:
+        if stopping is None or position.step % self.schedule.section.val_period:
             return position
         return stopping.watched(position)
 

@@ -22,6 +22,7 @@ from laurel.run.options import PlanOptions
 from laurel.run.request import judge_notes
 from model_directories import save_model
 from planned import fitted
+from saved_steps import save_step
 from tiny import tiny_language_model
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
@@ -189,7 +190,7 @@ def test_a_run_is_planned_by_its_checkpoint(tmp_path, capsys):
     run = tmp_path / "run"
     with CheckpointStore(run) as store:
         save = lambda directory: save_model(directory, tiny_language_model("qwen3"))  # noqa: E731
-        store.save(3, save, metric=None)
+        save_step(store, 3, save, metric=None)
     changes = [f"policy.model_name={run}"]
     assert run_plan(EXAMPLES / "rm.yaml", changes, PlanOptions(as_json=True))
     facts = json.loads(capsys.readouterr().out)

@@ -155,7 +155,6 @@ def test_a_killed_replica_costs_time_and_nothing_else(cluster, setup):
         assert "generation replica 0 was lost" in said[0]
         assert f"process {victim}" in said[0]
         wait_for(lambda: len(said) == 2)
-        assert generator.num_restarts == 1
         wait_for(lambda: is_gone(victim))
         # It takes part again, and has the next weights as the others have.
         train(policy, 1)
@@ -170,7 +169,6 @@ def test_a_killed_replica_costs_time_and_nothing_else(cluster, setup):
         run(generator.update_weights(Weights(version=2, tensors=policy.named_weights)))
         same(draw_all(generator), reference(setup), policy)
         assert [index for index, _ in pids][2:] == [0, 1]
-        assert generator.num_restarts == 2
         living = [pid for _, pid in pids]
     wait_for(lambda: all(map(is_gone, living)))
 

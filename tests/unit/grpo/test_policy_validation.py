@@ -35,9 +35,7 @@ class Played:
             shuffle=True,
             total_steps=9,
         )
-        validation = PolicyValidation(
-            tasks=tasks, config=config, sampling=GREEDY, environments={"judge": judge}
-        )
+        validation = PolicyValidation(tasks=tasks, config=config, sampling=GREEDY)
         self.heard: list[int] = []
         try:
             self.groups: list[RolloutGroup] = validation.play(

@@ -1,5 +1,6 @@
 import ast
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,9 @@ import pytest
 
 import laurel
 from laurel.errors import CheckpointError
-from laurel.models.checkpoint.manifest import MANIFEST_NAME
-from laurel.models.checkpoint.store import CheckpointStore, read_training_info, verify
-from saved_steps import FILES, hidden, save_all, writer
+from laurel.models.checkpoint.manifest import INFO_NAME, MANIFEST_NAME
+from laurel.models.checkpoint.store import CheckpointStore, verify
+from saved_steps import FILES, hidden, save_all, save_step, writer
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def root(tmp_path):
 def test_a_saved_checkpoint_holds_what_was_written_and_says_so(root):
     with CheckpointStore(root, metric_name="validation-default_loss") as store:
         info = {"epoch": 1, "step": 3, "validation-default_loss": 0.25}
-        path = store.save(7, writer(7), metric=0.25, info=info)
+        path = save_step(store, 7, writer(7), metric=0.25, info=info)
         assert path == root / "step_7"
     manifest = verify(path)
     assert (manifest.step, manifest.metric) == (7, 0.25)
@@ -31,17 +32,20 @@ def test_a_saved_checkpoint_holds_what_was_written_and_says_so(root):
     assert set(manifest.files) == {*FILES, "training_info.json"}
     assert manifest.files["model.safetensors"].size == len(b"weights of 7")
     assert (path / "policy/tokenizer.json").read_bytes() == b"words of 7"
-    assert read_training_info(path) == info
+    assert json.loads((path / INFO_NAME).read_text()) == info
     assert hidden(root) == [".lock"]
     assert os.readlink(root / "best") == "step_7"
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_info_and_never_best(root):
     with CheckpointStore(root) as store:
-        store.save(1, writer(1), metric=3.0)
+        save_step(store, 1, writer(1), metric=3.0)
         for step, metric in enumerate([float("nan"), float("-inf"), None], start=2):
-            store.save(step, writer(step), metric=metric, info={"a": [metric], "b": {"c": metric}})
-            assert read_training_info(store.path_of(step)) == {"a": [None], "b": {"c": None}}
+            save_step(
+                store, step, writer(step), metric=metric, info={"a": [metric], "b": {"c": metric}}
+            )
+            said = json.loads((store.path_of(step) / INFO_NAME).read_text())
+            assert said == {"a": [None], "b": {"c": None}}
         assert store.best() == root / "step_1"
         assert (root / "best").resolve() == root / "step_1"
 
@@ -50,22 +54,22 @@ def test_without_any_metric_there_is_no_best_and_no_link(root):
     save_all(root, {1: 0.5})
     assert (root / "best").is_symlink()
     with CheckpointStore(root, metric_name="another") as store:
-        store.save(2, writer(2))
+        save_step(store, 2, writer(2))
         assert store.best() is None
     assert not (root / "best").is_symlink()
 
 
 def test_saving_needs_the_lock_and_a_possible_step(root):
     with pytest.raises(RuntimeError, match="enter the store first"):
-        CheckpointStore(root).save(1, writer(1))
+        save_step(CheckpointStore(root), 1, writer(1))
     with CheckpointStore(root) as store, pytest.raises(ValueError, match="0 or more"):
-        store.save(-1, writer(1))
+        save_step(store, -1, writer(1))
 
 
 def test_a_step_can_be_saved_again(root):
     save_all(root, {4: 1.0})
     with CheckpointStore(root) as store:
-        store.save(4, writer("four, again"), metric=2.0)
+        save_step(store, 4, writer("four, again"), metric=2.0)
     assert verify(root / "step_4").metric == 2.0
     assert (root / "step_4/model.safetensors").read_bytes() == b"weights of four, again"
     assert hidden(root) == [".lock"]
@@ -89,7 +93,7 @@ def test_links_are_refused_in_a_checkpoint(root):
 
     with CheckpointStore(root) as store:
         with pytest.raises(CheckpointError, match=r"model\.safetensors is not a regular file"):
-            store.save(1, write)
+            save_step(store, 1, write)
         assert store.steps() == []
 
 
@@ -100,9 +104,9 @@ def test_an_error_of_the_writer_is_its_own_and_leaves_nothing(root):
 
     with CheckpointStore(root) as store:
         with pytest.raises(KeyError, match="optimizer"):
-            store.save(1, write)
+            save_step(store, 1, write)
         with pytest.raises(KeyboardInterrupt):
-            store.save(2, lambda directory: (_ for _ in ()).throw(KeyboardInterrupt()))
+            save_step(store, 2, lambda directory: (_ for _ in ()).throw(KeyboardInterrupt()))
     assert hidden(root) == [".lock"]
     assert CheckpointStore(root).steps() == []
 
@@ -135,28 +139,28 @@ class Trouble:
 def test_a_full_disk_at_any_phase_leaves_whole_checkpoints_only(root, phase):
     trouble = Trouble(phase)
     with CheckpointStore(root, on_phase=trouble) as store:
-        store.save(1, writer(1))
+        save_step(store, 1, writer(1))
         trouble.armed = True
         with pytest.raises(CheckpointError, match=r"step 2 could not be saved.*No space") as e:
-            store.save(2, writer(2))
+            save_step(store, 2, writer(2))
         assert e.value.__cause__.errno == errno.ENOSPC
         assert hidden(root) == [".lock"]
         verify(root / "step_1")
         newest = store.newest_whole()
         assert newest.skipped == ()
-        assert newest.manifest.step == (2 if phase == "renamed" else 1)
+        assert newest.path == root / f"step_{2 if phase == 'renamed' else 1}"
         trouble.armed = False
-        verify(store.save(3, writer(3)))
+        verify(save_step(store, 3, writer(3)))
 
 
 @pytest.mark.parametrize("phase", [*PHASES[:-1], "renamed-old", "renamed"])
 def test_a_full_disk_while_replacing_leaves_the_old_or_the_new(root, phase):
     trouble = Trouble(phase)
     with CheckpointStore(root, on_phase=trouble) as store:
-        store.save(1, writer("old"))
+        save_step(store, 1, writer("old"))
         trouble.armed = True
         with pytest.raises(CheckpointError):
-            store.save(1, writer("new"))
+            save_step(store, 1, writer("new"))
         verify(root / "step_1")
         expected = b"weights of new" if phase == "renamed" else b"weights of old"
         assert (root / "step_1/model.safetensors").read_bytes() == expected
@@ -170,12 +174,12 @@ def test_what_fails_after_the_save_is_only_a_warning(root, phase, caplog):
     with CheckpointStore(root, keep_top_k=1, on_phase=trouble) as store:
         trouble.armed = True
         for step in (1, 2, 3):
-            store.save(step, writer(step))
+            save_step(store, step, writer(step))
         verify(root / "step_3")
         assert "Operation not permitted" in caplog.text
         assert store.steps() == ([1, 2, 3] if phase == "prune:step_1" else [2, 3])
         trouble.armed = False
-        store.save(4, writer(4))
+        save_step(store, 4, writer(4))
         assert store.steps() == [3, 4]
 
 
@@ -184,7 +188,7 @@ def test_errors_of_rust_libraries_count_as_errors_of_the_disk(root):
         raise Exception("Error while serializing: I/O error: No space left on device (os error 28)")
 
     with CheckpointStore(root) as store, pytest.raises(CheckpointError, match="No space left"):
-        store.save(1, write)
+        save_step(store, 1, write)
 
 
 def test_space_is_checked_before_anything_is_written(root):
@@ -192,11 +196,15 @@ def test_space_is_checked_before_anything_is_written(root):
         raise AssertionError("must not be called")
 
     with CheckpointStore(root) as store:
+        store.require_room(1, estimated_bytes=100)
+        save_step(store, 1, writer(1))
+    with CheckpointStore(root.parent / "other") as store:
+        with pytest.raises(CheckpointError, match="disk with"):
+            store.require_room(1, estimated_bytes=10**18)
         with pytest.raises(
             CheckpointError, match=r"MB free and 1,200,000,000,000\.0 MB are needed"
         ):
-            store.save(1, write, estimated_bytes=10**18)
-        store.save(1, writer(1), estimated_bytes=100)
+            save_step(store, 1, write)
 
 
 def test_the_best_and_the_latest_stay(root):
@@ -229,18 +237,18 @@ def test_a_pinned_checkpoint_stays_until_the_store_is_left(root):
         store.pin(root / "step_2")
         store.pin(root.parent / "elsewhere")
         for step in (3, 4, 5):
-            store.save(step, writer(step))
+            save_step(store, step, writer(step))
         assert store.steps()[0] == 2
         assert 3 not in store.steps()
     with CheckpointStore(root, keep_top_k=1) as store:
-        store.save(6, writer(6))
+        save_step(store, 6, writer(6))
         assert 2 not in store.steps()
 
 
 def test_metrics_of_another_name_are_not_compared(root):
     save_all(root, {1: 0.1, 2: 0.2}, metric_name="loss")
     with CheckpointStore(root, metric_name="accuracy", higher_is_better=True, keep_top_k=2) as new:
-        new.save(3, writer(3), metric=0.05)
+        save_step(new, 3, writer(3), metric=0.05)
         assert new.best() == root / "step_3"
         assert new.steps() == [2, 3]
 
@@ -296,7 +304,7 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(root):
     with CheckpointStore(root) as first:
         with pytest.raises(CheckpointError, match=f"written by process {os.getpid()} on"):
             CheckpointStore(root).__enter__()
-        verify(first.save(1, writer(1)))  # the refusal has not cost the first its lock
+        verify(save_step(first, 1, writer(1)))  # the refusal has not cost the first its lock
     with CheckpointStore(root):
         pass
 

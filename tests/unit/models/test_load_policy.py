@@ -62,7 +62,7 @@ def logprobs(model):
 def test_a_policy_gives_what_transformers_gives(name, save):
     directory = save(tiny.tiny_policy(name, path="padded").causal_lm)
     loaded = load(directory)
-    assert (loaded.notes, loaded.has_random_weights) == ([], False)
+    assert loaded.notes == []
     assert (loaded.model.path, loaded.base_model) == ("forest", str(directory))
     assert loaded.model.causal_lm.config._attn_implementation == FOREST
     reference = AutoModelForCausalLM.from_pretrained(directory).eval()
@@ -108,7 +108,6 @@ def test_a_policy_is_made_of_nothing_from_a_seed():
     before = torch.get_rng_state()
     loaded, again, other = (load(None, scratch=SCRATCH, seed=s) for s in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert loaded.has_random_weights
     assert loaded.base_model == "nothing (qwen3)"
     assert loaded.notes == [
         "the weights are new and random: the policy writes noise before training"

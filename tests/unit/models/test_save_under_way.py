@@ -9,6 +9,7 @@ import pytest
 
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.store import Background, CheckpointStore, verify
+from saved_steps import save_step
 
 
 class Copy:
@@ -104,7 +105,7 @@ def test_a_save_under_way_has_no_name_until_it_is_whole(tmp_path):
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_what_goes_wrong_in_the_background_leaves_nothing(tmp_path, is_asked):
     with CheckpointStore(tmp_path) as store:
-        store.save(1, lambda directory: None)
+        save_step(store, 1, lambda directory: None)
         for error, kind in (
             (OSError(28, "No space left"), CheckpointError),
             (KeyError(), KeyError),

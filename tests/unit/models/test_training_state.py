@@ -167,34 +167,27 @@ def test_every_schedule_resumes_bit_for_bit(tmp_path, name):
     check_resume_is_exact(tmp_path, adamw, SCHEDULERS[name])
 
 
-def test_groups_without_names_take_those_that_are_given(tmp_path):
+def test_every_group_of_parameters_keeps_its_settings_and_its_state(tmp_path):
     def make():
         model = nn.Linear(2, 1)
-        groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+        groups = [
+            {"params": [("weight", model.weight)], "lr": 0.1},
+            {"params": [("bias", model.bias)], "lr": 0.2},
+        ]
         return model, torch.optim.SGD(groups, momentum=0.9)
 
-    names = ["weight", "bias"]
     model, optimizer = make()
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    save_training_state(
-        tmp_path, optimizer=optimizer, scheduler=None, extra={}, parameter_names=names
-    )
+    save_training_state(tmp_path, optimizer=optimizer, scheduler=None, extra={})
     state = json.loads((tmp_path / STATE_NAME).read_text())
-    assert list(state["optimizer"]["state"]) == names
+    assert list(state["optimizer"]["state"]) == ["weight", "bias"]
 
     model, optimizer = make()
     optimizer.param_groups[0]["lr"] = 5.0
-    load_training_state(tmp_path, optimizer=optimizer, scheduler=None, parameter_names=names)
+    load_training_state(tmp_path, optimizer=optimizer, scheduler=None)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.ones(1, 2))
-
-    with pytest.raises(ValueError, match="one name of its own"):
-        load_training_state(
-            tmp_path, optimizer=optimizer, scheduler=None, parameter_names=[*names, "c"]
-        )
-    with pytest.raises(ValueError, match="named_parameters"):
-        load_training_state(tmp_path, optimizer=optimizer, scheduler=None)
 
 
 def test_a_changed_model_is_refused_by_name_and_nothing_is_touched(tmp_path):

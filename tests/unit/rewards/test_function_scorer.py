@@ -376,7 +376,7 @@ def test_closing_kills_the_processes_in_mid_call(in_processes, tmp_path):
     ("path", "message"),
     [
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
-        ("os.path:jion", "there is no 'jion' in os.path; did you mean 'join'?"),
+        ("os.path:jion", "os.path:jion: posixpath has no 'jion'; did you mean 'join'?"),
         ("os.path:sep", "'sep' is str, not a function"),
         ("{dir}/nothing.py:f", "there is no file"),
         ("{dir}/broken.py:f", "cannot be run: ZeroDivisionError"),

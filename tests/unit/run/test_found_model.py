@@ -10,6 +10,7 @@ from laurel.config.sft import SFTRun
 from laurel.errors import ModelError
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.run.model import found_name, resolve_model
+from saved_steps import save_step
 
 
 def write_run(root, metrics):
@@ -20,7 +21,7 @@ def write_run(root, metrics):
 
     with CheckpointStore(root, metric_name="loss", higher_is_better=False) as store:
         for step, metric in metrics.items():
-            store.save(step, write, metric=metric)
+            save_step(store, step, write, metric=metric)
     return root
 
 

@@ -8,10 +8,8 @@ from laurel.sandbox.jobs import (
     CallTest,
     Limits,
     SandboxJob,
-    SandboxResult,
     Status,
     StdioTest,
-    TestResult,
 )
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.sandbox.zygote_process import ProcessOutcome
@@ -57,19 +55,8 @@ def test_an_end_by_itself():
     assert {ended(exit_code=code).value for code in EXIT_CODES.values()} == set(EXIT_CODES)
 
 
-def test_a_failure_of_ours_has_no_score():
+def test_only_a_failure_of_ours_is_no_verdict():
     assert [status for status in Status if not status.is_verdict] == [Status.SANDBOX_ERROR]
-    failed = SandboxResult(id="a", status=Status.SANDBOX_ERROR, reason="the zygote died")
-    with pytest.raises(ValueError, match="the zygote died"):
-        _ = failed.passed_share
-
-
-def test_the_share_of_tests_that_passed():
-    tests = tuple(TestResult(status=one) for one in (Status.OK, Status.OK, Status.TIMEOUT_CPU))
-    some = SandboxResult(id="a", status=Status.TIMEOUT_CPU, tests=tests)
-    assert some.passed_share == 2 / 3
-    assert SandboxResult(id="a", status=Status.OK).passed_share == 1.0
-    assert SandboxResult(id="a", status=Status.KILLED).passed_share == 0.0
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,16 @@ from laurel.errors import ConfigError, LaurelError, WorkerError
 from laurel.protocols import WorkerGroup
 from laurel.sandbox.control_group import chosen_place
 from laurel.sandbox.detection import Detection, detect
-from laurel.sandbox.jobs import SandboxJob, SandboxResult, Status
+from laurel.sandbox.jobs import SandboxJob, SandboxResult
 from laurel.sandbox.limits import available_cores
-from laurel.sandbox.pool import ATTEMPTS, CLOSED, SandboxPool, affordable_workers
+from laurel.sandbox.pool import (
+    ATTEMPTS,
+    CLOSED,
+    ProgramPool,
+    SandboxPool,
+    affordable_workers,
+    failed_result,
+)
 from laurel.sandbox.tiers import Tier
 from laurel.sandbox.zygote_process import END_SECONDS
 from laurel.workers.reservations import NodeState
@@ -131,8 +138,8 @@ class _Sent:
     losses: int = 0  # number of lost node processes that may have run it
 
 
-class NodePool:
-    """Runs jobs on all nodes, like a `SandboxPool`; each result has the tier of its node."""
+class NodePool(ProgramPool):
+    """Runs jobs on all nodes; each result has the tier of its node."""
 
     def __init__(
         self,
@@ -167,29 +174,12 @@ class NodePool:
     def submit(
         self, job: SandboxJob, *, deadline: float | None = None, batch: int = 1
     ) -> Future[SandboxResult]:
-        """Queue a job, as `SandboxPool.submit` does, and return its future."""
+        """Queue a job, as `ProgramPool.submit` describes."""
         return self._nodes.submit(_Sent(job, deadline, batch, Future()))
 
-    def run(
-        self, jobs: Sequence[SandboxJob], *, timeout_s: float | None = None
-    ) -> list[SandboxResult]:
-        """Run jobs, as `SandboxPool.run` does, and return their results in order."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        futures = [self.submit(job, deadline=deadline, batch=len(jobs)) for job in jobs]
-        return [future.result() for future in futures]
-
     def close(self) -> None:
-        """End all processes; queued and running jobs become SANDBOX_ERRORs.
-
-        Further calls do nothing.
-        """
+        """End all processes, as `ProgramPool.close` describes."""
         self._finalizer()
-
-    def __enter__(self) -> NodePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Nodes:
@@ -281,8 +271,7 @@ class _Nodes:
     def fail(self, sent: _Sent, reason: str) -> None:
         """Fail a job that no node has run."""
         attempt = max(1, sent.losses)
-        result = SandboxResult(id=sent.job.id, status=Status.SANDBOX_ERROR, reason=reason)
-        self.end(sent, replace(result, tier=self.tier.value, attempt=attempt))
+        self.end(sent, failed_result(sent.job, self.tier, reason, attempt=attempt))
 
     def end(self, sent: _Sent, result: SandboxResult) -> None:
         """Set the result of a job."""

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import laurel
 from laurel.errors import CheckpointError
@@ -232,14 +231,12 @@ class NewestCheckpoint:
 
     path: Path | None
     """The newest complete checkpoint; None if there is none."""
-    manifest: Manifest | None
-    """The manifest of that checkpoint; None if there is none."""
     skipped: tuple[str, ...]
     """The newer directories that cannot be used, newest first, each with the reason."""
 
 
-def verify(path: str | os.PathLike[str], *, hashes: bool = True) -> Manifest:
-    """Check a checkpoint directory against its manifest: sizes always, contents with `hashes`.
+def verify(path: str | os.PathLike[str]) -> Manifest:
+    """Check the sizes and contents of a checkpoint directory against its manifest.
 
     Raises:
         CheckpointError: The directory is incomplete, altered or no checkpoint. The message names
@@ -247,25 +244,9 @@ def verify(path: str | os.PathLike[str], *, hashes: bool = True) -> Manifest:
     """
     directory = Path(os.path.realpath(path))
     try:
-        return verify_directory(directory, hashes=hashes)
+        return verify_directory(directory, hashes=True)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_hint(directory, hashes=hashes)}") from None
-
-
-def read_training_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of `training_info.json` of a checkpoint.
-
-    Raises:
-        CheckpointError: The file cannot be read, or is not a JSON object.
-    """
-    file = Path(path) / INFO_NAME
-    try:
-        info = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{file}' cannot be read: {error}") from error
-    if not isinstance(info, dict):
-        raise CheckpointError(f"'{file}' must hold a JSON object, not {type(info).__name__}")
-    return info
+        raise CheckpointError(f"{error}{_hint(directory)}") from None
 
 
 def steps_to_keep(
@@ -324,21 +305,18 @@ def is_whole(directory: Path) -> bool:
     return True
 
 
-def find_newest(root: Path, steps: Iterable[int], *, hashes: bool) -> NewestCheckpoint:
-    """Find the newest complete checkpoint among `steps`, and the newer ones that are not.
-
-    `hashes` says whether the contents of files are checked, or only their sizes.
-    """
+def find_newest(root: Path, steps: Iterable[int]) -> NewestCheckpoint:
+    """Find the newest complete checkpoint among `steps`, and the newer ones that are not."""
     skipped: list[str] = []
     for step in sorted(steps, reverse=True):
         path = root / f"step_{step}"
         try:
-            manifest = verify_directory(path, hashes=hashes)
+            verify_directory(path, hashes=True)
         except CheckpointError as error:
             skipped.append(str(error))
         else:
-            return NewestCheckpoint(path=path, manifest=manifest, skipped=tuple(skipped))
-    return NewestCheckpoint(path=None, manifest=None, skipped=tuple(skipped))
+            return NewestCheckpoint(path=path, skipped=tuple(skipped))
+    return NewestCheckpoint(path=None, skipped=tuple(skipped))
 
 
 def steps_in(root: Path) -> list[int]:
@@ -372,7 +350,7 @@ def best_first(metrics: Mapping[int, float | None], higher_is_better: bool) -> l
     return sorted(metrics, key=rank)
 
 
-def _hint(directory: Path, *, hashes: bool) -> str:
+def _hint(directory: Path) -> str:
     try:
         if directory.is_dir() and (inside := steps_in(directory)):
             return f" It holds checkpoints: name one of them, e.g. '{directory}/step_{inside[-1]}'."
@@ -382,5 +360,5 @@ def _hint(directory: Path, *, hashes: bool) -> str:
         earlier = [step for step in steps_in(directory.parent) if step < int(match[1])]
     except OSError:
         return ""
-    previous = find_newest(directory.parent, earlier, hashes=hashes).path
+    previous = find_newest(directory.parent, earlier).path
     return f" The newest whole checkpoint before it is '{previous}'." if previous else ""

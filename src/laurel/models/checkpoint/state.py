@@ -17,9 +17,8 @@ import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ def save_training_state(
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
     extra: Mapping[str, Any],
-    parameter_names: Sequence[str] | None = None,
     mesh: DeviceMesh | None = None,
     background: Background | None = None,
 ) -> None:
@@ -70,11 +68,10 @@ def save_training_state(
 
     Args:
         directory: An existing directory; with a mesh, on a disk that all ranks share.
-        optimizer: An optimizer whose state is tensors and numbers; None saves no state of it.
+        optimizer: An optimizer that was created from `named_parameters()`, and whose state is
+            tensors and numbers; None saves no state of it.
         scheduler: A scheduler of `torch.optim.lr_scheduler`; None saves no state of it.
         extra: Other state, such as the position in the data, of the types that `encode` accepts.
-        parameter_names: The names of the optimizer's parameters, group after group; needed unless
-            it was created from `named_parameters()`.
         mesh: The mesh of a sharded model. All ranks then call this, with the same `extra`.
         background: The worker of this rank that writes the files after this call returns. Tensors
             are copied to the host before, and the worker reports errors. None: this call writes.
@@ -86,7 +83,7 @@ def save_training_state(
     """
     tensors: dict[str, torch.Tensor] = {}
     try:
-        state = _encode(optimizer, scheduler, extra, parameter_names, tensors)
+        state = _encode(optimizer, scheduler, extra, tensors)
     except ConfigError as error:
         if mesh is not None:
             fail_together(error, mesh, "saving the training state")
@@ -143,7 +140,6 @@ def load_training_state(
     *,
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
-    parameter_names: Sequence[str] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> dict[str, Any]:
     """Restore `optimizer`, `scheduler` and the random generators; return the saved `extra`.
@@ -159,7 +155,7 @@ def load_training_state(
         CheckpointError: The files are missing or damaged, or belong to another model, optimizer or
             scheduler. (`manifest.verify` checks only that the bytes are intact.)
     """
-    groups = [] if optimizer is None else named_groups(optimizer, parameter_names)
+    groups = [] if optimizer is None else named_groups(optimizer)
     try:
         saved = _read(directory, optimizer, scheduler, groups, mesh)
     except Exception as error:
@@ -235,11 +231,10 @@ def _encode(
     optimizer: Optimizer | None,
     scheduler: LRScheduler | None,
     extra: Mapping[str, Any],
-    parameter_names: Sequence[str] | None,
     tensors: dict[str, torch.Tensor],
 ) -> dict[str, Json]:
     try:
-        encoded_optimizer = encode_optimizer(optimizer, parameter_names, tensors)
+        encoded_optimizer = encode_optimizer(optimizer, tensors)
         encoded_scheduler: Json = None
         if scheduler is not None:
             fields = {"class": _class_names(scheduler), "state": scheduler.state_dict()}
@@ -317,7 +312,6 @@ Groups = list[dict[str, torch.Tensor]]
 
 def encode_optimizer(
     optimizer: Optimizer | None,
-    parameter_names: Sequence[str] | None,
     tensors: dict[str, torch.Tensor],
 ) -> Json:
     """Encode an optimizer's class, parameters, settings and state as JSON.
@@ -329,7 +323,7 @@ def encode_optimizer(
     """
     if optimizer is None:
         return None
-    groups = named_groups(optimizer, parameter_names)
+    groups = named_groups(optimizer)
     packed = optimizer.state_dict()
     names = _names_by_index(packed, groups)
     for index in packed["state"]:
@@ -422,30 +416,12 @@ def load_optimizer(saved: Any, optimizer: Optimizer, groups: Groups) -> None:
                 optimizer.state[parameter][key] = value.to(loaded.device)
 
 
-def named_groups(optimizer: Optimizer, parameter_names: Sequence[str] | None) -> Groups:
-    """Return the parameters of each parameter group of an optimizer by name.
-
-    `parameter_names` may be None if the optimizer was created from `named_parameters()`.
-
-    Raises:
-        ValueError: The optimizer does not know the names, or their number is not that of the
-            parameters.
-    """
-    groups: Groups = []
-    given = None if parameter_names is None else iter(parameter_names)
-    for group in optimizer.param_groups:
-        names = group.get("param_names") if given is None else islice(given, len(group["params"]))
-        if names is None:
-            raise ValueError(
-                "the optimizer does not know the names of its parameters: make it from "
-                "model.named_parameters(), or pass parameter_names"
-            )
-        groups.append(dict(zip(names, group["params"], strict=True)))
-    total = sum(len(group["params"]) for group in optimizer.param_groups)
-    distinct = {name for group in groups for name in group}
-    if len(distinct) != total or (given is not None and next(given, None) is not None):
-        raise ValueError(f"the optimizer has {total} parameters; each needs one name of its own")
-    return groups
+def named_groups(optimizer: Optimizer) -> Groups:
+    """Return the parameters of each parameter group of an optimizer by name."""
+    return [
+        dict(zip(group["param_names"], group["params"], strict=True))
+        for group in optimizer.param_groups
+    ]
 
 
 def _names_by_index(packed: Mapping[str, Any], groups: Groups) -> dict[int, str]:

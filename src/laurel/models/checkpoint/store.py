@@ -42,7 +42,6 @@ from laurel.models.checkpoint.manifest import (
     best_first,
     find_newest,
     is_whole,
-    read_training_info,
     seal_files,
     software_versions,
     steps_in,
@@ -57,7 +56,6 @@ from laurel.observe.json_output import json_text
 __all__ = [
     "CheckpointStore",
     "NewestCheckpoint",
-    "read_training_info",
     "steps_to_keep",
     "verify",
 ]
@@ -90,7 +88,7 @@ class CheckpointStore:
         Args:
             root: The directory of the `step_<N>` directories; entering the store creates it.
             keep_top_k: The number of best checkpoints that are kept (`steps_to_keep`); None: all.
-            metric_name: The name of the value in `save(metric=...)`. Checkpoints that were saved
+            metric_name: The name of the value in `begin(metric=...)`. Checkpoints that were saved
                 with another name rank as if they had no metric.
             higher_is_better: Whether a higher value of the metric is better.
             on_phase: Called with the name of each phase of a save, in the thread of the phase, so
@@ -196,9 +194,9 @@ class CheckpointStore:
         """List the steps that have a directory, complete or not, in rising order."""
         return steps_in(self.root)
 
-    def newest_whole(self, *, hashes: bool = True) -> NewestCheckpoint:
+    def newest_whole(self) -> NewestCheckpoint:
         """Find the newest complete checkpoint, and the newer ones that fail `verify`."""
-        return find_newest(self.root, self.steps(), hashes=hashes)
+        return find_newest(self.root, self.steps())
 
     def best(self) -> Path | None:
         """Return the path of the checkpoint with the best metric; of equal ones, the newer.
@@ -209,38 +207,6 @@ class CheckpointStore:
         ranked = best_first(metrics, self._higher_is_better)
         return self.path_of(ranked[0]) if ranked else None
 
-    def save(
-        self,
-        step: int,
-        write: Callable[[Path], object],
-        *,
-        metric: float | None = None,
-        info: Mapping[str, Any] | None = None,
-        estimated_bytes: int | None = None,
-    ) -> Path:
-        """Write the checkpoint of a step, then delete the checkpoints that are not kept.
-
-        Args:
-            step: The number of the step. A checkpoint of that step is replaced; a directory of that
-                name that is not a checkpoint is moved to `step_<N>.foreign-...`.
-            write: Fills the empty directory that it is given.
-            metric: The value that ranks the checkpoint; a value that is not finite counts as None.
-            info: The content of `training_info.json`; numbers that are not finite become null.
-            estimated_bytes: The expected size, for the check of free space; by default that of the
-                newest checkpoint, or the estimate given to `require_room`.
-
-        Raises:
-            CheckpointError: The disk is full or reports an error. Earlier checkpoints are
-                unchanged, and the run can continue and save at a later step.
-        """
-
-        def begin(directory: Path) -> Written:
-            write(directory)
-            return lambda is_awaited: 0.0
-
-        options = {"metric": metric, "info": info, "estimated_bytes": estimated_bytes}
-        return self.begin(step, begin, **options).finish()  # type: ignore[arg-type]
-
     def begin(
         self,
         step: int,
@@ -248,28 +214,30 @@ class CheckpointStore:
         *,
         metric: float | None = None,
         info: Mapping[str, Any] | None = None,
-        estimated_bytes: int | None = None,
     ) -> SaveUnderWay:
-        """Begin to write the checkpoint of a step in the background, one checkpoint at a time.
+        """Begin to write the checkpoint of a step, one checkpoint at a time.
+
+        A save that is complete also deletes the checkpoints that are not kept.
 
         When the store's `with` block ends, the store waits for the save. If the block ends by an
         exception, the save is abandoned, unless its files are already being synced to the disk.
 
         Args:
-            step: The step of the run.
+            step: The number of the step. A checkpoint of that step is replaced; a directory of that
+                name that is not a checkpoint is moved to `step_<N>.foreign-...`.
             write: Begins to fill the empty directory that it is given, and returns a function
                 (`Written`) that is polled for the end. Called with False, this function returns the
                 seconds that writing took, or None if files are still being written; called with
                 True, it waits. It raises the error if writing failed.
-            metric: The value that ranks the checkpoint.
-            info: The content of `training_info.json`.
-            estimated_bytes: The size of the checkpoint, for the check of free space.
+            metric: The value that ranks the checkpoint; a value that is not finite counts as None.
+            info: The content of `training_info.json`; numbers that are not finite become null.
 
         Returns:
             The save in progress, whose `finish` raises the errors that occur later.
 
         Raises:
-            CheckpointError: The save cannot begin.
+            CheckpointError: The save cannot begin: the disk is full or reports an error. Earlier
+                checkpoints are unchanged, and the run can continue and save at a later step.
         """
         if not self._lock.held:
             raise RuntimeError("enter the store first: `with CheckpointStore(...) as store:`")
@@ -281,7 +249,7 @@ class CheckpointStore:
         identity = uuid4().hex
         temporary = self.root / f".tmp-step_{step}-{identity}"
         with self._whole_or_absent(step, temporary):
-            self._require_space(estimated_bytes)
+            self._require_space()
             temporary.mkdir()
             self._on_phase("begin")
             written = write(temporary)
@@ -328,10 +296,8 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------- stages of a save
 
-    def _require_space(self, estimated_bytes: int | None) -> None:
-        if estimated_bytes is None:
-            estimated_bytes = self._bytes_of_one(self._sound())
-        needed = math.ceil(_FREE_SPACE_FACTOR * estimated_bytes)
+    def _require_space(self) -> None:
+        needed = math.ceil(_FREE_SPACE_FACTOR * self._bytes_of_one(self._sound()))
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise CheckpointError(

@@ -40,7 +40,6 @@ class PolicyModel(Decoder):
         precision: torch.dtype,
         temperature: float = 1.0,
         logprob_chunk_size: int | None = None,
-        with_entropy: bool = False,
     ) -> None:
         """Wrap a language model.
 
@@ -52,7 +51,6 @@ class PolicyModel(Decoder):
                 (greedy sampling) counts as 1.
             logprob_chunk_size: The number of tokens whose logits are in memory at a time; None: as
                 many as give about 16M logits.
-            with_entropy: Whether the entropy of each token's distribution is computed too.
 
         Raises:
             ModelError: The head is not a linear layer over the vocabulary.
@@ -62,7 +60,8 @@ class PolicyModel(Decoder):
         UnreadTokens.skip_in(causal_lm)
         self.temperature = temperature or 1.0
         self.logprob_chunk_size = logprob_chunk_size
-        self.with_entropy = with_entropy
+        self.with_entropy = False
+        """Whether the entropy of each token's distribution is computed too."""
         if not isinstance(self.head, nn.Linear):
             raise ModelError(
                 f"{type(causal_lm).__name__} has no linear head over a vocabulary, so it cannot be "

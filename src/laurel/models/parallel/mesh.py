@@ -35,7 +35,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import parallelize_module
 
-from laurel.errors import CheckpointError, ConfigError, ModelError, setting_of
+from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.outputs import VocabularyShare
 from laurel.models.parallel.context import check_context, share_context
@@ -73,21 +73,6 @@ class ParallelShape:
         for name in (REPLICATE, SHARD, CONTEXT, TENSOR):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: a mesh has at least 1 rank")
-
-    @classmethod
-    def of(cls, num_ranks: int, *, tp: int, dp_replicate: int = 1) -> ParallelShape:
-        """Return the shape of `num_ranks` ranks; `dp_shard` is `num_ranks / (tp * dp_replicate)`.
-
-        Raises:
-            ConfigError: The number of ranks is not divisible.
-        """
-        if tp < 1 or dp_replicate < 1 or num_ranks % (tp * dp_replicate):
-            raise ConfigError(
-                f"{setting_of('policy.dtensor_cfg.tensor_parallel_size', tp)} with {dp_replicate} "
-                "copies does not "
-                f"divide {num_ranks} ranks: their product must"
-            )
-        return cls(dp_replicate=dp_replicate, dp_shard=num_ranks // (tp * dp_replicate), tp=tp)
 
     @property
     def num_ranks(self) -> int:
@@ -130,7 +115,6 @@ def parallelise(
     sequence_parallel: bool = False,
     precision: torch.dtype | None = None,
     cpu_offload: bool = False,
-    reshard_after_forward: bool = True,
 ) -> None:
     """Shard a model over a mesh.
 
@@ -153,8 +137,6 @@ def parallelise(
             (float64 if the weights are), and the head keeps float32.
         cpu_offload: Whether weights, gradients and optimizer state are kept on the host between
             uses; on a CPU this has no effect.
-        reshard_after_forward: Whether the gathered weights of a layer are dropped until the
-            backward pass.
 
     Raises:
         ConfigError: The model cannot be split over this mesh.
@@ -173,7 +155,6 @@ def parallelise(
         mesh,
         precision=precision,
         cpu_offload=cpu_offload,
-        reshard_after_forward=reshard_after_forward,
         divisor=cp,
     )
     if shares_tokens:  # outside of the hooks of FSDP, which wants no views from a layer
@@ -193,7 +174,6 @@ def _shard(
     *,
     precision: torch.dtype | None,
     cpu_offload: bool,
-    reshard_after_forward: bool,
     divisor: int,
 ) -> None:
     # FSDP2 wraps every layer, and then the rest; summed gradients are divided by `divisor`.
@@ -208,7 +188,7 @@ def _shard(
     outer = MixedPrecisionPolicy(reduce_dtype=sums, cast_forward_inputs=False)
     _, layers = decoder_layers(model.network)
     for layer in layers:
-        fully_shard(layer, mp_policy=inner, reshard_after_forward=reshard_after_forward, **shared)
+        fully_shard(layer, mp_policy=inner, reshard_after_forward=True, **shared)
     fully_shard(model, mp_policy=outer, reshard_after_forward=False, **shared)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -361,17 +341,14 @@ class AcrossRanks:
             mesh.device_type if mesh.device_type == "cpu" else torch.cuda.current_device()
         )
 
-    def totals(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Combine the sums of a loss and its metrics over all data-parallel ranks.
-
-        Those whose names end in `_min` or `_max` are combined by minimum or maximum, all others by
-        sum. The names must be the same on every rank.
-        """
-        kinds = {"_min": dist.ReduceOp.MIN, "_max": dist.ReduceOp.MAX}
-        return {
-            name: self._over_data(value, kinds.get(name[-4:], dist.ReduceOp.SUM))
-            for name, value in sorted(sums.items())
-        }
+    def total(self, value: Tensor) -> Tensor:
+        """Sum a number over all data-parallel ranks."""
+        home = value.device
+        value = value.detach().to(self._device, copy=True)
+        for dimension in (SHARD, REPLICATE):
+            if self.mesh[dimension].size() > 1:
+                dist.all_reduce(value, group=self.mesh.get_group(dimension))
+        return (value / self._cp).to(home)
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
         """Clip the gradients of the whole model by their norm, and return the norm before clipping.
@@ -405,18 +382,6 @@ class AcrossRanks:
             squares += part.cpu()
         some = next(iter(shares.values()))[0]
         return squares.sqrt().to(device=some.device, dtype=some.dtype)
-
-    def _over_data(
-        self, value: Tensor, kind: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Tensor:
-        home = value.device
-        value = value.detach().to(self._device, copy=True)
-        for dimension in (SHARD, REPLICATE):
-            if self.mesh[dimension].size() > 1:
-                dist.all_reduce(value, op=kind, group=self.mesh.get_group(dimension))
-        if kind == dist.ReduceOp.SUM and self._cp > 1:
-            value /= self._cp
-        return value.to(home)
 
 
 def fail_together(error: Exception | None, mesh: DeviceMesh, what: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import importlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -34,6 +33,7 @@ from laurel.models.forest.attention import (
     AttentionPlan,
     ForestPlan,
 )
+from laurel.observe.hub import import_object
 
 Split = Literal["colwise", "rowwise", "per_head"]
 PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
@@ -237,11 +237,7 @@ def _refuse_outside(network: nn.Module, name: str, split: str) -> None:
 
 
 def _imported(path: str, network: nn.Module) -> Mapping[str, Any]:
-    module, _, attribute = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key_of(PLAN_KEY)}={path} cannot be imported: {error}") from error
+    found = import_object(path, where=f"{key_of(PLAN_KEY)}={path}")
     if callable(found):
         found = found(network)
     if not isinstance(found, Mapping):
