@@ -9,6 +9,8 @@ import random
 import sys
 from pathlib import Path
 
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
 from openreward.environments import (
     Environment,
     ListToolsOutput,
@@ -19,8 +21,6 @@ from openreward.environments import (
     terminal,
     tool,
 )
-from fastapi import HTTPException
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
