@@ -1,13 +1,16 @@
-"""A server of the Open Reward Standard with an environment of these tests: `... PORT LOG`.
+"""A server of the Open Reward Standard with an environment of these tests: `... PORT LOG [MOST]`.
 
 A sum is to be found with a tool that adds, and submitted; `boom` raises. The log has a line for
-each session that begins or ends.
+each session that begins or ends, and for each prompt that is read. With `MOST` it has no more
+sessions at a time, and ends those that read the prompts of `LOST`, once each.
 """
 
 import random
 import sys
 from pathlib import Path
 
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
 from openreward.environments import (
     Environment,
     ListToolsOutput,
@@ -21,6 +24,8 @@ from openreward.environments import (
 from pydantic import BaseModel, Field
 
 PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
+MOST = int(sys.argv[3]) if len(sys.argv) > 3 else None
+LOST = [] if MOST is None else [12, 4]
 
 
 class Two(BaseModel):
@@ -57,6 +62,10 @@ class Sums(Environment):
         _write("end")
 
     def get_prompt(self):
+        _write(f"read {self.task_spec['a']}")
+        if self.task_spec["a"] in LOST:
+            LOST.remove(self.task_spec["a"])
+            raise HTTPException(410, "the line is dead")
         return _text(f"What is {self.task_spec['a']} + {self.task_spec['b']}?")
 
     @tool
@@ -138,5 +147,25 @@ class Words(Environment):
         return ToolOutput(blocks=[], reward=float(word.word == "yes"), finished=True)
 
 
+def limit_sessions(app):
+    """Answer 429 where a session more than `MOST` is asked for."""
+    held = set()
+
+    @app.middleware("http")
+    async def limit(request, call_next):
+        session, path = request.headers.get("x-session-id"), request.url.path
+        if path == "/create" and len(held | {session}) > MOST:
+            return JSONResponse({"detail": "no room"}, 429, {"Retry-After": "0"})
+        if path == "/create":
+            held.add(session)
+        answer = await call_next(request)
+        if path == "/delete":
+            held.discard(session)
+        return answer
+
+
 if __name__ == "__main__":
-    Server([Sums, Words, Own, Guesses]).run(host="127.0.0.1", port=PORT)
+    server = Server([Sums, Words, Own, Guesses])
+    if MOST is not None:
+        limit_sessions(server.app)
+    server.run(host="127.0.0.1", port=PORT)

@@ -37,16 +37,11 @@ def reward_figures(rewards_BG: RewardsBG) -> dict[str, float]:
     }
 
 
-def pass_figures(rewards_BG: RewardsBG, *, passing: float = 1.0) -> dict[str, float]:
+def pass_figures(rewards_BG: RewardsBG) -> dict[str, float]:
     """Return `pass@k` for k = 1, 2, 4, ... and the number of completions of a task.
 
-    Args:
-        rewards_BG: A completion passes where its reward is at least `passing`.
-        passing: The least reward that passes.
-
-    Returns:
-        Each is the mean over the tasks that have at least k scored completions; a k that no task
-        has is left out.
+    A completion passes where its reward is at least 1. Each is the mean over the tasks that have at
+    least k scored completions; a k that no task has is left out.
     """
     scored_B = [[reward for reward in row if reward is not None] for row in rewards_BG]
     most = max((len(row) for row in scored_B), default=0)
@@ -54,7 +49,7 @@ def pass_figures(rewards_BG: RewardsBG, *, passing: float = 1.0) -> dict[str, fl
     # Tasks with failures have fewer completions: for each k only those with enough take part.
     for k in sorted({2**i for i in range(most.bit_length())} | {most}):
         chances = [
-            pass_at(k, num_sampled=len(row), num_passed=sum(reward >= passing for reward in row))
+            pass_at(k, num_sampled=len(row), num_passed=sum(reward >= 1 for reward in row))
             for row in scored_B
             if 0 < k <= len(row)
         ]

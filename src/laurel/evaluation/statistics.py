@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     Indices = npt.NDArray[np.int64]
 
 NUM_RESAMPLES = 2000
+DECAY = 0.01
+"""The strength of the weight decay of the bag of words."""
 CONFIDENCE = 0.95
 
 Credits = Mapping[str, float]
@@ -117,9 +119,7 @@ def accuracy(
     )
 
 
-def interval_of_share(
-    num_right: int, num_pairs: int, *, num_resamples: int = NUM_RESAMPLES
-) -> tuple[float, float]:
+def interval_of_share(num_right: int, num_pairs: int) -> tuple[float, float]:
     """Return the bootstrap's interval of a share, as `accuracy` defines it.
 
     Where all are right, or none is, it is the interval of Clopper and Pearson (1934).
@@ -129,9 +129,7 @@ def interval_of_share(
     if num_right in (0, num_pairs):
         slack = ((1 - CONFIDENCE) / 2) ** (1 / num_pairs)
         return (slack, 1.0) if num_right else (0.0, 1.0 - slack)
-    return percentile_interval(
-        resample_shares(num_right, num_pairs, seed=0, num_resamples=num_resamples)
-    )
+    return percentile_interval(resample_shares(num_right, num_pairs, seed=0))
 
 
 def percentile_interval(resamples: Floats) -> tuple[float, float]:
@@ -141,14 +139,12 @@ def percentile_interval(resamples: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def resample_shares(
-    num_right: int, num_pairs: int, *, seed: int, num_resamples: int = NUM_RESAMPLES
-) -> Floats:
-    """Return the shares of right pairs in `num_resamples` sets sampled with replacement."""
+def resample_shares(num_right: int, num_pairs: int, *, seed: int) -> Floats:
+    """Return the shares of right pairs in `NUM_RESAMPLES` sets sampled with replacement."""
     # How many of n pairs sampled from n are right, when k of those are, is binomial of n and k/n.
     # Sampling that number needs no loop over pairs, and their order cannot matter.
     generator = np.random.default_rng(seed)
-    return generator.binomial(num_pairs, num_right / num_pairs, size=num_resamples) / num_pairs
+    return generator.binomial(num_pairs, num_right / num_pairs, size=NUM_RESAMPLES) / num_pairs
 
 
 def accuracy_by_name(
@@ -452,16 +448,11 @@ class BagOfWords:
     """The weight of every known word, in lower case, and punctuation mark."""
 
     @classmethod
-    def train(cls, pairs: Sequence[ScoredPair], *, decay: float = 0.01, least: int = 2) -> Self:
+    def train(cls, pairs: Sequence[ScoredPair]) -> Self:
         """Fit the weights to preferences; the pairs' own scores are not used.
 
-        It minimises `mean(softplus(score(rejected) - score(chosen))) + decay / 2 * |weights|^2`,
+        It minimises `mean(softplus(score(rejected) - score(chosen))) + DECAY / 2 * |weights|^2`,
         which has one minimum, so that no seed is needed.
-
-        Args:
-            pairs: The preferences, at least one.
-            decay: The strength of the weight decay.
-            least: The number of answers that a word must occur in to get a weight.
 
         Raises:
             DataError: There are no pairs.
@@ -473,7 +464,7 @@ class BagOfWords:
         bags = [(known[pair.chosen], known[pair.rejected]) for pair in pairs]
         answers = Counter(word for sides in bags for bag in sides for word in bag)
         # A word of a single answer would only memorise its pair.
-        words = sorted(word for word, count in answers.items() if count >= least)
+        words = sorted(word for word, count in answers.items() if count > 1)
         index = {word: position for position, word in enumerate(words)}
         entries = [
             (row, index[word], value)
@@ -484,7 +475,7 @@ class BagOfWords:
         if not entries:  # the sides of every pair have the same words
             return cls(weights={})
         rows, columns, values = (np.array(part) for part in zip(*entries, strict=True))
-        found = _minimise(rows, columns, values, (len(pairs), len(words)), decay)
+        found = _minimise(rows, columns, values, (len(pairs), len(words)))
         return cls(weights=dict(zip(words, found.tolist(), strict=True)))
 
     def score(self, answer: str) -> float:
@@ -505,9 +496,7 @@ def _bag(text: str) -> dict[str, float]:
     return {word: math.log1p(counts[word]) for word in sorted(counts)}
 
 
-def _minimise(
-    rows: Indices, columns: Indices, values: Floats, shape: tuple[int, int], decay: float
-) -> Floats:
+def _minimise(rows: Indices, columns: Indices, values: Floats, shape: tuple[int, int]) -> Floats:
     """Minimise by Nesterov's accelerated gradient, on a sparse matrix given by its entries."""
     num_rows, num_columns = shape
 
@@ -525,13 +514,13 @@ def _minimise(
     probe = np.random.default_rng(0).standard_normal(num_columns)
     for _ in range(30):
         probe = transposed_times(times(probe / np.linalg.norm(probe)))
-    curvature = 1.1 * 0.25 * float(np.linalg.norm(probe)) / num_rows + decay
+    curvature = 1.1 * 0.25 * float(np.linalg.norm(probe)) / num_rows + DECAY
     weights = ahead = np.zeros(num_columns)
     first = 0.0
     for step in range(_MOST_STEPS):
         # Beyond the clip the exponential overflows, and the sigmoid is 0 or 1 in float64 anyway.
         wrong = 1 / (1 + np.exp(np.clip(times(ahead), -500, 500)))
-        gradient = decay * ahead - transposed_times(wrong) / num_rows
+        gradient = DECAY * ahead - transposed_times(wrong) / num_rows
         size = float(np.linalg.norm(gradient))
         first = first or size
         if size <= _SMALL_GRADIENT * first:

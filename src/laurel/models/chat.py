@@ -50,7 +50,7 @@ _ANOTHER = (
     "Choose a template that only appends (policy.tokenizer.chat_template=chatml, or a path "
     "ending in .jinja)"
 )
-_MARK = "laurelmark"
+_MARK, _CUT = "laurelmark", "laurelcut"
 _QUOTED = re.compile(r"""['"](\w+)['"]""")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -105,6 +105,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self._before = _splitter(tokenizer)
+        self._control = _control_tokens(tokenizer)
         self._closing, self._end_text = self._probe()
         given = generation_end_ids
         more = [] if given is None else [given] if isinstance(given, int) else list(given)
@@ -201,9 +202,13 @@ class ChatFormat:
                 f"the role {role!r} of an observation is none that the chat template names, and "
                 f"none of {', '.join(USUAL_ROLES)}" + (f"; did you mean {near!r}?" if near else "")
             )
-        mark = _MARK
-        while any(mark in message.content for message in (*history, *said)):
-            mark += "k"
+        mark, cut = _MARK, _CUT
+        while any(one in message.content for message in (*history, *said) for one in (mark, cut)):
+            mark, cut = mark + "k", cut + "t"
+        # What a tool or an environment says forges no turn: where it spells a token of the template
+        # or a special one, it is cut behind the first character, and the parts become tokens apart.
+        apart = partial(self._control.sub, lambda found: found[0][0] + cut + found[0][1:])
+        said = [Message(one.role, apart(one.content)) for one in said]
         asked = tuple(history) or (Message("user", "a"),)
         text = self.render((*asked, Message("assistant", mark), *said), prompt=True, tools=tools)
         after = text.rpartition(mark)[2] if mark in text else ""
@@ -220,7 +225,9 @@ class ChatFormat:
             )
         ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self.end_ids
         closing = [] if ended else [self.end_ids[0]]
-        ids = closing + self._ids(after.removeprefix(self._end_text))
+        ids = closing
+        for part in after.removeprefix(self._end_text).split(cut):
+            ids += self._ids(part)
         return np.asarray(ids, dtype=np.int32)
 
     def token_ends(
@@ -440,6 +447,14 @@ class ChatFormat:
         if first or self._before is None:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(self.tokenizer(self._before + text, add_special_tokens=False)["input_ids"][1:])
+
+
+def _control_tokens(tokenizer: Any) -> re.Pattern[str]:
+    # Matches special tokens, and added ones that the template writes.
+    added = tokenizer.added_tokens_decoder.values()
+    known = {one.content for one in added if one.special or one.content in tokenizer.chat_template}
+    longest_first = sorted(map(re.escape, known), key=len, reverse=True)
+    return re.compile("|".join(longest_first) or "(?!)")
 
 
 def _splitter(tokenizer: Any) -> str | None:

@@ -41,7 +41,7 @@ PREFERENCE_METRICS = (
     "num_valid_samples",
     "num_nonfinite",
 )
-"""Every name that `preference_metrics` can return."""
+"""The loss, and every name that `preference_metrics` can return."""
 
 STEP_METRICS = (
     "step_accuracy",
@@ -76,12 +76,10 @@ def preference_metrics(
     scores_BG: Sequence[Sequence[float]],
     ranks_BG: Sequence[Sequence[int]],
     lengths_BG: Sequence[Sequence[int]] | None = None,
-    losses: Iterable[float] | None = None,
 ) -> dict[str, float]:
     """Compare scores with the annotators' ranks (lower is better), over all groups together.
 
-    `lengths_BG` are the lengths of the answers, in any unit. `losses` are the terms of the loss,
-    one per pair or per group, and `loss` is their mean. The other metrics are:
+    `lengths_BG` are the lengths of the answers, in any unit. The metrics are:
 
     - `accuracy`: the share of pairs of different rank whose better side scores strictly higher.
       Equal scores count as wrong, and `score_ties` is their share.
@@ -94,16 +92,12 @@ def preference_metrics(
     - `num_valid_samples`: the number of pairs. `num_nonfinite`: the number of scores that are NaN
       or infinite, which no other metric counts; it is absent if there are none.
 
-    Without a valid pair, only `num_valid_samples` = 0 and, if it has terms, `loss` are present.
+    Without a valid pair, only `num_valid_samples` = 0 is present.
     """
     _check_sizes("ranks", scores_BG, ranks_BG)
     if lengths_BG is not None:
         _check_sizes("lengths", scores_BG, lengths_BG)
     metrics: dict[str, float] = {}
-    finite_losses = [float(loss) for loss in losses or () if math.isfinite(loss)]
-    if finite_losses:
-        metrics["loss"] = _mean(finite_losses)
-
     pairs = _pairs(scores_BG, ranks_BG, lengths_BG)
     if len(pairs.better_P):
         margins_P = pairs.better_P - pairs.worse_P

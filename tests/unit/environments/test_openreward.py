@@ -1,6 +1,8 @@
 """A server of the Open Reward Standard in a process of its own: `make test-openreward`."""
 
+import re
 import sys
+from collections import Counter
 
 import pytest
 
@@ -11,8 +13,6 @@ from laurel.environments.registry import (
     row_sources,
     shown_tools,
 )
-from laurel.environments.session_servers import OpenRewardServer
-from laurel.environments.sessions import SessionLostError
 from laurel.errors import (
     ConfigError,
     EnvironmentFailedError,
@@ -94,24 +94,18 @@ def test_tasks_of_a_split_are_played_by_calls_of_tools(server):
     assert shown == ("env.openreward.sums", "hermes", environment.spec.tools)
 
 
-def test_rows_are_read_some_at_a_time_and_those_of_before_an_outage_are_kept(server, monkeypatch):
-    lost, asked = [12, 4], []
-    real = OpenRewardServer._row_of
-
-    async def row_of(self, task):
-        number = task.task_spec["a"]
-        asked.append(number)
-        if number in lost:
-            lost.remove(number)
-            raise SessionLostError("the line is dead")
-        return await real(self, task)
-
-    monkeypatch.setattr(OpenRewardServer, "_row_of", row_of)
-    tasks = load(config_of(server))
-    assert [task.prompt[-1].content for task in tasks] == [
-        f"What is {n} + {n + 1}?" for n in range(14)
-    ]
-    assert asked == [*range(8), *range(4, 12), *range(12, 14), *range(12, 14)]
+@pytest.mark.parametrize("most", [1, 8])
+def test_rows_are_read_with_sessions_that_are_few_or_lost(tmp_path, shared, most):
+    with ServerProcess("openreward_server.py", tmp_path, str(most)) as server:
+        tasks = load(config_of(server))
+        assert [task.prompt[-1].content for task in tasks] == [
+            f"What is {n} + {n + 1}?" for n in range(14)
+        ]
+        wait_until(lambda: len(set(server.counts())) == 1)
+        read = Counter(re.findall(r"read (\d+)", server.log.read_text()))
+    assert read["4"] == read["12"] == 2
+    if most == 8:  # those before an outage are kept
+        assert [read[str(n)] for n in range(14)] == [1] * 4 + [2] * 4 + [1] * 4 + [2] * 2
 
 
 def test_calls_that_the_server_does_not_take_are_answered(server):

@@ -83,7 +83,7 @@ def test_the_interval_is_that_of_pairs_drawn_with_replacement():
     drawn = random.Random(5)
     verdicts = [True] * 70 + [False] * 30
     shares = sorted(sum(drawn.choices(verdicts, k=100)) / 100 for _ in range(4000))
-    low, high = interval_of_share(70, 100, num_resamples=20_000)
+    low, high = interval_of_share(70, 100)
     assert low == pytest.approx(shares[100], abs=0.011)
     assert high == pytest.approx(shares[3900], abs=0.011)
     assert low == pytest.approx(0.7 - 1.96 * math.sqrt(0.21 / 100), abs=0.011)

@@ -30,7 +30,7 @@ def test_pass_figures_leave_out_tasks_with_too_few_completions():
         {"pass@1": (1 / 3 + 1 / 2) / 2, "pass@2": (2 / 3 + 1.0) / 2, "pass@3": 1.0}
     )
     assert pass_figures([[None], []]) == {}
-    assert pass_figures([[0.4, 0.6]], passing=0.5) == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
+    assert pass_figures([[0.9, 1.5]]) == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
 
 
 def test_reward_figures_by_hand():

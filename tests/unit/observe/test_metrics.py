@@ -35,12 +35,10 @@ def test_pairs_worked_by_hand():
         scores_BG=[[3.0, 1.0], [1.0, 0.0], [2.0, 2.0]],
         ranks_BG=[[0, 1], [1, 0], [0, 1]],
         lengths_BG=[[5, 4], [2, 1], [3, 3]],
-        losses=[0.25, 1.25, 0.75],
     )
     confidences = [sigmoid(2), sigmoid(1), 0.5]  # each in a bin of its own
     assert metrics == pytest.approx(
         {
-            "loss": 0.75,
             "accuracy": 1 / 3,
             "rewards_chosen_mean": (3 + 0 + 2) / 3,
             "rewards_rejected_mean": (1 + 1 + 2) / 3,
@@ -88,12 +86,7 @@ def test_a_list_of_three_counts_every_pair_and_top1():
     [([], []), ([[1.0, 2.0]], [[0, 0]]), ([[1.0]], [[0]]), ([[]], [[]])],
 )
 def test_without_a_pair_nothing_is_measured(scores_BG, ranks_BG):
-    assert preference_metrics(scores_BG, ranks_BG, losses=[]) == {"num_valid_samples": 0.0}
-
-
-def test_a_loss_that_needs_no_pair_is_kept():
-    metrics = preference_metrics([[1.0, 2.0]], [[0, 0]], losses=[0.5, 1.5])
-    assert metrics == {"loss": 1.0, "num_valid_samples": 0.0}
+    assert preference_metrics(scores_BG, ranks_BG) == {"num_valid_samples": 0.0}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e39])
@@ -102,15 +95,13 @@ def test_nonfinite_scores_are_left_out_and_counted(bad):
         [[bad, 1.0], [2.0, 1.0], [3.0, bad, 1.0]],
         [[0, 1], [0, 1], [0, 1, 2]],
         lengths_BG=[[9, 9], [2, 1], [3, 9, 1]],
-        losses=[math.nan, 0.5, 0.25],
     )
     assert metrics["num_nonfinite"] == 2.0
     assert metrics["num_valid_samples"] == 2.0
     assert metrics["accuracy"] == 1.0
     assert metrics["rewards_mean"] == pytest.approx((1 + 2 + 1 + 3 + 1) / 5)
-    assert metrics["loss"] == 0.375
     assert all(map(math.isfinite, metrics.values()))
-    assert {*metrics, "top1"} == set(PREFERENCE_METRICS)
+    assert {*metrics, "top1", "loss"} == set(PREFERENCE_METRICS)
 
 
 def test_correlation_with_length_is_absent_where_undefined():
