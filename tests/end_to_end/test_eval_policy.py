@@ -7,7 +7,7 @@ from pyarrow import parquet
 
 from laurel.errors import ConfigError, DataError
 from laurel.run.evaluation.policy import run_eval
-from laurel.run.options import PolicyOptions
+from laurel.run.options import EvalPolicyOptions
 from policy_runs import CPU, MATCHES, sums
 from runs import write_rows
 
@@ -29,7 +29,7 @@ def tasks(tmp_path_factory):
 
 def evaluated(model, tasks, capsys, *changes, **options):
     asked = {"environment": "matches", "dataset": "ResponseDataset"} | options
-    chosen = PolicyOptions(model=str(model), data_path=str(tasks), as_json=True, **asked)
+    chosen = EvalPolicyOptions(model=str(model), data_path=str(tasks), as_json=True, **asked)
     capsys.readouterr()
     exit_code = run_eval(None, [*SETTINGS, *changes], chosen)
     return exit_code, json.loads(capsys.readouterr().out)
@@ -72,7 +72,7 @@ def test_the_tasks_of_a_configuration(model, tasks, capsys, tmp_path):
         f"env_name: matches}}\npolicy: {{model_name: {model}}}\n"
         "grpo: {max_val_samples: 3}\n"
     )
-    assert run_eval(config, SETTINGS, PolicyOptions(as_json=True)) == 0
+    assert run_eval(config, SETTINGS, EvalPolicyOptions(as_json=True)) == 0
     assert len(json.loads(capsys.readouterr().out)["tasks"]) == 12, "all of them"
 
 
@@ -100,16 +100,16 @@ def test_what_cannot_be_judged_is_counted_and_said_by_the_exit_code(model, tasks
 
 def test_bad_input(model, tasks, tmp_path):
     with pytest.raises(ConfigError, match="no model is named; add --model"):
-        run_eval(None, [], PolicyOptions(data_path=str(tasks)))
+        run_eval(None, [], EvalPolicyOptions(data_path=str(tasks)))
     with pytest.raises(ConfigError, match="which tasks"):
-        run_eval(None, SETTINGS, PolicyOptions(model=str(model)))
+        run_eval(None, SETTINGS, EvalPolicyOptions(model=str(model)))
     with pytest.raises(ConfigError, match=r"no environment of that name\. Did you mean code"):
         run_eval(
             None,
             SETTINGS,
-            PolicyOptions(
+            EvalPolicyOptions(
                 model=str(model), data_path=str(tasks), dataset="ResponseDataset", environment="cod"
             ),
         )
     with pytest.raises(DataError, match="is a directory"):
-        run_eval(None, SETTINGS, PolicyOptions(model=str(model), output=tmp_path))
+        run_eval(None, SETTINGS, EvalPolicyOptions(model=str(model), output=tmp_path))

@@ -14,11 +14,11 @@ from laurel.observe.json_output import JsonOption
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
+    EvalPolicyOptions,
     JudgeOption,
+    LocalScorerOptions,
     Overrides,
-    PolicyOptions,
     PreferenceSetOption,
-    ScorerOptions,
 )
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class NeededRowOptions(RowOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringOptions(ScorerOptions):
+class ScoringOptions(LocalScorerOptions):
     """Options for what scores, and where the result is written."""
 
     judge: JudgeOption = None
@@ -186,7 +186,7 @@ def eval_commands() -> None:
 
 @eval_app.command("policy")
 def eval_policy(
-    config: ConfigOption = None, overrides: Overrides = None, *, options: PolicyOptions
+    config: ConfigOption = None, overrides: Overrides = None, *, options: EvalPolicyOptions
 ) -> None:
     """Evaluate a policy on tasks: mean reward, pass@k, failures.
 
@@ -274,7 +274,10 @@ def eval_pairs(
         rows,
         how,
         dataset=dataset,
-        column_keys=column_overrides(overrides or []),
+        column_keys=column_overrides(
+            overrides or [],
+            remedy="Rows are named as --data {word}, and an option before it may lack its value",
+        ),
         diagnostics=also.diagnostics,
         margin_key=also.margin_key,
         train_data=tuple(also.train_data or ()),

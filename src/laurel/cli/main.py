@@ -26,11 +26,11 @@ from laurel.run.options import (
     ConfigOption,
     ExportOptions,
     JudgeOption,
+    LocalScorerOptions,
     ModelOption,
     Overrides,
     PlanOptions,
     PreferenceSetOption,
-    ScorerOptions,
     ServeOptions,
     SweepOptions,
     sets_column,
@@ -152,7 +152,7 @@ def score_command(
     ] = None,
     as_json: JsonOption = False,
     *,
-    options: ScorerOptions,
+    options: LocalScorerOptions,
 ) -> None:
     """Score conversations with a reward model.
 
@@ -169,7 +169,11 @@ def score_command(
     # Words that set a key may stand before the file, or without one.
     words = [file, *(overrides or [])]
     file = next((word for word in words if not sets_column(word)), "-")
-    columns = column_overrides([word for word in words if word != file], or_bad_rows=True)
+    columns = column_overrides(
+        [word for word in words if word != file],
+        or_bad_rows=True,
+        remedy="There is one file, and an option before it may lack its value",
+    )
     is_skip = columns.pop("on_bad_row", "error") == "skip"
     exit_code = run_score(
         file,
@@ -189,6 +193,8 @@ def score_command(
 
 @app.command("export")
 def export_command(
+    *,
+    options: ExportOptions,
     is_average: Annotated[
         bool,
         typer.Option(
@@ -196,8 +202,6 @@ def export_command(
             help="Write the mean of the weights of the checkpoints and runs that are named.",
         ),
     ] = False,
-    *,
-    options: ExportOptions,
 ) -> None:
     """Write a model as a plain Hugging Face directory, and test it.
 

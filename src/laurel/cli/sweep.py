@@ -161,7 +161,7 @@ def table_of(sweep: Sweep, outcomes: Sequence[TrialOutcome]) -> tuple[list[str],
         ]
         for one in outcomes
     ]
-    return ["trial", *names, "mean", "+- 95 %", "runs", "state", "seconds"], rows
+    return ["trial", *names, "mean", "95 % half width", "runs", "state", "seconds"], rows
 
 
 def _value(value: str | float | None) -> str:

@@ -129,29 +129,30 @@ def _parse_value(text: str, place: str) -> YamlNode:
 
 
 def column_overrides(
-    overrides: Sequence[str | Override], *, or_bad_rows: bool = False
+    overrides: Sequence[str | Override], *, or_bad_rows: bool = False, remedy: str = ""
 ) -> dict[str, str]:
     """Return the column names that overrides set, by their keys in the `data` section.
 
-    With `or_bad_rows`, `data.on_bad_row` may be set as well.
+    With `or_bad_rows`, `data.on_bad_row` may be set as well. `remedy` is the caller's last sentence
+    about a word that sets nothing; `{word}` in it stands for the word.
 
     Raises:
         ConfigError: An override sets another key.
     """
     columns: dict[str, str] = {}
+    more = "; or set data.on_bad_row=skip" if or_bad_rows else ""
     for one in overrides:
-        if isinstance(one, str) and "=" not in one:
+        # What looks like a key without a value is one; a file may be called data.jsonl.
+        if isinstance(one, str) and not re.match(r"[~+-]|.*=|data\.\w+_\w+$", one, re.DOTALL):
             raise ConfigError(
-                f"'{one}' is neither an option nor a column ({COLUMNS_IN_WORDS}). Rows of laurel "
-                f"eval are named as --data {one}, laurel score takes one file, and an option "
-                "before it may lack its value"
+                f"'{one}' is neither an option nor a column ({COLUMNS_IN_WORDS}{more}). "
+                + remedy.format(word=one)
             )
         said = parse_override(one) if isinstance(one, str) else one
         key = ".".join(said.keys)
         value = None if said.value is None else said.value.text or said.value.value
         is_bad_rows = or_bad_rows and key == "data.on_bad_row" and value in ("error", "skip")
         if (key not in COLUMN_KEYS and not is_bad_rows) or said.value is None:
-            more = "; or set data.on_bad_row=skip" if or_bad_rows else ""
             raise ConfigError(
                 f"{said.place}: there is no configuration here, and only the columns of rows "
                 f"can be named: {COLUMNS_IN_WORDS}{more}"

@@ -27,6 +27,9 @@ from laurel.data.steps import SEPARATOR
 from laurel.errors import DataError
 from laurel.types import Completion, Conversation, Group, Preference
 
+LABELS_STEPS = "These label each step: laurel rm trains and validates with them"
+"""Said of rows that no benchmark and no comparison of answers reads."""
+
 _TIES = "ties"
 _STYLES = 3
 RM_BENCH_SOURCES = {
@@ -168,8 +171,8 @@ def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
         hint = (
             "" if found in (None, form.name) else f". These look like rows for laurel eval {found}"
         )
-        if row is not None and _labels_steps(row):
-            hint = ". These label each step: laurel rm trains and validates with them"
+        if row is not None and found is None and _labels_steps(row):
+            hint = f". {LABELS_STEPS}"
         raise DataError(
             f"{locate(part.name, source)}: {problem.message}. A row of {form.title} is "
             f"{form.written}{hint}"
@@ -507,6 +510,8 @@ def benchmark_in(path: str, *, split: str | None) -> BenchmarkName:
             return name
     source, row = next(read_rows(path, split=split))  # no rows at all are a DataError
     found = benchmark_of(row)
+    if found is None and _labels_steps(row):
+        raise DataError(f"{locate(path, source)}: {LABELS_STEPS}")
     if found is None:
         known = "; ".join(f"{form.title}: {form.written}" for form in ON_HUB.values())
         raise DataError(

@@ -153,6 +153,9 @@ def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     rows: list[BenchmarkRow] = []
     for path in asked.data or (None,):
         preferences, report = _preferences(asked, path, on_bad_row="error")
+        for one in preferences:
+            if one.steps_GS is not None:
+                raise DataError(f"{one.group.id}: {rows_of.LABELS_STEPS}")
         left_out = [
             f"{counted(one.count, 'row')} of {report.num_read:,} left out: {reason} "
             f"(e.g. {one.examples[0]})"

@@ -260,8 +260,8 @@ SettingsOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScorerOptions:
-    """Options for how a reward model scores that this process loads."""
+class LocalScorerOptions:
+    """The options of a reward model that this process loads."""
 
     aggregate: AggregateOption = None
     max_length: MaxLengthOption = None
@@ -570,7 +570,7 @@ class ExportOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyOptions:
+class EvalPolicyOptions:
     """The options of `laurel eval policy`, besides the configuration and its overrides."""
 
     model: ModelOption = ""

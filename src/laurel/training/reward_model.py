@@ -183,6 +183,8 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             logged[f"timing/validation-{name}/total_validation_time"] = seconds
             keyed |= {f"validation-{name}_{key}": value for key, value in figures.items()}
             shown = accuracy_words(figures) or "no row has a verdict"
+            if "final_score" in figures:
+                shown = f"final_score {figures['final_score']:.4f}, {shown}"
             self.progress.message(
                 f"step {step}  validation-{benchmark.name}  {shown}", is_routine=True
             )

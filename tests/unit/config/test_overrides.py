@@ -104,10 +104,23 @@ def test_any_text_is_a_value_or_a_clear_error(text: str) -> None:
         assert override.value is not None
 
 
-@pytest.mark.parametrize("word", ["rows.jsonl", "directory"])
+@pytest.mark.parametrize("word", ["rows.jsonl", "directory", "data.jsonl"])
 def test_rows_where_columns_are_named_are_told_where_they_belong(word):
-    with pytest.raises(ConfigError, match=f"named as --data {word}, laurel score takes one file"):
-        column_overrides([word])
+    with pytest.raises(ConfigError, match=rf"on_bad_row=skip\). Rows are --data {word}$"):
+        column_overrides([word], or_bad_rows=True, remedy="Rows are --data {word}")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.prompt_key", "a value is missing: data.prompt_key=value"),
+        ("--foo", "a value is missing: --foo=value"),
+        ("~data.prompt_key", "only the columns of rows can be named"),
+    ],
+)
+def test_a_key_where_columns_are_named_is_no_file(word, message):
+    with pytest.raises(ConfigError, match=message):
+        column_overrides([word], remedy="Rows are --data {word}")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ def test_files_and_places_on_the_hub(tmp_path):
     assert benchmark_in(str(path), split=None) == "pairs"
     for name, form in ON_HUB.items():
         assert benchmark_in(form.hub[0].name, split=None) == name, "without a look at the hub"
+    path.write_text(json.dumps({"prompt": "q", "completions": ["a"], "labels": [True]}) + "\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: These label each step: laurel rm trains"):
+        benchmark_in(str(path), split=None)
     path.write_text(json.dumps({"text": "a", "label": 1}) + "\n")
     with pytest.raises(DataError, match=r"rows.jsonl:1: the columns \(text, label\) are those of"):
         benchmark_in(str(path), split=None)

@@ -116,6 +116,12 @@ def test_rows_that_label_steps_are_no_preferences(tmp_path):
         read_benchmark(PROCESS_BENCH, [write(tmp_path / "rows.jsonl", rows)])
 
 
+def test_answers_with_verdicts_are_best_of_n_whatever_their_labels(tmp_path):
+    row = {"prompt": "q", "completions": ["a", "b"], "labels": [True, True], "correct": [1, 0]}
+    with pytest.raises(DataError, match=r"These look like rows for laurel eval best-of-n$"):
+        read_benchmark(REWARD_BENCH, [write(tmp_path / "rows.jsonl", [row])])
+
+
 def test_splits_of_a_saved_data_set_and_the_benchmarks_own_parts(tmp_path, monkeypatch):
     other = {**PAIR, "id": 2, "prompt": "r"}
     monkeypatch.chdir(tmp_path)

@@ -18,7 +18,7 @@ from laurel.environments import reasoning_gym
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.run.evaluation.policy import _sets
-from laurel.run.options import PolicyOptions
+from laurel.run.options import EvalPolicyOptions
 from policy_runs import MATCHES, grpo, grpo_settings, task_data
 from runs import manifest_hashes
 
@@ -468,7 +468,7 @@ def test_prompts_that_are_too_long_are_replaced():
 )
 def test_an_evaluation_asks_what_a_run_validates(data, options):
     config = GRPORun(data={**data, "split_validation_size": 0.2})
-    (found,) = _sets(config, PolicyOptions(model="DIR", **options))
+    (found,) = _sets(config, EvalPolicyOptions(model="DIR", **options))
     assert (found.split, found.seed, found.split_validation_size) == ("validation", 7, 0.2)
     assert list(found.tasks) == ["chain_sum"]
 

@@ -198,3 +198,6 @@ def test_what_cannot_be_a_benchmark_is_told_with_its_name(tmp_path):
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     empty = refusal(benchmark="reward-bench", data_path=str(tmp_path / "empty.jsonl"))
     assert "empty.jsonl" in empty
+    steps = write(tmp_path / "steps.jsonl", [{"prompt": "q", "completions": ["a"], "labels": [1]}])
+    unranked = refusal(benchmark="pairs", data_path=steps)
+    assert "steps.jsonl:1: These label each step: laurel rm trains" in unranked

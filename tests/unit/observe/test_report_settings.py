@@ -148,6 +148,8 @@ def test_everything_of_a_run_is_on_its_page(tmp_path):
         "rm: seed: 7",
     ):
         assert words in text, words
+    assert '<td class="key"><b>margin</b></td>' in html, "not the term of that name"
+    assert '<td class="key inner">  0 to 1</td>' in html
 
 
 def test_directories_of_one_name_are_told_apart_by_what_is_above(tmp_path):

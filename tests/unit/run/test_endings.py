@@ -152,14 +152,13 @@ def test_the_accuracy_of_a_benchmark_stands_beside_its_baselines_too(tmp_path):
     figures = {"accuracy": 0.75, "longer_wins_baseline": 0.5, "bag_of_words_baseline": 0.25}
     figures["final_score"] = 0.8
     named = {f"validation-Bench/{name}": value for name, value in figures.items()}
-    told = ended(
-        tmp_path, [{"step": 20, "time": 1.0, "validation-Bench/num_rows": 8.0, **named}], width=100
-    )
-    said = " ".join(told.split())
+    before = {"validation-Bench/final_score": 0.7, "validation-Bench/accuracy": 0.4}
+    last = {"step": 20, "time": 2.0, "validation-Bench/num_rows": 8.0, **named}
+    told = ended(tmp_path, [{"step": 10, "time": 1.0, **before}, last], width=100)
     assert (
-        "final_score 0.8000 accuracy 0.7500 of 8 rows (longer answer 0.5000, bag of words 0.2500)"
-        in said
-    )
+        "validation-Bench: final_score 0.8000 (0.7000 at step 10), accuracy 0.7500 of 8 rows "
+        "(longer answer 0.5000, bag of words 0.2500), 0.4000 at step 10"
+    ) in " ".join(told.split())
 
 
 def test_a_mean_reward_stands_where_some_validations_have_no_accuracy(tmp_path):

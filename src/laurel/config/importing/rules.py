@@ -1,4 +1,8 @@
-"""Defines an import: what the source says, what becomes of its keys, and the result."""
+"""Defines an import: what the source says, what becomes of its keys, and the result.
+
+The keys of each system and what becomes of them are in the tables beside this file: openrlhf.yaml,
+trl.yaml and verl.yaml.
+"""
 
 from __future__ import annotations
 

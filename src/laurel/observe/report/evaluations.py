@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Any
 
@@ -16,11 +16,16 @@ _MAX_LIST = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTable:
-    """A small table of texts; the first column names the rows."""
+    """A small table of texts; the first column names the rows.
+
+    Names that begin with two spaces are indented on the page and on the terminal.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    headings: frozenset[int] = frozenset()
+    """The places of the rows that only head those below them."""
 
 
 def evaluation_of(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,10 +235,13 @@ def _accuracies(report: Mapping[str, Any]) -> PageTable:
             longer | {"label": "longer chosen"},
             shorter | {"label": "shorter chosen"},
         ]
+    headings = []
     for key, title in _SLICES.items():
-        rows += [{"label": title}] if report.get(key) else []
-        rows += [part["accuracy"] | {"label": f"  {part['name']}"} for part in report.get(key, [])]
-    return _rows("accuracy", columns, rows, absent="")
+        if parts := report.get(key):
+            headings.append(len(rows))
+            rows += [{"label": title}]
+            rows += [part["accuracy"] | {"label": f"  {part['name']}"} for part in parts]
+    return replace(_rows("accuracy", columns, rows, absent=""), headings=frozenset(headings))
 
 
 def _examples(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

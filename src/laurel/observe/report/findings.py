@@ -769,8 +769,6 @@ def accuracy_words(figures: Mapping[str, float]) -> str | None:
     # Only reward models are validated on pairs, and only they have these metrics.
     has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
     said = f"accuracy {accuracy:.4f}"
-    if "final_score" in figures:  # of a benchmark, such as F1
-        said = f"final_score {figures['final_score']:.4f}  {said}"
     if count is not None:
         said += f" of {counted(round(count), 'pair' if has_pairs else 'completion')}"
     elif rows is not None:
@@ -809,6 +807,9 @@ def _results(record: RunRecord) -> Iterator[str]:
         # With rewards between 0 and 1 some validations have no accuracy, and all a mean reward.
         if said is not None and len(accuracy.values) >= len(reward.values):
             found = True
+            # The score of a benchmark, such as F1, leads; checkpoints are chosen by it.
+            for final in _course(record, f"{section}/final_score", "final_score"):
+                said = f"{final}, {said}"
             since = f", {accuracy.values[0]:.4f} at step {accuracy.steps[0]:,.0f}"
             yield f"{section}: {said}" + (since if len(accuracy.values) > 1 else "")
         else:

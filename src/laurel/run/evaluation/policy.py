@@ -26,7 +26,7 @@ from laurel.run.allocation import plan_allocation
 from laurel.run.context import RunContext
 from laurel.run.grpo import check_grpo_run, load_policy_bundle
 from laurel.run.model import found_name, resolve_model
-from laurel.run.options import PolicyOptions
+from laurel.run.options import EvalPolicyOptions
 from laurel.run.specs import OPTIONS
 from laurel.run.tasks import check_answers, environments_of, needs_of
 
@@ -50,7 +50,7 @@ It leaves room for answers with a chain of thought, and fits a small GPU.
 """
 
 
-def run_eval(path: Path | None, overrides: Sequence[str], options: PolicyOptions) -> int:
+def run_eval(path: Path | None, overrides: Sequence[str], options: EvalPolicyOptions) -> int:
     """Sample answers to the tasks, grade them, and print the metrics.
 
     Args:
@@ -86,7 +86,7 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: PolicyOptions
     return 1 if figures["num_failures"] else 0
 
 
-def _room(options: PolicyOptions) -> int:
+def _room(options: EvalPolicyOptions) -> int:
     """Return the model's context length in tokens, if its local files state it."""
     try:
         said = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def _room(options: PolicyOptions) -> int:
         return LONGEST
 
 
-def _changes(options: PolicyOptions, path: Path | None) -> list[str]:
+def _changes(options: EvalPolicyOptions, path: Path | None) -> list[str]:
     """Turn the options into overrides of the configuration."""
     if not options.model and path is None:
         raise ConfigError(
@@ -115,7 +115,7 @@ def _changes(options: PolicyOptions, path: Path | None) -> list[str]:
     return changes
 
 
-def _sets(config: GRPORun, options: PolicyOptions) -> list[TaskSetConfig]:
+def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
     named = {"dataset_name": options.dataset, "data_path": options.data_path}
     given = {key: value for key, value in named.items() if value is not None}
     data = config.data
@@ -142,7 +142,7 @@ def _sets(config: GRPORun, options: PolicyOptions) -> list[TaskSetConfig]:
 
 
 def _played(
-    config: GRPORun, options: PolicyOptions, stack: ExitStack, console: Console
+    config: GRPORun, options: EvalPolicyOptions, stack: ExitStack, console: Console
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Generate and grade the answers; return the groups of rollouts and their metrics."""
     config = resolve_model(config, console)
@@ -199,7 +199,7 @@ def _played(
 
 def _result(
     config: GRPORun,
-    options: PolicyOptions,
+    options: EvalPolicyOptions,
     groups: Sequence[RolloutGroup],
     figures: Mapping[str, float],
     seconds: float,
@@ -230,7 +230,7 @@ def _result(
 def _show(
     result: Mapping[str, Any],
     groups: Sequence[RolloutGroup],
-    options: PolicyOptions,
+    options: EvalPolicyOptions,
     console: Console,
 ) -> None:
     from laurel.observe.console import completion_rows, write_completions

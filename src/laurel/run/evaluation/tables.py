@@ -143,9 +143,9 @@ def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
         console.print(Text(f"  {count:,} x {visible(reason)}", style="yellow"))
     for found in diagnostic_tables(report):
         table = new_table(found.title, *found.columns)
-        for row in found.rows:
-            first, *others = row
-            table.add_row(Text(first, style="" if any(others) else "bold"), *map(Text, others))
+        for place, (first, *others) in enumerate(found.rows):
+            style = "bold" if place in found.headings else ""
+            table.add_row(Text(first, style=style), *map(Text, others))
         print_table(console, table)
 
 
