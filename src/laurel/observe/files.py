@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TextIO, cast
@@ -160,12 +161,19 @@ def sync_directory(directory: Path) -> None:
 
 def delete_directory(directory: Path) -> None:
     """Delete a directory; log the entries that cannot be deleted."""
-    try:
-        shutil.rmtree(directory)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _log.warning("'%s' could not be deleted whole: %s", directory, error)
+    for pause in (0.1, 1.0, None):
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            if not os.path.lexists(directory):
+                return
+            # Another rank, a moment behind, may still write or rename files there.
+            if pause is None or error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                _log.warning("'%s' could not be deleted whole: %s", directory, error)
+                return
+            time.sleep(pause)
+        else:
+            return
 
 
 def is_disk_error(error: BaseException) -> bool:

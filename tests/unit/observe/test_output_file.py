@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from laurel.errors import DataError
-from laurel.observe.files import check_output, replace_file
+from laurel.observe.files import check_output, delete_directory, replace_file
 
 
 def test_a_file_is_there_when_all_is_written_and_an_error_leaves_what_was_there(tmp_path):
@@ -75,3 +75,26 @@ def test_outputs_that_cannot_be(tmp_path):
         check_output(rows, read_from=str(rows))
     check_output(tmp_path / "out", read_from=str(rows))
     check_output(rows, read_from="-")
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_directory_that_a_slower_rank_still_changes_is_deleted(
+    tmp_path, caplog, monkeypatch, is_written
+):
+    directory = tmp_path / "of_two_ranks"
+    directory.mkdir()
+    (directory / "first").touch()
+    unlink = os.unlink
+
+    def unlink_beside_another(path, **options):
+        """The other rank renames this file, or writes another one, in the same moment."""
+        monkeypatch.setattr(os, "unlink", unlink)
+        os.rename(directory / "first", directory / "renamed")
+        if is_written:
+            (directory / "first").touch()
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink_beside_another)
+    delete_directory(directory)
+    assert not directory.exists()
+    assert not caplog.records
