@@ -15,7 +15,7 @@ from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
-from laurel.observe.hub import error_with_line, import_object
+from laurel.observe.user_code import error_with_line, import_object
 from laurel.protocols import Environment
 from laurel.types import ToolSchemas
 

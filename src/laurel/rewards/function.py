@@ -22,7 +22,7 @@ from typing import Any
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError
 from laurel.models.spec import ModelSpec
-from laurel.observe.hub import import_object, member_of, own_line_of
+from laurel.observe.user_code import import_object, member_of, own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
