@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 from laurel.config.yaml_tree import nearest
 from laurel.errors import ConfigError, UserError
 
+_FORM = re.compile(r"[^.:]+(\.[^.:]+)*[.:][^.:]+(\.[^.:]+)*")
 _LAUREL = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 
@@ -53,26 +55,34 @@ def error_with_line(error: Exception) -> str:
     return text if place is None else f"{text} ({line_of(*place)})"
 
 
-def import_object(path: str, *, where: str, kind: type[UserError] = ConfigError) -> Any:
+def check_form(path: str, *, where: str, kind: type[UserError] = ConfigError) -> None:
+    """Raise an error for what is no path of an object, as `import_object` takes it."""
+    if not _FORM.fullmatch(path):
+        raise kind(f"{where}: '{path}' is not of the form module.Name or module:Name")
+
+
+def import_object(
+    path: str, *, where: str, kind: type[UserError] = ConfigError, instead: str = ""
+) -> Any:
     """Import the object at `package.module.Name` or `package.module:Name`.
 
     Args:
         path: The path.
         where: The key that holds it, with which messages begin.
         kind: The class of the error.
+        instead: What to do if there is no such module, with a semicolon before it.
 
     Raises:
-        UserError: There is no such module, it cannot be imported, or it has no such name.
+        UserError: The path does not have that form, there is no such module, it cannot be imported,
+            or it has no such name.
     """
+    check_form(path, where=where, kind=kind)
     # As with `python -m`, a module in the working directory can be named.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-    module_path, colon, tail = path.partition(":")
-    names = module_path.split(".")
-    longest = len(names) if colon else len(names) - 1
-    names += tail.split(".") if tail else []
-    if longest == 0:
-        raise kind(f"{where}: '{path}' is not of the form module.Class")
+    module_path, colon, _ = path.partition(":")
+    names = path.replace(":", ".").split(".")
+    longest = module_path.count(".") + len(colon)
     for length in range(longest, 0, -1):
         module_name = ".".join(names[:length])
         try:
@@ -83,13 +93,14 @@ def import_object(path: str, *, where: str, kind: type[UserError] = ConfigError)
                 continue
             raise kind(
                 f"{where}: module '{module_name}' cannot be imported: {error_with_line(error)}"
+                + ("; install what it imports" if missing else "")
             ) from error
         for name in names[length:]:
             found = member_of(found, name, where=where, kind=kind)
         return found
     raise kind(
         f"{where}: there is no module '{names[0]}' in the working directory ({os.getcwd()}) or "
-        "among the installed packages"
+        f"among the installed packages{instead}"
     )
 
 
@@ -101,8 +112,11 @@ def member_of(holder: Any, name: str, *, where: str, kind: type[UserError] = Con
     """
     if hasattr(holder, name):
         return getattr(holder, name)
-    own = getattr(holder, "__dict__", {}).items()
-    known = [key for key, value in own if key[0] != "_" and not isinstance(value, ModuleType)]
+    held, called = getattr(holder, "__dict__", {}).items(), getattr(holder, "__name__", holder)
+    known = {key: one for key, one in held if key[0] != "_" and not isinstance(one, ModuleType)}
+    # Of a module what it defines, unless it defines nothing: imports would hide it.
+    own = [key for key, one in known.items() if getattr(one, "__module__", None) == called]
     near = nearest(name, known)
-    hint = f"did you mean '{near}'?" if near else f"it has: {', '.join(known[:10]) or 'nothing'}"
-    raise kind(f"{where}: {getattr(holder, '__name__', holder)} has no '{name}'; {hint}")
+    listed = ", ".join((own or list(known))[:10]) or "nothing"
+    hint = f"did you mean '{near}'?" if near else f"it has: {listed}"
+    raise kind(f"{where}: {called} has no '{name}'; {hint}")

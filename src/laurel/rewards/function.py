@@ -294,7 +294,8 @@ def find_function(path: str, *, where: str) -> Function:
     if place.endswith(".py"):
         found = member_of(_from_file(place, where), name, where=said)
     else:
-        found = import_object(path, where=said)
+        instead = "; install it, or name a file (path/to/file.py:function)"
+        found = import_object(path, where=said, instead=instead)
     if not callable(found):
         raise ConfigError(f"{said}: '{name}' is {type(found).__name__}, not a function")
     function: Function = found
