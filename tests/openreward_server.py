@@ -2,7 +2,7 @@
 
 A sum is to be found with a tool that adds, and submitted; `boom` raises. The log has a line for
 each session that begins or ends, and for each prompt that is read. With `MOST` it has no more
-sessions at a time, and ends those that read the prompts of `LOST`, once each.
+sessions at a time, and ends those that read the prompts of `LOST` with its statuses, once each.
 """
 
 import random
@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 
 PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
 MOST = int(sys.argv[3]) if len(sys.argv) > 3 else None
-LOST = [] if MOST is None else [12, 4]
+LOST = {} if MOST is None else {12: 410, 4: 429}
 
 
 class Two(BaseModel):
@@ -64,8 +64,7 @@ class Sums(Environment):
     def get_prompt(self):
         _write(f"read {self.task_spec['a']}")
         if self.task_spec["a"] in LOST:
-            LOST.remove(self.task_spec["a"])
-            raise HTTPException(410, "the line is dead")
+            raise HTTPException(LOST.pop(self.task_spec["a"]), "the line is dead")
         return _text(f"What is {self.task_spec['a']} + {self.task_spec['b']}?")
 
     @tool
