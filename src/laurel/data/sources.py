@@ -27,7 +27,8 @@ from typing import IO, Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
 from laurel.errors import DataError, counted, setting_of
-from laurel.observe.hub import WITHOUT_ASKING, import_object, why_not_fetched
+from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
+from laurel.observe.user_code import import_object
 from laurel.types import Conversation, Message
 
 # --------------------------------------------------------------------------------------------------

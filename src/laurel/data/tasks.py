@@ -46,7 +46,7 @@ from laurel.data.task_formats import (
     resolve_columns,
 )
 from laurel.errors import ConfigError, DataError, counted_that, setting_of
-from laurel.observe.hub import import_object
+from laurel.observe.user_code import import_object
 from laurel.types import Message, Task
 
 # --------------------------------------------------------------------------------------------------

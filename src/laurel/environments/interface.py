@@ -24,7 +24,7 @@ from laurel.config.load import check_tree
 from laurel.config.schema_info import with_defaults
 from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.observe.hub import error_with_line, line_of
+from laurel.observe.user_code import error_with_line, line_of
 from laurel.protocols import Environment, MessageLog
 from laurel.types import EnvironmentReturn, EnvironmentSpec, RejectedTask, Task
 

@@ -42,7 +42,7 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.errors import ConfigError, LaurelError, MissingDependencyError
-from laurel.observe.hub import error_with_line
+from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 from laurel.sandbox.inside import confinement, jail, kernel, seccomp
 from laurel.sandbox.limits import available_cores

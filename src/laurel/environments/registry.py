@@ -15,7 +15,7 @@ from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
-from laurel.observe.hub import error_with_line, import_object
+from laurel.observe.user_code import check_form, error_with_line, import_object
 from laurel.protocols import Environment
 from laurel.types import ToolSchemas
 
@@ -69,7 +69,8 @@ def register_env(name: str, class_path: str) -> None:
 
     Args:
         name: The name of the environment in tasks.
-        class_path: The path `module.Class`, which is imported when the environment is created.
+        class_path: The path `module.Class` or `module:Class`, which is imported when the
+            environment is created.
 
     Raises:
         ConfigError: The name is taken, or the path does not have that form.
@@ -78,8 +79,7 @@ def register_env(name: str, class_path: str) -> None:
         raise ConfigError(
             f"an environment called '{name}' is already registered; call yours something else"
         )
-    if "." not in class_path.strip("."):
-        raise ConfigError(f"environment '{name}': '{class_path}' is not of the form module.Class")
+    check_form(class_path, where=f"environment '{name}'")
     _registered[name] = class_path
 
 

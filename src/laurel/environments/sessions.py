@@ -39,7 +39,7 @@ from laurel.environments.interface import (
 )
 from laurel.errors import ConfigError, EngineError, EnvironmentFailedError, WorkerError, counted
 from laurel.generation.waiting import BackgroundLoop
-from laurel.observe.hub import error_with_line
+from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 from laurel.types import ToolSchemas
 

@@ -32,7 +32,7 @@ from laurel.environments.interface import (
 )
 from laurel.errors import ConfigError, MissingDependencyError
 from laurel.models.tool_calls import FORMS, CallForm, form_of, needed_form
-from laurel.observe.hub import error_with_line
+from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 
 if TYPE_CHECKING:

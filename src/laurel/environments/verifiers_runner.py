@@ -36,7 +36,7 @@ from verifiers.v1.utils.loaders import default_harness_id, load_environment, res
 from laurel.config.environments import VerifiersEnvironmentConfig
 from laurel.errors import ConfigError, WorkerError
 from laurel.models.tool_calls import MalformedCall, ReadCall
-from laurel.observe.hub import error_with_line, line_of
+from laurel.observe.user_code import error_with_line, line_of
 from laurel.protocols import MessageLog
 
 # Their loader reads it: it holds one harness.

@@ -40,7 +40,7 @@ class BackgroundLoop:
             if not self._is_closed:
                 return asyncio.run_coroutine_threadsafe(work, self.loop)
         work.close()
-        raise EngineError("the engine was closed")
+        raise EngineError(f"{self._thread.name} was closed")
 
     def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the loop and block until its result.
@@ -62,7 +62,7 @@ class BackgroundLoop:
             if not self._is_closed:
                 return Running(self.loop, work)
         work.close()
-        raise EngineError("the engine was closed")
+        raise EngineError(f"{self._thread.name} was closed")
 
     async def run_to_end(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the loop to its end, even where the caller is cancelled.
@@ -87,16 +87,17 @@ class BackgroundLoop:
             limit: Seconds for the whole call; None: no limit.
 
         Returns:
-            False if the loop was closed before.
+            False if the loop was closed before, whose end it awaits too.
 
         Raises:
             TimeoutError: The limit passed, because something blocks the loop.
         """
         with self._closing:
-            if self._is_closed:
-                last.close()
-                return False
-            self._is_closed = True
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            last.close()
+            self._thread.join(limit)
+            return False
         ending = asyncio.run_coroutine_threadsafe(_finish(last, patience), self.loop)
         ending.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
         try:

@@ -423,15 +423,16 @@ class RolloutSource:
         return self._background.wait_for(bounded())
 
     def close(self) -> None:
-        """Cancel the rollouts and end the thread; repeated calls have no effect."""
+        """Cancel the rollouts and end the thread; a call that was interrupted can be repeated."""
         with self._ending:
-            if self._is_stopped:
-                return
-            # A copy: a thread that waits removes what is cancelled.
-            self._drop([ahead.future for ahead in tuple(self._ahead)])
-            self._is_stopped = True
-        self._background.close(self._end(), patience=0.0)
-        self._rollouts.close()
+            try:
+                if not self._is_stopped:
+                    # A copy: a thread that waits removes what is cancelled.
+                    self._drop([ahead.future for ahead in tuple(self._ahead)])
+                    self._is_stopped = True
+                self._background.close(self._end(), patience=0.0)
+            finally:
+                self._rollouts.close()
 
     async def _end(self) -> None:
         await cancel_others(1.0)

@@ -22,7 +22,7 @@ from typing import Any
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError
 from laurel.models.spec import ModelSpec
-from laurel.observe.hub import import_object, member_of, own_line_of
+from laurel.observe.user_code import import_object, member_of, own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
@@ -294,7 +294,8 @@ def find_function(path: str, *, where: str) -> Function:
     if place.endswith(".py"):
         found = member_of(_from_file(place, where), name, where=said)
     else:
-        found = import_object(path, where=said)
+        instead = "; install it, or name a file (path/to/file.py:function)"
+        found = import_object(path, where=said, instead=instead)
     if not callable(found):
         raise ConfigError(f"{said}: '{name}' is {type(found).__name__}, not a function")
     function: Function = found

@@ -19,7 +19,12 @@ from typing import Literal
 from laurel.sandbox.grading import grade
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 from laurel.sandbox.tiers import LAYERS, Tier
-from laurel.sandbox.zygote_process import SandboxLostError, SandboxStartError, ZygoteProcess
+from laurel.sandbox.zygote_process import (
+    BoundedZygote,
+    SandboxLostError,
+    SandboxStartError,
+    ZygoteProcess,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +293,9 @@ def try_canary(canary: EscapeAttempt, zygote: ZygoteProcess, world: World) -> Si
     code = canary.code
     for name, value in world.facts().items():
         code = code.replace(f"{{{name}}}", value)
-    result = grade(SandboxJob(code=code, limits=canary.limits), zygote, tier="", attempt=1)
+    result = grade(
+        SandboxJob(code=code, limits=canary.limits), BoundedZygote(zygote, None), tier="", attempt=1
+    )
     outside = world.noticed()
     if outside:
         return Sighting(canary, False, f"outside there was {outside}")

@@ -12,7 +12,7 @@ from laurel.sandbox.comparison import same_output, same_output_as, same_value, s
 from laurel.sandbox.inside import plain_data
 from laurel.sandbox.inside.calls import EXIT_CODES
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult, Status, TestResult
-from laurel.sandbox.zygote_process import ProcessOutcome, ZygoteProcess
+from laurel.sandbox.zygote_process import BoundedZygote, ProcessOutcome
 
 _SIGKILL, _SIGXCPU, _SIGXFSZ, _SIGSYS = 9, 24, 25, 31
 _STATUS_OF_EXIT_CODE = {code: Status(name) for name, code in EXIT_CODES.items()}
@@ -37,7 +37,7 @@ class _Graded:
     shown: ProcessOutcome
 
 
-def grade(job: SandboxJob, runner: ZygoteProcess, *, tier: str, attempt: int) -> SandboxResult:
+def grade(job: SandboxJob, runner: BoundedZygote, *, tier: str, attempt: int) -> SandboxResult:
     """Run a job and grade it.
 
     Args:
@@ -100,12 +100,12 @@ def status_of(outcome: ProcessOutcome, limits: Limits) -> Status:
 # ---------------------------------------------------------------------------------- script, stdio
 
 
-def _script(job: SandboxJob, runner: ZygoteProcess) -> _Graded:
+def _script(job: SandboxJob, runner: BoundedZygote) -> _Graded:
     outcome = _run_script(job, runner, job.stdin, job.limits)
     return _Graded(status_of(outcome, job.limits), (), [outcome], outcome)
 
 
-def _stdio(job: SandboxJob, runner: ZygoteProcess) -> _Graded:
+def _stdio(job: SandboxJob, runner: BoundedZygote) -> _Graded:
     def run(test: Any, limits: Limits) -> tuple[TestResult, list[ProcessOutcome]]:
         outcome = _run_script(job, runner, test.stdin, limits)
         status = status_of(outcome, limits)
@@ -158,7 +158,7 @@ def _one_by_one(
 
 
 def _run_script(
-    job: SandboxJob, runner: ZygoteProcess, stdin: str, limits: Limits
+    job: SandboxJob, runner: BoundedZygote, stdin: str, limits: Limits
 ) -> ProcessOutcome:
     header = {"kind": "script", "prelude": job.prelude}
     return runner.one(header, _bytes(job.code), limits=limits, stdin=_bytes(stdin))
@@ -172,7 +172,7 @@ def _overall(results: Sequence[TestResult]) -> Status:
 # -------------------------------------------------------------------------------------------- call
 
 
-def _call(job: SandboxJob, runner: ZygoteProcess) -> _Graded:
+def _call(job: SandboxJob, runner: BoundedZygote) -> _Graded:
     tests = [test for test in job.tests if isinstance(test, CallTest)]
     calls = plain_data.dumps([(list(test.args), dict(test.kwargs)) for test in tests])
     header = {"kind": "call", "entry": job.entry, "prelude": job.prelude}
@@ -231,7 +231,7 @@ def _status_named(name: Any) -> Status:
 # ------------------------------------------------------------------------------------------- tests
 
 
-def _tests(job: SandboxJob, runner: ZygoteProcess) -> _Graded:
+def _tests(job: SandboxJob, runner: BoundedZygote) -> _Graded:
     """Grade by tests that run in another sandbox than the program.
 
     The end of the program's process only explains why the tests got no answer.

@@ -10,19 +10,20 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import Self
 
 from laurel.sandbox.control_group import GroupPlace
 from laurel.sandbox.grading import grade
-from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
+from laurel.sandbox.jobs import SandboxJob, SandboxResult, Status
 from laurel.sandbox.limits import available_memory
 from laurel.sandbox.tiers import Tier
 from laurel.sandbox.zygote_process import (
     END_SECONDS,
-    ProcessOutcome,
+    BoundedZygote,
     SandboxLostError,
     SandboxStartError,
+    TimeIsUpError,
     ZygoteProcess,
 )
 
@@ -243,8 +244,8 @@ def _result(state: _State, zygote: ZygoteProcess, item: _Waiting) -> SandboxResu
         item.share = share
         until = time.monotonic() + share
     try:
-        return _attempt(state, _Bounded(zygote, until), item)
-    except _TimeIsUpError:
+        return _attempt(state, BoundedZygote(zygote, until), item)
+    except TimeIsUpError:
         if share is None:
             return failed_result(item.job, state.tier, "the deadline came while it ran")
         item.attempts = 0
@@ -265,52 +266,7 @@ def _share_of_time(state: _State, item: _Waiting) -> float | None:
     return share if share < left else None
 
 
-class _TimeIsUpError(Exception):
-    """Raised if the deadline of a call stopped a program before the program's own time limit."""
-
-
-class _Bounded:
-    """Runs programs until a deadline, then raises `_TimeIsUpError`."""
-
-    def __init__(self, runner: ZygoteProcess, until: float | None) -> None:
-        self._runner = runner
-        self._until = until
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def one(self, *args: Any, limits: Limits, **options: Any) -> ProcessOutcome:
-        """Run a program, as `ZygoteProcess` does."""
-        bounded, is_shorter = self._bounded(limits)
-        outcome = self._runner.one(*args, limits=bounded, **options)
-        self._check(is_shorter, outcome)
-        return outcome
-
-    def pair(
-        self, *args: Any, limits: Limits, **options: Any
-    ) -> tuple[ProcessOutcome, ProcessOutcome]:
-        """Run tests with a program, as `ZygoteProcess` does."""
-        bounded, is_shorter = self._bounded(limits)
-        found = self._runner.pair(*args, limits=bounded, **options)
-        self._check(is_shorter, *found)
-        return found
-
-    def _bounded(self, limits: Limits) -> tuple[Limits, bool]:
-        if self._until is None:
-            return limits, False
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise _TimeIsUpError
-        if left >= limits.wall_s:
-            return limits, False
-        return replace(limits, wall_s=left), True
-
-    def _check(self, is_shorter: bool, *outcomes: ProcessOutcome) -> None:
-        if is_shorter and any(outcome.ended_by == "wall" for outcome in outcomes):
-            raise _TimeIsUpError
-
-
-def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
+def _attempt(state: _State, runner: BoundedZygote, item: _Waiting) -> SandboxResult:
     """Run a job; if the sandbox fails, try once more, and then return a failure."""
     job, reason, tier = item.job, CLOSED, state.tier
     while item.attempts < ATTEMPTS:
@@ -322,8 +278,8 @@ def _attempt(state: _State, runner: _Bounded, item: _Waiting) -> SandboxResult:
             if not tier.layers <= runner.layers:
                 missing = ", ".join(sorted(tier.layers - runner.layers))
                 raise SandboxStartError(f"it has lost a layer that it had: {missing}")
-            return grade(job, cast(ZygoteProcess, runner), tier=tier.value, attempt=item.attempts)
-        except _TimeIsUpError:
+            return grade(job, runner, tier=tier.value, attempt=item.attempts)
+        except TimeIsUpError:
             raise
         except (SandboxLostError, SandboxStartError) as error:
             reason = str(error)

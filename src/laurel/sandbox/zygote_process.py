@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +377,51 @@ class ZygoteProcess:
             with contextlib.suppress(OSError):  # a program's own account may own its files
                 remove_box(self._scratch)
             self._scratch = None
+
+
+class TimeIsUpError(Exception):
+    """Raised if the deadline of a call stopped a program before the program's own time limit."""
+
+
+class BoundedZygote:
+    """Runs programs in a zygote until a deadline, then raises `TimeIsUpError`."""
+
+    def __init__(self, runner: ZygoteProcess, until: float | None) -> None:
+        self._runner = runner
+        self._until = until
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def one(self, *args: Any, limits: Limits, **options: Any) -> ProcessOutcome:
+        """Run a program, as `ZygoteProcess` does."""
+        bounded, is_shorter = self._bounded(limits)
+        outcome = self._runner.one(*args, limits=bounded, **options)
+        self._check(is_shorter, outcome)
+        return outcome
+
+    def pair(
+        self, *args: Any, limits: Limits, **options: Any
+    ) -> tuple[ProcessOutcome, ProcessOutcome]:
+        """Run tests with a program, as `ZygoteProcess` does."""
+        bounded, is_shorter = self._bounded(limits)
+        found = self._runner.pair(*args, limits=bounded, **options)
+        self._check(is_shorter, *found)
+        return found
+
+    def _bounded(self, limits: Limits) -> tuple[Limits, bool]:
+        if self._until is None:
+            return limits, False
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeIsUpError
+        if left >= limits.wall_s:
+            return limits, False
+        return replace(limits, wall_s=left), True
+
+    def _check(self, is_shorter: bool, *outcomes: ProcessOutcome) -> None:
+        if is_shorter and any(outcome.ended_by == "wall" for outcome in outcomes):
+            raise TimeIsUpError
 
 
 def own_interpreter() -> str:

@@ -7,6 +7,8 @@ from laurel.data.preferences import own_validation_preferences
 from laurel.errors import DataError
 
 MODULE = '''
+from collections import Counter, OrderedDict
+
 class TaskDataSpec:
     def __init__(self, task_name, prompt_file=None, system_prompt_file=None):
         self.task_name = task_name
@@ -127,10 +129,12 @@ def test_the_prompt_files_of_a_task_are_used(load, tmp_path):
         ("my_row.BySplit", "there is no module 'my_row' in the working directory"),
         (
             "my_broken.Rows",
-            r"'my_broken' cannot be imported: .*'a_package_nobody_has' \(my_b",
+            r"'a_package_nobody_has' \(my_broken.py:1\); install what it imports",
         ),
         ("my_syntax.Rows", "module 'my_syntax' cannot be imported: SyntaxError"),
-        ("my_rows:", "is a module"),
+        ("my_rows:", "'my_rows:' is not of the form module.Name or module:Name"),
+        (":Rows", "':Rows' is not of the form"),
+        ("my_rows.xyz", "my_rows has no 'xyz'; it has: TaskDataSpec, row, BySplit, Rows"),
     ],
 )
 def test_what_cannot_be_used_is_named(load, name, part):

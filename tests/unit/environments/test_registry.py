@@ -132,8 +132,9 @@ def test_a_name_can_be_registered_once():
         register_env("registered_in_a_test", "elsewhere.Constant")
     with pytest.raises(ValueError, match="'math' is already registered"):
         register_env("math", "elsewhere.Math")
-    with pytest.raises(ConfigError, match=r"not of the form module\.Class"):
-        register_env("another", "Constant")
+    for path in ("Constant", ".Constant", "module:"):
+        with pytest.raises(ConfigError, match=r"not of the form module\.Name or module:Name"):
+            register_env("another", path)
 
 
 def test_an_unknown_name_lists_the_known_ones():

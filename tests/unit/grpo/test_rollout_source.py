@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
@@ -261,6 +262,36 @@ def test_closing_in_the_middle_of_drawing_leaves_nothing(_: int, threads_take_tu
         source.close()
         waiting.join(timeout=60)
         assert not waiting.is_alive(), "whoever waits is told"
+
+
+def test_a_close_that_was_interrupted_can_be_repeated() -> None:
+    ended = []
+
+    async def interrupts() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            await asyncio.sleep(0.3)
+            ended.append(True)
+
+    async def begin(work: AsyncIterator[None]) -> None:
+        await anext(work)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with source_of(ScriptedGenerator(lambda r: [(0, Say("a")), (1, Say("b"))])) as source:
+            work = interrupts()
+            source.take(0)
+            source.wait_for(begin(work))
+            with pytest.raises(KeyboardInterrupt):
+                source.close()
+            source.close()
+            assert ended
+            with pytest.raises(EngineError, match="rollouts was closed"):
+                source.take(1)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_engine_that_never_answers_is_given_up() -> None:

@@ -375,7 +375,8 @@ def test_closing_kills_the_processes_in_mid_call(in_processes, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
+        ("no_such_module_here:f", "or name a file (path/to/file.py:function)"),
+        ("os.:f", "'os.:f' is not of the form module.Name or module:Name"),
         ("os.path:jion", "os.path:jion: posixpath has no 'jion'; did you mean 'join'?"),
         ("os.path:sep", "'sep' is str, not a function"),
         ("{dir}/nothing.py:f", "there is no file"),

@@ -33,7 +33,7 @@ from laurel.models.forest.attention import (
     AttentionPlan,
     ForestPlan,
 )
-from laurel.observe.hub import import_object
+from laurel.observe.user_code import import_object
 
 Split = Literal["colwise", "rowwise", "per_head"]
 PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
