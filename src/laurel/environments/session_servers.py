@@ -32,9 +32,7 @@ from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, f
 from laurel.types import ToolSchemas
 
 _FULL = "CAPACITY_REACHED"  # what a server of OpenEnv calls it
-_FULL_STATUS = (
-    429  # what one of the Open Reward Standard answers, as it does beyond a limit of requests
-)
+_FULL_STATUS = 429  # what one of the Open Reward Standard answers, as beyond a limit of requests
 _OPENINGS_AT_A_TIME = 8  # sessions that are begun at a time to read prompts, at most
 _CODE = re.compile(r"\(code: (\w+)\)\s*$")
 _GONE_STATUS = frozenset({404, 410, 502, 503, 504})
