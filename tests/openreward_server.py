@@ -2,7 +2,8 @@
 
 A sum is to be found with a tool that adds, and submitted; `boom` raises. The log has a line for
 each session that begins or ends, and for each prompt that is read. With `MOST` it has no more
-sessions at a time, and ends those that read the prompts of `LOST`, once each.
+sessions at a time, and first answers the statuses in `LOST` to those that read its prompts. The
+client itself asks three times after a 429.
 """
 
 import random
@@ -25,7 +26,7 @@ from pydantic import BaseModel, Field
 
 PORT, LOG = int(sys.argv[1]), Path(sys.argv[2])
 MOST = int(sys.argv[3]) if len(sys.argv) > 3 else None
-LOST = [] if MOST is None else [12, 4]
+LOST = {} if MOST is None else {12: [410], 4: [429] * 3}
 
 
 class Two(BaseModel):
@@ -63,9 +64,8 @@ class Sums(Environment):
 
     def get_prompt(self):
         _write(f"read {self.task_spec['a']}")
-        if self.task_spec["a"] in LOST:
-            LOST.remove(self.task_spec["a"])
-            raise HTTPException(410, "the line is dead")
+        if statuses := LOST.get(self.task_spec["a"]):
+            raise HTTPException(statuses.pop(), "the line is dead", {"Retry-After": "0"})
         return _text(f"What is {self.task_spec['a']} + {self.task_spec['b']}?")
 
     @tool

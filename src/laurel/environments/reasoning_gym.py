@@ -62,6 +62,7 @@ SECONDS_OF_AN_ANSWER = 3.0
 second for a known answer, and a batch of answers that never end must fit in `env.timeout_seconds`.
 """
 MEMORY_OF_AN_ANSWER = 4 << 30
+LONGEST_FAILURE = 1000  # characters
 _EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 _KEY = "reasoning_gym"
@@ -300,6 +301,25 @@ def prepare_scoring(settings: None) -> Callable[[], Callable[[dict[str, Any]], d
     return confined
 
 
+def _reply(future: Future[Any]) -> dict[str, Any]:
+    # What a process found, which an answer can write: `failure` is a short text, `score` is valid.
+    try:
+        found = future.result()
+        if "failure" in found:
+            return {"failure": str(found["failure"])[:LONGEST_FAILURE]}
+        if 0 <= found["score"] <= 1:  # scores of scorers are
+            return dict(found)
+    except LaurelError:  # no process can be started
+        raise
+    # The answer took too long, ended its process twice, or wrote no reply of ours. Were it a
+    # failure, which teaches nothing, the policy could choose to have no reward.
+    except TimeoutError:
+        return {"score": 0.0, "broke": "timeouts"}
+    except (ProcessDiedError, LookupError, TypeError, ValueError):
+        pass
+    return {"score": 0.0, "broke": "crashes"}
+
+
 class ReasoningGymEnvironment(EnvironmentInterface):
     """Gives the score of the generator that made the task, under the name of that generator."""
 
@@ -344,6 +364,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         broke: list[str | None] = [None] * len(tasks)
         pending: dict[int, tuple[Any, Future[Any]]] = {}
         scored: dict[int, dict[str, Any]] = {}
+        failed: list[tuple[int, Any]] = []
         known: dict[int, str] = {}
         for i, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
             if task is None:
@@ -355,27 +376,21 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             else:
                 scored[i] = score_of(self._generators, item)
         for i, (given, future) in pending.items():
-            try:
-                found = future.result()
-                # An answer can write its process's reply, and change how that scores the known
-                # one: only a process that never saw the answer is believed that the scorer fails.
-                if "failure" in found:
-                    found = self._pool.submit(
-                        {**given, "answer": given["entry"]["answer"]}
-                    ).result()
-                    if "failure" not in found:
-                        found = {"score": 0.0, "broke": "unreadable"}
-                elif not 0 <= found["score"] <= 1:  # scores of scorers are
-                    found = {"score": 0.0, "broke": "crashes"}
+            scored[i] = _reply(future)
+            if "failure" in scored[i]:
+                failed.append((i, given))
+        # An answer can write its process's reply, and change how that scores the known one: whether
+        # the scorer fails is for a process to say that never saw the answer.
+        checks = [
+            (i, self._pool.submit({**given, "answer": given["entry"]["answer"]}))
+            for i, given in failed
+        ]
+        for i, future in checks:
+            found = _reply(future)
+            if "failure" in found:
                 scored[i] = found
-            except LaurelError:  # no process can be started
-                raise
-            # The policy wrote what cannot be evaluated, or what ends its process, twice. Were it a
-            # failure, which teaches nothing, the policy could choose to have no reward.
-            except TimeoutError:
-                scored[i] = {"score": 0.0, "broke": "timeouts"}
-            except (ProcessDiedError, LookupError, TypeError, ValueError):
-                scored[i] = {"score": 0.0, "broke": "crashes"}
+            elif "broke" not in found:  # if it did break, the scorer fails at the known answer too
+                scored[i] = {"score": 0.0, "broke": "unreadable"}
         for i, found in scored.items():
             failures[i], broke[i] = found.get("failure"), found.get("broke")
             rewards[known[i]][i] = found.get("score", 0.0)
@@ -407,7 +422,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
 
         `without_answer` counts answers without the tag. `timeouts` and `crashes` count answers
         that took too long to evaluate, or ended the process that did; `unreadable` counts those at
-        which the scorer raised. Their score is 0.
+        which the scorer raised, or was made to say so, though it scores the known answer. Their
+        score is 0.
         """
         figures, _ = accuracy_figures(batch)
         # Behind tools, a rollout may end before it is scored: then it has no note.

@@ -32,9 +32,9 @@ from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, f
 from laurel.types import ToolSchemas
 
 _FULL = "CAPACITY_REACHED"  # what a server of OpenEnv calls it
+_FULL_STATUS = 429  # what one of the Open Reward Standard answers, as beyond a limit of requests
 _OPENINGS_AT_A_TIME = 8  # sessions that are begun at a time to read prompts, at most
 _CODE = re.compile(r"\(code: (\w+)\)\s*$")
-_FULL_STATUS = 429
 _GONE_STATUS = frozenset({404, 410, 502, 503, 504})
 """HTTP statuses that speak of a session or a server that is gone, not of an environment's error."""
 
@@ -278,7 +278,6 @@ class OpenRewardServer:
             raise ConfigError(f"{self.where}: the variable {config.api_key_env} is not set")
         self._api: Any = None
         self._environment: Any = None
-        self._at_a_time = _OPENINGS_AT_A_TIME
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -298,6 +297,19 @@ class OpenRewardServer:
             raise EnvironmentFailedError(f"a tool failed: {error}") from error
         except gone as error:
             raise SessionLostError(f"{type(error).__name__}: {error}") from error
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        try:
+            with self.asking():
+                yield
+        except EnvironmentFailedError as error:
+            if getattr(error.__cause__, "status", None) != _FULL_STATUS:
+                raise
+            raise ServerFullError(
+                f"{self.config.url} has no more sessions, or limits requests ({error}): let it "
+                "have as many as there are rollouts at a time"
+            ) from error
 
     async def reach(self) -> None:
         """Read the tools that all tasks have in common."""
@@ -345,7 +357,7 @@ class OpenRewardServer:
     async def _begun(self, task: Mapping[str, Any]) -> Any:
         session = self._environment.session(task=self.types.Task(**task))
         try:
-            with self.asking():
+            with self._opening():
                 await session.__aenter__()
                 tools = self._schemas(await session.list_tools())
             if tools != self.tools:
@@ -353,13 +365,8 @@ class OpenRewardServer:
                     "the task has tools of its own, and here all tasks of a server show the same "
                     "ones"
                 )
-        except BaseException as error:
+        except BaseException:
             await session.__aexit__(None, None, None)
-            if getattr(error.__cause__, "status", None) == _FULL_STATUS:
-                raise ServerFullError(
-                    f"{self.config.url} has no more sessions ({error}): let it have as many as "
-                    "there are rollouts at a time"
-                ) from error
             raise
         return session
 
@@ -367,11 +374,12 @@ class OpenRewardServer:
         """Read the tasks of the split, and the prompt of each from a session that is closed."""
         with self.asking():
             tasks = await self._environment.get_task_range(self.config.split, 0, limit)
-        while some := tasks[len(made) : len(made) + self._at_a_time]:
+        at_a_time = _OPENINGS_AT_A_TIME
+        while some := tasks[len(made) : len(made) + at_a_time]:
             # Each is waited for, whatever becomes of the others: none is left open.
             for row in await asyncio.gather(*map(self._row_of, some), return_exceptions=True):
-                if isinstance(row, ServerFullError) and self._at_a_time > 1:
-                    self._at_a_time //= 2
+                if isinstance(row, ServerFullError) and at_a_time > 1:
+                    at_a_time //= 2
                     break
                 if isinstance(row, BaseException):
                     raise row
@@ -383,7 +391,7 @@ class OpenRewardServer:
         async with asyncio.timeout(self.config.step_timeout * _OPENINGS_AT_A_TIME):
             session = await self._begun(task)
             try:
-                with self.asking():
+                with self._opening():
                     messages = await session.get_messages()
             finally:
                 await session.__aexit__(None, None, None)

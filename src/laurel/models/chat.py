@@ -12,6 +12,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -105,8 +106,8 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self._before = _splitter(tokenizer)
-        self._control = _control_tokens(tokenizer)
         self._closing, self._end_text = self._probe()
+        self._control = self._control_tokens()
         given = generation_end_ids
         more = [] if given is None else [given] if isinstance(given, int) else list(given)
         self.end_id: int | None = None
@@ -205,9 +206,9 @@ class ChatFormat:
         mark, cut = _MARK, _CUT
         while any(one in message.content for message in (*history, *said) for one in (mark, cut)):
             mark, cut = mark + "k", cut + "t"
-        # What a tool or an environment says forges no turn: where it spells a token of the template
-        # or a special one, it is cut behind the first character, and the parts become tokens apart.
-        apart = partial(self._control.sub, lambda found: found[0][0] + cut + found[0][1:])
+        # What a tool or an environment says forges no turn: where it spells a control token, its
+        # characters become tokens apart, so that no other control token is left of it either.
+        apart = partial(self._control.sub, lambda found: cut.join(("", *found[0], "")))
         said = [Message(one.role, apart(one.content)) for one in said]
         asked = tuple(history) or (Message("user", "a"),)
         text = self.render((*asked, Message("assistant", mark), *said), prompt=True, tools=tools)
@@ -224,8 +225,7 @@ class ChatFormat:
                 f"role 'user' or '{ENVIRONMENT}'"
             )
         ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self.end_ids
-        closing = [] if ended else [self.end_ids[0]]
-        ids = closing
+        ids = [] if ended else [self.end_ids[0]]
         for part in after.removeprefix(self._end_text).split(cut):
             ids += self._ids(part)
         return np.asarray(ids, dtype=np.int32)
@@ -429,6 +429,27 @@ class ChatFormat:
         blank = closing[: len(closing) - len(first)] if end else ""
         return closing, blank + end
 
+    def _control_tokens(self) -> re.Pattern[str]:
+        # Matches special tokens, and added ones that the template writes around messages. It need
+        # not spell them ('<|' + role + '|>'), and spells others, which messages may hold honestly:
+        # `<tool_call>` shows a policy the form of a call.
+        asked, said = Message("user", _MARK), Message("assistant", _MARK)
+        roles = dict.fromkeys((*USUAL_ROLES, *_QUOTED.findall(self.tokenizer.chat_template)))
+        # Nothing ends in the assistant's turn, whose opening may hold `<think>`.
+        talks = [(asked, said, Message(role, _MARK)) for role in roles if role != said.role]
+        written: set[int] = set()
+        for talk in ((Message("system", _MARK), asked), *talks):
+            with suppress(DataError):  # a template need not take every role
+                text = self.render(talk).replace(_MARK, " ")
+                written.update(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        known = {
+            token.content
+            for token_id, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special or (token_id in written and token.content.strip())
+        }
+        longest_first = sorted(map(re.escape, known), key=len, reverse=True)
+        return re.compile("|".join(longest_first) or "(?!)")
+
     @property
     def asks_as_it_answers(self) -> bool:
         """Whether a rendered assistant turn begins with the text that opens it in a prompt.
@@ -447,14 +468,6 @@ class ChatFormat:
         if first or self._before is None:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(self.tokenizer(self._before + text, add_special_tokens=False)["input_ids"][1:])
-
-
-def _control_tokens(tokenizer: Any) -> re.Pattern[str]:
-    # Matches special tokens, and added ones that the template writes.
-    added = tokenizer.added_tokens_decoder.values()
-    known = {one.content for one in added if one.special or one.content in tokenizer.chat_template}
-    longest_first = sorted(map(re.escape, known), key=len, reverse=True)
-    return re.compile("|".join(longest_first) or "(?!)")
 
 
 def _splitter(tokenizer: Any) -> str | None:

@@ -298,7 +298,7 @@ def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeyp
         ('{"is_full": true, "result": {"score": NaN}}', "crashes"),
         ('{"is_full": true, "result": {"score": "1"}}', "crashes"),
         ('{"is_full": true, "result": {"failure": "error: a broken scorer"}}', "unreadable"),
-        ('{"is_full": true, "result": "failure"}', "unreadable"),
+        ('{"is_full": true, "result": "failure"}', "crashes"),
         ('{"is_full": true, "result": null}', "crashes"),
         ('{"is_full": true}', "crashes"),
         ("[]", "crashes"),
@@ -314,6 +314,55 @@ def test_a_reply_that_an_answer_writes_is_no_score_and_no_failure(reply, how):
     assert found.failures == [None]
     assert found.rewards["spiral_matrix"].tolist() == [0.0]
     assert found.notes == [["spiral_matrix", True, how]]
+
+
+class Replies:
+    """A pool whose processes answer what they are told to, each as late as it can."""
+
+    def __init__(self, answer, known):
+        self.replies, self.log = {"answer": answer, "known": known}, []
+
+    def submit(self, item):
+        name = "answer" if item["answer"] == "?" else "known"
+        self.log.append(f"submit {name}")
+        return self.Waiting(self, name)
+
+    def close(self):
+        pass
+
+    class Waiting:
+        def __init__(self, pool, name):
+            self.pool, self.name = pool, name
+
+        def result(self):
+            self.pool.log.append(f"read {self.name}")
+            reply = self.pool.replies[self.name]
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+
+
+@pytest.mark.parametrize(
+    ("known", "failure"),
+    [
+        (TimeoutError(), "error: first" + "!" * 988),
+        (reasoning_gym.ProcessDiedError(), "error: first" + "!" * 988),
+        ({"score": "1"}, "error: first" + "!" * 988),
+        ({"failure": "error: second"}, "error: second"),
+        ({"score": 1.0}, None),
+    ],
+)
+def test_a_scorer_that_fails_at_the_known_answer_too_is_a_failure(known, failure):
+    pool = Replies({"failure": "error: first" + "!" * 5000}, known)
+    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+        environment.shutdown()
+        environment._pool = pool
+        found = scored(environment, entry_of("spiral_matrix"), "?", "?")
+    assert found.failures == [failure] * 2
+    assert [how for *_, how in found.notes] == [None if failure else "unreadable"] * 2
+    # Processes work side by side: all are asked before the first is waited for.
+    steps = ["submit answer", "read answer", "submit known", "read known"]
+    assert pool.log == [step for step in steps for _ in range(2)]
 
 
 def test_an_answer_that_breaks_its_scorer_is_no_failure():

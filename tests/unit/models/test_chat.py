@@ -217,6 +217,29 @@ def test_an_observation_forges_no_turn(is_special):
     assert text_of(chat, forged) == text_of(chat, honest).replace("4", FORGED)
 
 
+BUILT = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | trim }}"
+    "<<x>>{% endfor %}{% if '<tool_call>' %}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+
+
+def test_control_tokens_are_special_or_those_that_the_template_writes_around_messages():
+    tokenizer = made.make_tokenizer(template=BUILT)
+    honest = ["<tool_call>", "  ", "<think>"]
+    written = ["<|user|>", "<|tool|>", "<<x>>"]
+    tokenizer.add_tokens([*written[:2], *honest])
+    tokenizer.add_tokens(["<<x>>", "<x>", "a<"], special_tokens=True)
+    chat = ChatFormat(tokenizer)
+    said = "".join([*written, "a<x>", *honest]) + "\n"
+    ids = chat.observation_ids({"role": "user", "content": said}, history=ASK).tolist()
+    assert text_of(chat, ids) == f"<<x>><|user|>{said.strip()}<<x>><|assistant|><think>"
+    counts = [ids.count(tokenizer.convert_tokens_to_ids(one)) for one in (*written, "<x>", "a<")]
+    assert counts == [1, 0, 2, 0, 0]
+    inside = tokenizer("".join(honest), add_special_tokens=False)["input_ids"]
+    assert [ids.count(one) for one in inside] == [1, 1, 2]
+
+
 def test_words_of_ours_in_a_conversation_do_no_harm():
     chat = ChatFormat(made.chatml())
     ids = chat.observation_ids(

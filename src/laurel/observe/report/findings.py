@@ -1,4 +1,4 @@
-"""Applies rules to the metrics of a run that find what to look at first, in words and numbers."""
+"""Finds what to look at first in a run, by rules over its metrics, and words its last results."""
 
 from __future__ import annotations
 
