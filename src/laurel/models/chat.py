@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -107,7 +107,6 @@ class ChatFormat:
         self.template_kwargs = dict(template_kwargs or {})
         self._before = _splitter(tokenizer)
         self._closing, self._end_text = self._probe()
-        self._control = self._control_tokens()
         given = generation_end_ids
         more = [] if given is None else [given] if isinstance(given, int) else list(given)
         self.end_id: int | None = None
@@ -429,7 +428,8 @@ class ChatFormat:
         blank = closing[: len(closing) - len(first)] if end else ""
         return closing, blank + end
 
-    def _control_tokens(self) -> re.Pattern[str]:
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
         # Matches special tokens, and added ones that the template writes around messages. It need
         # not spell them ('<|' + role + '|>'), and spells others, which messages may hold honestly:
         # `<tool_call>` shows a policy the form of a call.
