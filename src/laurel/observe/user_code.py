@@ -104,19 +104,28 @@ def import_object(
     )
 
 
-def member_of(holder: Any, name: str, *, where: str, kind: type[UserError] = ConfigError) -> Any:
+def member_of(
+    holder: Any, name: str, *, where: str, kind: type[UserError] = ConfigError, called: str = ""
+) -> Any:
     """Return what has this name in a module or a class.
+
+    Args:
+        holder: The module or the class.
+        name: The name.
+        where: The key that holds it, with which messages begin.
+        kind: The class of the error.
+        called: What messages call the holder. Default: its name.
 
     Raises:
         UserError: It has no such name; the message says which is the nearest, or what there is.
     """
     if hasattr(holder, name):
         return getattr(holder, name)
-    held, called = getattr(holder, "__dict__", {}).items(), getattr(holder, "__name__", holder)
+    held, module = getattr(holder, "__dict__", {}).items(), getattr(holder, "__name__", holder)
     known = {key: one for key, one in held if key[0] != "_" and not isinstance(one, ModuleType)}
     # Of a module what it defines, unless it defines nothing: imports would hide it.
-    own = [key for key, one in known.items() if getattr(one, "__module__", None) == called]
+    own = [key for key, one in known.items() if getattr(one, "__module__", None) == module]
     near = nearest(name, known)
     listed = ", ".join((own or list(known))[:10]) or "nothing"
     hint = f"did you mean '{near}'?" if near else f"it has: {listed}"
-    raise kind(f"{where}: {called} has no '{name}'; {hint}")
+    raise kind(f"{where}: {called or module} has no '{name}'; {hint}")

@@ -292,7 +292,7 @@ def find_function(path: str, *, where: str) -> Function:
     place, _, name = path.rpartition(":")
     said = f"{where}={path}"
     if place.endswith(".py"):
-        found = member_of(_from_file(place, where), name, where=said)
+        found = member_of(_from_file(place, where), name, where=said, called=place)
     else:
         instead = "; install it, or name a file (path/to/file.py:function)"
         found = import_object(path, where=said, instead=instead)

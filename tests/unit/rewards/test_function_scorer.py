@@ -381,6 +381,7 @@ def test_closing_kills_the_processes_in_mid_call(in_processes, tmp_path):
         ("os.path:sep", "'sep' is str, not a function"),
         ("{dir}/nothing.py:f", "there is no file"),
         ("{dir}/broken.py:f", "cannot be run: ZeroDivisionError"),
+        ("{dir}/short.py:ff", "/short.py has no 'ff'; did you mean 'f'?"),
         ("{dir}/short.py:f", "cannot be called with data_source, solution_str, ground_truth"),
     ],
 )
