@@ -473,11 +473,14 @@ def _drawing(
     each = key_value_bytes(shape, role.mesh, compute_bytes=width)
     weights = (width if drawing.uses_vllm else MASTER_BYTES) * shape.num_parameters
     weights //= role.mesh.group_size
+    rounded = 0 if drawing.uses_vllm or width == MASTER_BYTES else width * shape.num_parameters
     needed = plan.batch("generation").tokens * each
     if drawing.uses_vllm and device_memory is not None:
         pool = int(drawing.memory_share * device_memory)
         needed = max(drawing.longest * each, pool - weights)
     parts = {"weights": weights, "keys and values": needed}
+    if rounded:
+        parts["rounded weights"] = rounded // role.mesh.group_size
     if drawing.conversation_bytes:
         parts["keys and values between turns"] = drawing.conversation_bytes
     return parts

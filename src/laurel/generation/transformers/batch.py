@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from laurel.errors import EngineError
+from laurel.generation.transformers.rounded_weights import rounded_weights
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
 from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeptTokens, KeyValueStore
@@ -124,7 +125,12 @@ class ContinuousBatch:
             self.conversations.clear()
         self._stamp_of_cached = before
         try:
-            with torch.inference_mode(), self.model.autocast(), self._products(self.model):
+            with (
+                torch.inference_mode(),
+                self.model.autocast(),
+                rounded_weights(self.model),
+                self._products(self.model),
+            ):
                 yield
         finally:
             for module in in_training:
