@@ -126,7 +126,7 @@ class ContinuousBatch:
         self._stamp_of_cached = before
         try:
             with (
-                torch.inference_mode(),
+                self.model.without_gradients(),
                 self.model.autocast(),
                 rounded_weights(self.model),
                 self._products(self.model),
@@ -313,14 +313,14 @@ class ContinuousBatch:
             self._store.remove_prompt(ticket.prompt)
         ticket.prompt = ticket.hidden_1D = ticket.copied_prompt = None
 
-    @torch.inference_mode()
     def abort(self, ticket: Ticket) -> None:
         """Remove the unfinished completions of a request."""
         if self._partial is ticket:
             self._partial = None
-        for slot in [slot for slot, row in self._rows.items() if row.ticket is ticket]:
-            self._drop(slot)
-        self._forget_prompt(ticket)
+        with self.model.without_gradients():
+            for slot in [slot for slot, row in self._rows.items() if row.ticket is ticket]:
+                self._drop(slot)
+            self._forget_prompt(ticket)
 
     def free_memory(self) -> None:
         """Free the memory of an idle batch, its conversations, and torch's cache on the device."""

@@ -29,7 +29,7 @@ def rounded_weights(model: PolicyModel) -> Iterator[None]:
     layers = _layers(model) if model.lowers_precision else []
     try:
         for layer in layers:
-            layer.rounded = layer.weight.detach().to(model.precision)  # type: ignore[assignment]
+            layer.rounded = layer.weight.detach().to(model.precision)
             layer.__class__ = _RoundedLinear
         if model.lowers_precision and model.device.type != "cpu":
             model.rounded_head_VD = model.head.weight.detach().to(model.precision)

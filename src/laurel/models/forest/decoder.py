@@ -83,9 +83,11 @@ class Decoder(nn.Module):
         return self.weights_dtype == torch.float32 and self.precision != torch.float32
 
     def without_gradients(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context without gradients, in inference mode unless the model is sharded."""
-        # In inference mode a sharded model could not write the weights that it gathers.
-        return torch.inference_mode() if self.mesh is None else torch.no_grad()
+        """Return a context without gradients; on a CPU, inference mode."""
+        # In inference mode a sharded model could not write the weights that it gathers. What a GPU
+        # compiles would have a third variant, beside those with and without gradients.
+        is_plain = self.mesh is None and self.device.type == "cpu"
+        return torch.inference_mode() if is_plain else torch.no_grad()
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[None]:
