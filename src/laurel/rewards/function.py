@@ -364,7 +364,7 @@ def served_arguments(function: Function, config: FunctionConfig, *, where: str) 
         from laurel.models.loading.pretrained import find_tokenizer
 
         name = served["reward_model_tokenizer"]
-        served["reward_model_tokenizer"] = find_tokenizer(ModelSpec(name=name))
+        served["reward_model_tokenizer"] = find_tokenizer(ModelSpec(name=name), pad_may_end=True)
     return served
 
 

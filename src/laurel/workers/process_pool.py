@@ -199,10 +199,10 @@ class _Processes:
                 # anything, but does not let the process live longer.
                 with suppress(OSError, EOFError, ValueError, RecursionError):
                     reply = _receive(process.link)
-            # Only the reply to this item: another one would shift all that follow.
-            is_own = isinstance(reply, dict) and reply.get("number") == number
-            if not is_own or not {"result", "is_full"} <= reply.keys():
+            if not isinstance(reply, dict) or not {"result", "is_full"} <= reply.keys():
                 reply = None
+            # That of another item would shift all that follow.
+            reply = reply if reply is not None and reply.get("number") == number else None
             is_used_up = number == self._spec.items_of_a_life
             if reply is None or is_used_up or reply["is_full"]:
                 self.end(process)
