@@ -23,6 +23,7 @@ from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import RolloutStats, described
 from laurel.observe.console import completion_text, shorten_middle
 from laurel.observe.files import replace_file
+from laurel.observe.forks import ForkGuard
 from laurel.observe.health import (
     FAILURES,
     LENGTH_CORRELATION,
@@ -231,7 +232,8 @@ def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Itera
     # Any exception can come out of an environment's own code: the message names it.
     failed = f"the environment {environment!r} could not {doing} its batch"
     try:
-        yield
+        with ForkGuard():
+            yield
     except EnvironmentFailedError as error:
         raise EnvironmentFailedError(f"{failed}: {error}") from error
     except Exception as error:

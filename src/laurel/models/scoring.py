@@ -23,7 +23,15 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from laurel.errors import CheckpointError, DataError, ModelError, key_of, speaking, terms_in_use
+from laurel.errors import (
+    CheckpointError,
+    DataError,
+    ModelError,
+    key_of,
+    setting_of,
+    speaking,
+    terms_in_use,
+)
 from laurel.models.tokenizer import (
     bind_variables,
     close_ends,
@@ -621,11 +629,16 @@ def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
     return limit
 
 
-def check_rendering(contract: ScoringContract) -> None:
+def check_rendering(contract: ScoringContract, *, own_pad: int | None = None) -> None:
     """Check the template of a contract by a sample conversation.
 
     The template must render every message. If the score is read from the last token, that token
     must not be the padding token.
+
+    Args:
+        contract: The contract.
+        own_pad: The padding token of a model that was trained elsewhere, which transformers looks
+            for to find the last token; None if it does not matter.
 
     Raises:
         ModelError: A message does not appear in the text that would be scored, or other programs
@@ -641,6 +654,14 @@ def check_rendering(contract: ScoringContract) -> None:
             f"the chat template ends a conversation with the padding token "
             f"{contract.tokenizer.pad_token!r}: other programs would read this model's score one "
             f"token too early. Name another: {key_of('policy.tokenizer.pad_token')}=..."
+        )
+    if rules.pooled == "last" and last == own_pad:
+        token = contract.tokenizer.convert_ids_to_tokens(last)
+        named = setting_of("policy.tokenizer.pad_token", repr(contract.tokenizer.pad_token))
+        raise ModelError(
+            f"the model's config.json pads with {token!r}, which also ends every conversation, so "
+            "transformers reads its score from the token before, and Laurel would read it from the "
+            f"last. If it was trained to be read there, say so by naming its padding: {named}"
         )
 
 
