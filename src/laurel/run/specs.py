@@ -47,6 +47,7 @@ def model_spec(policy: PolicyConfig) -> ModelSpec:
         tokenizer=policy.tokenizer,
         head=policy.reward_model_cfg,
         precision=policy.precision,
+        compile=policy.compile,
         reads_forests=policy.sequence_packing.enabled,
         logprob_chunk_size=(
             policy.logprob_chunk_size

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from laurel.config.policy import ScratchConfig, TokenizerConfig
 from laurel.errors import ConfigError, ModelError, key_of, setting_of
 from laurel.models.forest.attention import FOREST
+from laurel.models.forest.compiled import chooses_to_compile, compile_layers
 from laurel.models.forest.decoder import Decoder, Path
 from laurel.models.parallel.tensor import (
     decoder_layers,
@@ -281,12 +282,31 @@ def compute_dtype(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
 
 
 def finalize_model(
-    model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
+    model: Decoder,
+    spec: ModelSpec,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    notes: list[str],
 ) -> None:
-    """Move a model to its device, or shard it over a mesh if there is one.
+    """Move a model to its device, or shard it over a mesh if there is one, and compile its layers.
 
     Activation checkpointing is enabled if `spec` asks for it.
+
+    Args:
+        model: The model, whose weights are loaded.
+        spec: The specification of the model.
+        device: The device that computes.
+        mesh: The mesh over which the model is sharded; None: this process has the whole model.
+        notes: Receives the reason if the layers should be compiled and cannot.
     """
+    _place(model, spec, device, mesh)
+    if chooses_to_compile(spec.compile, device) and (reason := compile_layers(model)):
+        notes.append(f"{key_of('policy.compile')}: the layers are not compiled, because {reason}")
+
+
+def _place(
+    model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
+) -> None:
     network = model.network
     if spec.activation_checkpointing:
         recompute_activations(network)

@@ -433,7 +433,7 @@ def load_reward_model(
             classifier = with_adapters(classifier, spec.lora, resume_from, trains_head=True)
     precision = compute_dtype(spec, weights_dtype)
     model = RewardModel(classifier, head_name=head_name, path=path, precision=precision)
-    finalize_model(model, spec, device, mesh)
+    finalize_model(model, spec, device, mesh, notes)
     if read.has_new_head and resume_from is None:
         notes.append("the reward head is new and random: its scores mean nothing before training")
     return LoadedRewardModel(
