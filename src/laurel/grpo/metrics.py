@@ -24,6 +24,7 @@ from laurel.grpo.judging import RolloutStats, described
 from laurel.models.plain_contents import FOREIGN_MARK
 from laurel.observe.console import completion_text, shorten_middle
 from laurel.observe.files import replace_file
+from laurel.observe.forks import ForkGuard
 from laurel.observe.health import (
     CONTROL_TOKENS,
     FAILURES,
@@ -252,7 +253,8 @@ def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Itera
     # Any exception can come out of an environment's own code: the message names it.
     failed = f"the environment {environment!r} could not {doing} its batch"
     try:
-        yield
+        with ForkGuard():
+            yield
     except EnvironmentFailedError as error:
         raise EnvironmentFailedError(f"{failed}: {error}") from error
     except Exception as error:

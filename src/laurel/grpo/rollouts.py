@@ -30,6 +30,7 @@ from laurel.grpo.judging import (
     RolloutStats,
     copy_reward_to_duplicates,
     keeps_conversations,
+    level_rounding,
     parts_to_judge,
     together,
     worth_separate_call,
@@ -287,6 +288,7 @@ class Rollouts:
             self._end_conversations(context, rollouts)
         if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
+        level_rounding(rollouts)
         group = RolloutGroup(
             id=context.group_id,
             task=task,

@@ -478,12 +478,13 @@ def load_contract(
     tokenizer = find_tokenizer(spec)
     hf_config = read_config(spec, name)
     has_new_head = for_training and not _is_classifier(hf_config)
+    pad_id = hf_config.get_text_config().pad_token_id
     hf_config.num_labels = _num_outputs(spec)
     factory = _factory(spec)
     with torch.device("meta"):  # its modules show how it pools
         classifier = factory.from_config(hf_config, trust_remote_code=spec.trust_remote_code)
     agree_on_padding(classifier, tokenizer, teaches_padding=False)
-    read = _Read(classifier, has_new_head=has_new_head)
+    read = _Read(classifier, has_new_head=has_new_head, pad_id=pad_id)
     contract = _contract(
         spec,
         tokenizer,
@@ -505,13 +506,14 @@ class _Read:
     """A classifier that was created or loaded, and where its reward head comes from.
 
     `strange_weights` names the weights in the files that the classifier lacks, except those of a
-    language-model head.
+    language-model head. `pad_id` is the padding token of the model's own configuration.
     """
 
     classifier: Any
     has_new_head: bool
     strange_weights: tuple[str, ...] = ()
     foreign: ValueHead | None = None
+    pad_id: int | None = None
 
 
 def _from_files(
@@ -531,7 +533,7 @@ def _from_files(
             f"laurel export --model {source} --output DIR"
         )
     is_theirs = foreign is not None and resume_from is None
-    tokenizer = find_tokenizer(spec, resume_from=resume_from, pad_may_end=is_theirs)
+    tokenizer = find_tokenizer(spec, resume_from=resume_from, pad_may_end=is_theirs, notes=notes)
     if foreign is not None and resume_from is None:
         foreign.settle_tokenizer(tokenizer, notes)
     return tokenizer, _load(spec, source, dtype, mesh, seed, foreign)
@@ -573,6 +575,7 @@ def _load(
     hf_config = read_config(spec, name)
     refuse_hub_name(name, hf_config)
     is_classifier = _is_classifier(hf_config)
+    pad_id = hf_config.get_text_config().pad_token_id
     hf_config.num_labels = _num_outputs(spec)
     model, info = read_weights(
         _factory(spec), spec, name, hf_config, dtype, may_be_empty=mesh is not None
@@ -596,7 +599,7 @@ def _load(
     if has_new_head:
         _init_head(model, seed)
     strange = tuple(foreign_heads(info["unexpected_keys"]))
-    return _Read(model, has_new_head, strange, foreign)
+    return _Read(model, has_new_head, strange, foreign, pad_id)
 
 
 def _factory(spec: ModelSpec) -> Any:
@@ -723,5 +726,7 @@ def _contract(
             f"the chat template prints the date; it is pinned to {contract.rules.pinned_date}, or "
             "scores would change from day to day"
         )
-    check_rendering(contract)
+    reads_by_padding = foreign is None and not read.has_new_head
+    is_named = spec.tokenizer.pad_token not in (None, "auto")
+    check_rendering(contract, own_pad=read.pad_id if reads_by_padding and not is_named else None)
     return contract if foreign is None else contract.with_rules(**foreign.statistics())
