@@ -101,8 +101,8 @@ class PlainContents:
         shown = "a part of a control token" if spelled is None else f"the control token {spelled!r}"
         raise DataError(
             f"a message holds {shown}, and the chat template changes the message, so that it "
-            "cannot be distinguished from the template's own. Remove it from the message, or choose "
-            "a template that writes messages as they are"
+            "cannot be distinguished from the template's own. Remove it from the message, or "
+            "choose a template that writes messages as they are"
         )
 
     def plain(self, text: str) -> PlainText:
