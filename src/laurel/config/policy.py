@@ -131,9 +131,9 @@ class TokenizerConfig(Section):
     template itself."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables given to the template at every rendering, e.g. `{enable_thinking: false}`."""
-    pad_token: Annotated[str | None, MAY_CHANGE] = None
-    """The padding token; `auto` picks one that never ends a sequence. Null keeps the tokenizer's
-    own or picks one if there is none, and refuses the end-of-sequence token."""
+    pad_token: Annotated[str | None, MAY_CHANGE] = "auto"
+    """The padding token. `auto`: the tokenizer's own; one that ends no sequence is picked if there
+    is none, or if a reward model's is the end-of-sequence token. Null refuses that one."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod

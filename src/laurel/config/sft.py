@@ -94,7 +94,7 @@ class SFTPolicyConfig(PolicyConfig):
     max_total_sequence_length: int = Field(default=1024, ge=2)
     """Longest conversation in tokens."""
     logprob_chunk_size: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null: about 16M logits."""
+    """Tokens whose logits are in memory at a time; null: 16M logits on a CPU, 268M on a GPU."""
     optimizer: OptimizerCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 5e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},

@@ -289,6 +289,7 @@ def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) ->
         truncation_side=config.data.truncation_side,
         texts=tuple(preference_texts(data.train)) if config.policy.scratch is not None else (),
         resume_from=context.resume_from,
+        for_training=True,
     )
     return load_trained_model(context, load=load, seed=config.rm.seed)
 
