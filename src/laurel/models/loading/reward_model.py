@@ -35,7 +35,14 @@ from laurel.models.loading.pretrained import (
 )
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.parallel.weights import refuse_unspreadable
-from laurel.models.scoring import FILE_NAME, ScoringContract, StepRules, check_rendering
+from laurel.models.scoring import (
+    FILE_NAME,
+    FORMAT,
+    OLD_CONTENTS,
+    ScoringContract,
+    StepRules,
+    check_rendering,
+)
 from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import first_line, render, settle_padding
 from laurel.types import Message
@@ -366,6 +373,7 @@ def load_reward_model(
     resume_from: Path | None = None,
     mesh: DeviceMesh | None = None,
     keeps_bias: bool = False,
+    for_training: bool = False,
 ) -> LoadedRewardModel:
     """Load a reward model, or create one with random weights.
 
@@ -383,6 +391,8 @@ def load_reward_model(
             arguments.
         keeps_bias: Whether to keep the bias of a head that another framework saved (`ValueHead`).
             The bias adds the same number to every score. Laurel's checkpoints cannot store it.
+        for_training: Whether a run trains the model. Where it begins, the contract of a reward
+            model that an earlier version saved becomes one of this version.
 
     Raises:
         ModelError: The model cannot give a reward, or is unsafe to load.
@@ -405,7 +415,16 @@ def load_reward_model(
     head_name = _head_name(read.classifier)
     path = take_path(read.classifier, spec, notes, pools_itself=head_name is None)
     name = str(resume_from or spec.name)
-    contract = _contract(spec, tokenizer, name, read, max_length, truncation_side, notes)
+    contract = _contract(
+        spec,
+        tokenizer,
+        name,
+        read,
+        max_length,
+        truncation_side,
+        notes,
+        begins_training=for_training and resume_from is None,
+    )
     with torch.random.fork_rng(devices=[], enabled=mesh is not None):
         if mesh is not None:
             torch.manual_seed(seed)  # new adapters are alike on every rank
@@ -466,7 +485,16 @@ def load_contract(
         classifier = factory.from_config(hf_config, trust_remote_code=spec.trust_remote_code)
     agree_on_padding(classifier, tokenizer, teaches_padding=False)
     read = _Read(classifier, has_new_head=has_new_head, pad_id=pad_id)
-    contract = _contract(spec, tokenizer, name, read, max_length, truncation_side, notes)
+    contract = _contract(
+        spec,
+        tokenizer,
+        name,
+        read,
+        max_length,
+        truncation_side,
+        notes,
+        begins_training=for_training,
+    )
     return contract, notes
 
 
@@ -628,6 +656,8 @@ def _contract(
     max_length: int,
     truncation_side: Literal["left", "right"],
     notes: list[str],
+    *,
+    begins_training: bool,
 ) -> ScoringContract:
     directory = Path(base)
     classifier, foreign = read.classifier, read.foreign
@@ -651,6 +681,10 @@ def _contract(
                 "the model brings its own contract: conversations of more than "
                 f"{rules.max_length:,} tokens {rules.overlong}, as it was trained"
             )
+        if begins_training:
+            return contract.with_rules(format=FORMAT)
+        if not rules.has_plain_contents:
+            notes.append(OLD_CONTENTS)
         return contract
     positions = num_positions(classifier.config)
     if positions is not None and _head_name(classifier) is None:
