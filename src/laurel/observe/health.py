@@ -33,6 +33,7 @@ REPETITION = "train/completions/repetition"
 TRUNCATION = "train/truncation_rate"
 ZERO_SPREAD = "train/frac_reward_zero_std"
 FAILURES = "train/completions/failure_share"
+CONTROL_TOKENS = "train/completions/control_token_share"
 READ = frozenset(
     {
         REWARD,
@@ -43,6 +44,7 @@ READ = frozenset(
         TRUNCATION,
         ZERO_SPREAD,
         FAILURES,
+        CONTROL_TOKENS,
     }
 )
 """The metrics that the rules read, besides those that the configuration names."""
@@ -56,14 +58,14 @@ BEFORE_A_JUMP = 4
 VALIDATIONS = 3
 """The number of validations whose median is checked: few, because each uses the same tasks."""
 SIZES = ("num_samples", "num_problems_in_batch")
-"""The metrics of an environment that count its completions of a step, and their problems.
-
-Completions of one problem are alike, so that a step is worth fewer independent draws than it has
-completions, and more than it has problems: their geometric mean is assumed."""
+"""The metrics of an environment that count its completions of a step, and their problems."""
+ALIKE = 0.5
+"""The correlation that is assumed between the scores of completions of one problem: the more it
+has, the fewer independent draws is each worth (the design effect of clustered samples)."""
 DRAWS = 25.0
-"""The draws that a step is assumed to be worth where these metrics are missing."""
+"""The draws that a step is assumed to be worth where its size is not known."""
 ASSUMED = 4
-"""The number of differences between steps that outweighs this assumption."""
+"""The number of differences between steps that weigh as much as these assumptions."""
 _OF_MEMBER = re.compile(r"(env/.+/part/)(.+)/(?:mean|std)")
 
 
@@ -259,9 +261,11 @@ class History:
         before = values[: len(values) - but_last]
         if not all(0.0 <= value <= 1.0 for value in values):
             return noise_of(before)
-        sizes = [self.latest(size)[-1:] for size in self._sizes_of_gold()]
-        draws = math.sqrt(math.prod(size[0] for size in sizes)) if all(sizes) else 0.0
-        return noise_of(before, draws=draws or DRAWS)
+        samples, problems = (self.latest(size)[-1:] for size in self._sizes_of_gold())
+        if not samples or not problems or not 0.0 < problems[0] <= samples[0]:
+            return noise_of(before, draws=DRAWS)
+        effect = 1.0 + ALIKE * (samples[0] / problems[0] - 1.0)
+        return noise_of(before, draws=samples[0] / effect)
 
     def baseline(self, name: str) -> Baseline | None:
         """Return the baseline of a metric, from the first steps before the latest window.
@@ -459,7 +463,7 @@ def _gold_fell(history: History, peak: Level, count: int) -> AlarmFinding | None
     has_left = away is None or before is None or away >= before
     # As in a test of two shares, noise is that of the level of both together.
     both = (peak.gold * peak.count + level.gold * count) / (peak.count + count)
-    chance = config.gold_spreads * noise.at(both) * each
+    chance = config.num_spreads * noise.at(both) * each
     threshold = peak.gold - max(config.gold_drop * abs(peak.gold), chance)
     text = (
         f"{name} has been {_of(peak.gold)} and is {_of(level.gold)} now, while the reward went "
@@ -607,6 +611,12 @@ def truncation(history: History) -> AlarmFinding | None:
     return _risen(history, TRUNCATION, history.config.truncation_rise, what, "cut_off")
 
 
+def control_tokens(history: History) -> AlarmFinding | None:
+    """Check whether more completions spell control tokens, which would forge a turn to a judge."""
+    what = "share of completions that spell a control token as text"
+    return _risen(history, CONTROL_TOKENS, history.config.control_token_rise, what, "best")
+
+
 def keeps_format(history: History) -> AlarmFinding | None:
     """Check whether fewer completions have the required format."""
     config, name = history.config, history.config.format_metric
@@ -704,6 +714,7 @@ RULES: Mapping[Alarm, Callable[[History], AlarmFinding | None]] = MappingProxyTy
         "length_bias": length_bias,
         "repetition": repetition,
         "truncation": truncation,
+        "control_tokens": control_tokens,
         "format": keeps_format,
         "zero_spread_groups": zero_spread_groups,
         "ensemble": ensemble,

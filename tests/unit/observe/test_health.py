@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from laurel.config.grpo import Alarm, HealthConfig
 from laurel.observe.health import (
+    CONTROL_TOKENS,
     FAILURES,
     LENGTH,
     LENGTH_CORRELATION,
@@ -71,6 +72,7 @@ DRIFTS: list[tuple[str, str, float, float, float, float]] = [
     (LENGTH, "length", 10, 5, 6.6, 6.7),
     (REPETITION, "repetition", 0.1, 0.35, 0.31, 0.29),
     (TRUNCATION, "truncation", 0.0, 0.3, 0.21, 0.19),
+    (CONTROL_TOKENS, "control_tokens", 0.0, 0.2, 0.06, 0.04),
 ]
 SAME = ("metric", "alarm", "first", "later", "leap", "almost")
 
@@ -169,22 +171,22 @@ def test_gold_that_falls_while_the_reward_rises():
 
 
 def test_chance_of_a_fall_is_that_of_two_shares():
-    """64 completions of 16 problems are 32 draws, of which 0.5 are right, then none.
+    """64 completions of 16 problems are 64 / (1 + 0.5 x 3) = 25.6 draws: half right, then none.
 
-    Both together 0.25; with half a draw more 8.5 of 33, which has the deviation 0.437. Over the
-    root of 32 that is 0.0773, times the root of 1/1 + 1/1 and 4.5 it is 0.492, and 0.5 more.
-    With 0.02 instead of none it is 0.498, and 0.48 less.
+    Both together 0.25; with half a draw more 6.9 of 26.6, whose deviation is 0.438. Over the root
+    of 25.6 that is 0.0866, times the root of 1/1 + 1/1 and 4 it is 0.490, and 0.5 is more.
+    With 0.02 instead of none it is 0.496, and 0.48 is less.
     """
     (event,) = events(measured([0.5, 0.0], samples=64, problems=16))
     assert event.step == 2
-    assert event.finding.threshold == pytest.approx(0.5 - 0.492, abs=0.001)
+    assert event.finding.threshold == pytest.approx(0.5 - 0.490, abs=0.001)
     assert told(measured([0.5, 0.02], samples=64, problems=16)) == []
     assert told(measured([0.5, 0.02, 0.0], samples=64, problems=16)) != [], "two steps are enough"
     assert told(measured([0.5, 0.0], samples=32, problems=16)) == [], "half as many are not"
 
 
 def test_a_single_step_of_gold_that_was_better_by_chance_is_no_peak():
-    """The mean of the first three, 0.5 less 2 x 0.05, surely is more than 0.55 less 2 x 0.09."""
+    """0.55 less 2 x 0.1 is less than the mean of three, 0.5, less 2 x 0.046."""
     watching = alarms(baseline_steps=10)
     for n, row in enumerate(measured([0.55, 0.47, 0.48], samples=64, problems=16)):
         watching.see(n, row)
@@ -338,6 +340,7 @@ def bad_history():
         LENGTH_CORRELATION: (0.1, 0.9),
         REPETITION: (0.0, 0.5),
         TRUNCATION: (0.0, 0.9),
+        CONTROL_TOKENS: (0.0, 0.9),
         ZERO_SPREAD: (0.1, 1.0),
         FAILURES: (0.0, 0.9),
         FORMAT: (1.0, 0.1),
@@ -359,6 +362,7 @@ NEEDS: dict[str, set[str]] = {
     "length_bias": {LENGTH, LENGTH_CORRELATION},
     "repetition": {REPETITION},
     "truncation": {TRUNCATION},
+    "control_tokens": {CONTROL_TOKENS},
     "format": {FORMAT},
     "zero_spread_groups": {ZERO_SPREAD},
     "ensemble": {f"{PART}left/mean", f"{PART}left/std", f"{PART}right/mean"},
