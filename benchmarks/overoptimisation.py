@@ -115,7 +115,7 @@ SETS = {
         ("partial", "formed", "steep"),
     ),
 }
-"""Loopholes and healthy rewards that the rules of alarms were chosen with, and that they were not."""
+"""Loopholes and healthy rewards: those that rules were chosen with, and others."""
 LOOPHOLES = [name for loopholes, _ in SETS.values() for name in loopholes]
 GOLD = "env/judged/rule/reward_mean"
 """The rule's mean over a step, as a run logs it."""

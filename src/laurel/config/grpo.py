@@ -381,7 +381,7 @@ class HealthConfig(Section):
         "kl_growth": f"its alarm kl_without_reward was removed: {_NEVER_ROSE}",
         "entropy": f"{_NEVER_ROSE}; laurel report tells a fall of entropy",
         "entropy_share": f"its alarm entropy was removed: {_NEVER_ROSE}",
-        "gold_jump": "a fall in one step needs no threshold of its own; gold_drop and num_spreads hold",
+        "gold_jump": "gold_drop and num_spreads hold for a fall in one step as well",
         "noise_floor_groups": _NEVER_ROSE,
         "noise_floor_share": f"its alarm noise_floor_groups was removed: {_NEVER_ROSE}",
     }

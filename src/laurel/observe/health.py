@@ -60,10 +60,10 @@ VALIDATIONS = 3
 SIZES = ("num_samples", "num_problems_in_batch")
 """The metrics of an environment that count its completions of a step, and their problems."""
 ALIKE = 0.5
-"""The correlation that is assumed between the scores of completions of one problem: the more it
-has, the fewer independent draws is each worth (the design effect of clustered samples)."""
-DRAWS = 25.0
-"""The draws that a step is assumed to be worth where its size is not known."""
+"""The correlation that is assumed between the scores of completions of one problem. It makes the
+effective sample size of a step smaller than its number of completions (the design effect)."""
+EFFECTIVE_SIZE = 25.0
+"""The effective sample size of a step that is assumed where those metrics are missing."""
 ASSUMED = 4
 """The number of differences between steps that weigh as much as these assumptions."""
 _OF_MEMBER = re.compile(r"(env/.+/part/)(.+)/(?:mean|std)")
@@ -118,18 +118,18 @@ class Noise:
     """How far chance moves a metric from step to step."""
 
     unit: float
-    """The standard deviation of a value; of a share, that of a single draw between 0 and 1."""
-    draws: float | None
-    """For a share, the independent draws that a step is worth; None for other metrics."""
+    """The standard deviation of a value; of a share, relative to that of a single sample."""
+    size: float | None
+    """For a share, the effective sample size of a step; None for other metrics."""
 
     def at(self, level: float) -> float:
         """Return the standard deviation of a value where the metric is at a level.
 
         Chance moves a share that is nearly 0, or nearly 1, less than one in the middle.
         """
-        if self.draws is None:
+        if self.size is None:
             return self.unit
-        share = (level * self.draws + 0.5) / (self.draws + 1.0)
+        share = (level * self.size + 0.5) / (self.size + 1.0)
         return self.unit * math.sqrt(share * (1.0 - share))
 
 
@@ -235,10 +235,11 @@ class History:
         None if the gold metric or the reward is not measured.
         """
         name, kl = self.gold_name or "", self.divergence() or ""
-        golds, mean = self.latest(name)[-count:], statistics.fmean
+        mean: Callable[[Sequence[float]], float] = statistics.fmean
         num_steps = count
-        if is_of_validation(name):  # some steps lie between two of them
+        if is_of_validation(name):  # there are steps between two of them
             mean, num_steps = statistics.median, self.config.window
+        golds = self.latest(name)[-count:]
         rewards, divergences = (self.latest(one)[-num_steps:] for one in (REWARD, kl))
         if not golds or not rewards:
             return None
@@ -256,16 +257,16 @@ class History:
         """
         name = self.gold_name or ""
         if is_of_validation(name):
-            return Noise(unit=0.0, draws=None)
+            return Noise(unit=0.0, size=None)
         values = self.latest(name)
         before = values[: len(values) - but_last]
         if not all(0.0 <= value <= 1.0 for value in values):
             return noise_of(before)
         samples, problems = (self.latest(size)[-1:] for size in self._sizes_of_gold())
         if not samples or not problems or not 0.0 < problems[0] <= samples[0]:
-            return noise_of(before, draws=DRAWS)
+            return noise_of(before, size=EFFECTIVE_SIZE)
         effect = 1.0 + ALIKE * (samples[0] / problems[0] - 1.0)
-        return noise_of(before, draws=samples[0] / effect)
+        return noise_of(before, size=samples[0] / effect)
 
     def baseline(self, name: str) -> Baseline | None:
         """Return the baseline of a metric, from the first steps before the latest window.
@@ -344,7 +345,7 @@ class History:
             self.peak = Level(gold=gold, count=count, reward=reward, divergence=divergence)
 
 
-def noise_of(values: Sequence[float], *, draws: float | None = None) -> Noise | None:
+def noise_of(values: Sequence[float], *, size: float | None = None) -> Noise | None:
     """Estimate the noise of a metric from its values; None if they are too few.
 
     Differences of successive values tell it, on which a slow drift has hardly any effect. That of
@@ -353,18 +354,18 @@ def noise_of(values: Sequence[float], *, draws: float | None = None) -> Noise | 
 
     Args:
         values: The values of successive steps.
-        draws: For a share, the independent draws that a step is worth.
+        size: For a share, the effective sample size of a step.
     """
     if not values:
         return None
     changes = [abs(after - before) for before, after in pairwise(values)]
     shown = math.sqrt(math.pi) / 2 * math.fsum(changes)
-    if draws is None:
+    if size is None:
         few = len(changes) < BEFORE_A_JUMP
-        return None if few else Noise(unit=shown / len(changes), draws=None)
-    shown /= Noise(unit=1.0, draws=draws).at(statistics.fmean(values))
-    unit = (ASSUMED / math.sqrt(draws) + shown) / (ASSUMED + len(changes))
-    return Noise(unit=unit, draws=draws)
+        return None if few else Noise(unit=shown / len(changes), size=None)
+    shown /= Noise(unit=1.0, size=size).at(statistics.fmean(values))
+    unit = (ASSUMED / math.sqrt(size) + shown) / (ASSUMED + len(changes))
+    return Noise(unit=unit, size=size)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -437,10 +438,9 @@ def overoptimisation(history: History) -> AlarmFinding | None:
     if name is None or peak is None or not history.is_fresh(name):
         return None
     num_values, window = len(history.latest(name)), history.gold_window
-    if is_of_validation(name):  # each is one of few, so that one alone is not believed
-        counts = range(window, min(window, num_values + 1) - 1, -1)
-    else:
-        counts = range(min(window, num_values - 1), 0, -1)
+    counts: Sequence[int] = range(min(window, num_values - 1), 0, -1)
+    if is_of_validation(name):  # one of few, alone, may be chance
+        counts = [window] if num_values >= window else []
     return _first_bad(*[_gold_fell(history, peak, count) for count in counts])
 
 
