@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 from laurel.config.data import BenchmarkName, DatasetConfig
+from laurel.data.columns import find_question, question_of, refuse_tools, with_system
 from laurel.data.preferences import DATASET_CLASSES, infer_class
 from laurel.data.sources import (
     Row,
@@ -49,7 +50,6 @@ ANSWER_LISTS = ("completions", "responses")
 """The columns that may hold a list of several answers to one prompt."""
 VERDICTS = ("correct", "passed", "is_correct")
 """The columns that may hold a list with one entry per answer: whether that answer is correct."""
-QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +342,7 @@ def best_of_n_row(row: Row) -> BenchmarkRow:
                 f"'{key}' must hold true or false for each of the {len(answers)} completions",
             )
         ranks = tuple(0 if verdict else 1 for verdict in verdicts)
-    asked = next((key for key in QUESTIONS if row.get(key) is not None), QUESTIONS[0])
+    asked = find_question(row, but=(*ANSWER_LISTS, "chosen", "rejected")) or "prompt"
     return _row(
         row,
         prompt=_said(row, asked, role="user"),
@@ -388,6 +388,8 @@ def _row(
     id_key: str = "id",
 ) -> BenchmarkRow:
     own_id = row.get(id_key)
+    refuse_tools(row)
+    prompt = with_system(row, prompt, None)
     return BenchmarkRow(
         id="" if own_id is None else str(own_id),
         group=Group(
@@ -400,7 +402,10 @@ def _row(
 
 
 def _said(row: Row, key: str, *, role: str) -> Conversation:
-    said = messages(required(row, key), role=role, what=f"'{key}'")
+    if role == "user":
+        said = question_of(row, key)
+    else:
+        said = messages(required(row, key), role=role, what=f"'{key}'")
     if not said:
         raise UnusableRow(f"'{key}' is empty", f"'{key}' is an empty list")
     return said
