@@ -1,7 +1,7 @@
 """Says what columns mean by their names, and names the columns that nothing was read from.
 
 All readers of rows share these names, so that one file is read by the same columns whatever it is
-read for: `question_of` and `with_system` make the prompt, and `UnreadColumns` compares the row with
+read for: `question_of` and `with_system` make the prompt, and `ColumnNotes` compares the row with
 what became of it.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,9 @@ from laurel.data.sources import (
     parse_transcript,
     required,
     text,
+    thoughts_key,
 )
-from laurel.errors import counted_that
+from laurel.errors import counted
 from laurel.types import Conversation, Message
 
 QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input", "context")
@@ -185,18 +187,19 @@ numbers and texts that are taken apart."""
 
 
 @dataclass(slots=True)
-class UnreadColumns:
-    """Collects the columns, and the keys in them, whose values are nowhere in what was read.
+class ColumnNotes:
+    """Notes which columns, and which keys in them, a message was made of, and which of none.
 
-    Which columns a reader asked for is not considered: a column counts as read if its texts are in
-    the messages, the functions or the metadata of the row, or if it is known by name.
+    What a reader asked for is not considered: a column counts as read if its texts are in the
+    messages, the functions or the metadata of the row, or if it is known by name.
     """
 
-    first: dict[str, str] = field(default_factory=dict)
-    """The source of the first row with each such column, by the column's path (`a.b`)."""
-    num_written: dict[str, int] = field(default_factory=dict)
-    """The number of rows with a message that looks like text of another form, by the form."""
-    first_written: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
+    """The source of the first row with each column that is nowhere in what was read."""
+    remarks: dict[str, str] = field(default_factory=dict)
+    """The source of the first row for each remark on what messages were made of."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """The number of rows of each remark."""
 
     def look(
         self,
@@ -217,9 +220,9 @@ class UnreadColumns:
             read: Columns that were read in another way.
         """
         texts = [message.content for message in said]
-        for form in dict.fromkeys(filter(None, map(looks_written, texts))):
-            self.num_written[form] = self.num_written.get(form, 0) + 1
-            self.first_written.setdefault(form, source)
+        for remark in dict.fromkeys([*_made_of(row, said), *_as_text(texts)]):
+            self.counts[remark] += 1
+            self.remarks.setdefault(remark, source)
         seen = _Texts((*texts, *others))
         for key, value in row.items():
             if key not in read:
@@ -228,7 +231,7 @@ class UnreadColumns:
     def _look(
         self, source: str, path: str, key: str, value: Any, seen: _Texts, read: Collection[str]
     ) -> None:
-        if value is None or path in self.first or path in read or value in ("", [], {}):
+        if value is None or path in self.unread or path in read or value in ("", [], {}):
             return
         if isinstance(value, Mapping):
             for inner, held in value.items():
@@ -239,22 +242,47 @@ class UnreadColumns:
         elif isinstance(value, str):
             is_tag = _MEANS_NOTHING.fullmatch(key) and len(value.split()) <= _MOST_WORDS
             if value.strip() and not is_tag and not seen.hold(value):
-                self.first[path] = source
+                self.unread[path] = source
         elif value == value and not _MEANS_NOTHING.fullmatch(key):
-            self.first[path] = source
+            self.unread[path] = source
 
     def notes(self) -> list[str]:
-        """Return what the data report says about them: one note, and one for each odd text."""
+        """Return the notes of the data report; the last names the columns that were not read."""
         notes = [
-            f"{counted_that(count, 'row', 'hold')} {form} inside a message, which is read as text "
-            f"(first in {self.first_written[form]})"
-            for form, count in self.num_written.items()
+            f"{remark}: {counted(self.counts[remark], 'row')}, the first {source}"
+            for remark, source in self.remarks.items()
         ]
-        if self.first:
-            named = ", ".join(f"'{path}'" for path in self.first)
-            source = next(iter(self.first.values()))
+        if self.unread:
+            named = ", ".join(f"'{path}'" for path in self.unread)
+            source = next(iter(self.unread.values()))
             notes.append(f"nothing is learned from {named} (first in {source})")
         return notes
+
+
+def _made_of(row: Row, said: Conversation) -> Iterator[str]:
+    """Yield what was made of columns that Laurel found by their names."""
+    for turn in said:
+        if turn.role == "system":
+            # A named column may have any name.
+            key = next((key for key, value in row.items() if value == turn.content), None)
+            if key is not None:
+                yield f"the system message is from '{key}'"
+        elif turn.role == "user":
+            for key in _DETAILS:
+                if _says(row, key) and turn.content.endswith(f"\n\n{row[key]}"):
+                    yield f"the question goes on with '{key}'"
+        elif turn.role == "assistant" and not turn.learned:
+            yield "a turn of the assistant with a weight of 0, or with train=false, is not learned"
+    for value in row.values():
+        for turn in value if is_list(value) else ():
+            key = thoughts_key(turn) if isinstance(turn, Mapping) else None
+            if key is not None:
+                yield f"thoughts from '{key}' are written as <think>...</think> before the answer"
+
+
+def _as_text(texts: Iterable[str]) -> Iterator[str]:
+    for form in filter(None, map(looks_written, texts)):
+        yield f"a message holds {form}, which is read as text"
 
 
 class _Texts:
@@ -272,8 +300,8 @@ class _Texts:
         return any(stripped in one for one in self._whole)
 
 
-def texts_in(value: Any) -> Iterable[str]:
-    """Yield the texts in a nested value, and those of JSON that a text holds."""
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a nested value, and its numbers as text."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

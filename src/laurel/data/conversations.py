@@ -17,7 +17,7 @@ from laurel.data.columns import (
     ANSWERS,
     QUESTIONS,
     READ_OTHERWISE,
-    UnreadColumns,
+    ColumnNotes,
     find_question,
     is_there,
     question_of,
@@ -90,6 +90,7 @@ def read_scoring_rows(
     columns: Mapping[str, str] | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     stdin: IO[bytes] | None = None,
+    notes: ColumnNotes | None = None,
 ) -> Iterator[ScoringRow]:
     """Yield the rows of a file or of standard input, in any format that preferences are read from.
 
@@ -98,9 +99,10 @@ def read_scoring_rows(
     Args:
         path: The file; `-` is standard input, which holds JSON lines.
         columns: The columns with other names, by the keys of the `data` section: `prompt_key`,
-            `chosen_key`, `rejected_key`.
+            `chosen_key`, `rejected_key`, `system_key`.
         on_bad_row: Whether an unreadable row is an error, or is yielded with its `problem`.
         stdin: A stream that is read in place of this process's standard input.
+        notes: Notes on the columns of the rows, which are added to.
 
     Raises:
         DataError: A row cannot be read (the message has its file and line), or there are no rows.
@@ -118,10 +120,14 @@ def read_scoring_rows(
     else:
         rows = read_rows(path, on_bad_row=complain)
     for source, row in rows:
-        where = place(source)
-        ready.append(
-            scoring_row(row, source=source, where=where, columns=columns, on_bad_row=on_bad_row)
+        read = scoring_row(
+            row, source=source, where=place(source), columns=columns, on_bad_row=on_bad_row
         )
+        ready.append(read)
+        if notes is not None and read.problem is None:
+            turns = (turn for one in read.group.completions_G for turn in one.messages)
+            numbers = ("labels", "overall_preference") if read.labelled is None else read.labelled
+            notes.look(source, row, (*read.group.prompt, *turns), read=numbers)
         # Lines before this one that hold no row are among them.
         yield from ready
         ready.clear()
@@ -486,7 +492,7 @@ def _load(
     set_name = opened.task_name or config.dataset_name or report.origin
     report.dataset_class = config.dataset_name or "conversations"
     noted: set[str] = set()
-    roles, unread = UnusualRoles(), UnreadColumns()
+    roles, columns = UnusualRoles(), ColumnNotes()
 
     def convert(source: str, row: Row) -> Dialogue:
         said, clue, class_name = _conversation(row, opened)
@@ -502,7 +508,7 @@ def _load(
         # Weights of turns are numbers, and `tools` is taken whole.
         weights = {f"{key}.{weight}" for key in row for weight in ("weight", "train")}
         read = {"tools", *weights, *READ_OTHERWISE.get(class_name, ())}
-        unread.look(source, row, checked, read=read)
+        columns.look(source, row, checked, read=read)
         return Dialogue(
             id=f"{report.name}:{source}",
             messages=checked,
@@ -512,7 +518,7 @@ def _load(
         )
 
     dialogues = opened.read(convert, report=report, on_bad_row=on_bad_row, limit=limit)
-    report.notes += roles.notes() + unread.notes()
+    report.notes += roles.notes() + columns.notes()
     if not dialogues:
         raise DataError(no_rows_left(report))
     report.describe(dialogues)

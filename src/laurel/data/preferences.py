@@ -13,7 +13,7 @@ from laurel.config.data import DatasetConfig
 from laurel.data import steps
 from laurel.data.columns import (
     READ_OTHERWISE,
-    UnreadColumns,
+    ColumnNotes,
     find_question,
     is_there,
     question_of,
@@ -205,7 +205,7 @@ class _Reading:
     num_duplicates: int = 0
     rated: set[str] = field(default_factory=set)
     roles: UnusualRoles = field(default_factory=UnusualRoles)
-    unread: UnreadColumns = field(default_factory=UnreadColumns)
+    columns: ColumnNotes = field(default_factory=ColumnNotes)
 
     def preference(self, source: str, row: Row) -> Preference:
         """Read a row, refuse it if it teaches nothing, and count what the notes are about."""
@@ -259,7 +259,9 @@ class _Reading:
         read = {key for key in row if str(key) in numbers}
         if self.attributes:
             read |= {f"completions.attributes.{name}" for name in self.attributes}
-        self.unread.look(source, row, said, read=read | READ_OTHERWISE.get(class_name, frozenset()))
+        self.columns.look(
+            source, row, said, read=read | READ_OTHERWISE.get(class_name, frozenset())
+        )
 
     def notes(self) -> list[str]:
         """Return the report's remarks on rows that were kept."""
@@ -287,7 +289,7 @@ class _Reading:
         missing = [name for name in self.attributes if name not in self.rated]
         if missing:
             notes.append(f"no row rates {', '.join(missing)}")
-        return notes + self.roles.notes() + self.unread.notes()
+        return notes + self.roles.notes() + self.columns.notes()
 
     def _class_of(self, row: Row) -> str:
         if self.class_name is None:

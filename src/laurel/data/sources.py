@@ -247,17 +247,22 @@ def message(value: Any, *, what: str) -> Message:
         content = "".join(texts)
     role = text(value["role"], what=f"a role in {what}")
     content = text(content, what=f"a turn in {what}")
-    key = next((key for key in _THOUGHTS if value.get(key)), None)
-    if key is not None:
-        thoughts = text(value[key], what=f"'{key}' in {what}").strip()
+    if (thought := thoughts_key(value)) is not None:
+        thoughts = text(value[thought], what=f"'{thought}' in {what}").strip()
         if role != "assistant":
             raise UnusableRow(
-                f"{what} holds '{key}' of another role",
-                f"{what} holds a message of role '{role}' with '{key}', which would be left out",
+                f"{what} holds '{thought}' of another role",
+                f"{what} holds a message of role '{role}' with '{thought}', which would be left "
+                "out",
             )
         if thoughts not in content:
             content = f"<think>\n{thoughts}\n</think>\n\n{content}"
     return Message(role, content, learned=_is_learned(value, what))
+
+
+def thoughts_key(value: Row) -> str | None:
+    """Return the key under which a message holds thoughts beside its content; None without any."""
+    return next((key for key in _THOUGHTS if value.get(key)), None)
 
 
 def _is_learned(value: Row, what: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -15,7 +15,7 @@ from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.yaml_tree import nearest
 from laurel.data.columns import (
     READ_OTHERWISE,
-    UnreadColumns,
+    ColumnNotes,
     refuse_tools,
     texts_in,
     with_system,
@@ -702,7 +702,7 @@ class _Reading:
     """The tasks, if the set has no end."""
     num_double_systems: int = 0
     roles: UnusualRoles = field(default_factory=UnusualRoles)
-    unread: UnreadColumns = field(default_factory=UnreadColumns)
+    columns: ColumnNotes = field(default_factory=ColumnNotes)
 
     @classmethod
     def open(
@@ -775,7 +775,7 @@ class _Reading:
                 f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "
                 "which now follows that of data.system_prompt_file"
             )
-        self.report.notes += self.roles.notes() + self.unread.notes()
+        self.report.notes += self.roles.notes() + self.columns.notes()
         if not rows:
             raise DataError(no_rows_left(self.report))
         self.fit.conclude(self.report.origin)
@@ -814,7 +814,7 @@ class _Reading:
             if isinstance(row.get(key), kind):
                 metadata.setdefault(key, row[key])
         self.fit.check_row(parts, metadata)
-        self._look(source, row, prompt, metadata)
+        self._look(source, row, prompt, metadata, {*metadata, parts.answer_key})
         return Task(
             id=f"{self.report.name}:{source}",
             prompt=prompt,
@@ -825,12 +825,22 @@ class _Reading:
         )
 
     def _look(
-        self, source: str, row: Row, prompt: Conversation, metadata: Mapping[str, Any]
+        self,
+        source: str,
+        row: Row,
+        prompt: Conversation,
+        metadata: Mapping[str, Any],
+        read: Collection[str],
     ) -> None:
         brings_tests = any(form in metadata for form in OWN_TESTS)
         class_name = "CodeTasks" if brings_tests else self.config.dataset_name or ""
-        read = {*metadata, *READ_OTHERWISE.get(class_name, ())}
-        self.unread.look(source, row, prompt, others=texts_in(metadata), read=read)
+        self.columns.look(
+            source,
+            row,
+            prompt,
+            others=texts_in(metadata),
+            read={*read, *READ_OTHERWISE.get(class_name, ())} - {"messages"},
+        )
 
 
 def _name_of(config: TaskSetConfig) -> str:
