@@ -273,7 +273,8 @@ def _made_of(row: Row, said: Conversation) -> Iterator[str]:
                     yield f"the question goes on with '{key}'"
         elif turn.role == "assistant" and not turn.learned:
             yield "a turn of the assistant with a weight of 0, or with train=false, is not learned"
-    for value in row.values():
+    thinks = any(turn.content.startswith("<think>") for turn in said)
+    for value in row.values() if thinks else ():
         for turn in value if is_list(value) else ():
             key = thoughts_key(turn) if isinstance(turn, Mapping) else None
             if key is not None:

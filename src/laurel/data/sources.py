@@ -376,10 +376,10 @@ _OF_ANSWERS = ({"rank", "completion"}, {"completion", "attributes"})
 _STRING = re.compile(r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")", re.DOTALL)
 
 
-def printed_messages(written: str) -> list[Any] | None:
+def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
     """Return the messages or ranked answers that a text holds as JSON or as Python prints them.
 
-    The result is None if the text is something else.
+    The result is one of them, or a list; None if the text is something else.
 
     Raises:
         UnusableRow: The text begins as a list of messages does, and cannot be read as one.
@@ -392,11 +392,10 @@ def printed_messages(written: str) -> list[Any] | None:
             values = read(written)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        values = [values] if isinstance(values, dict) else values
-        is_known = isinstance(values, list) and all(
+        is_known = all(
             isinstance(value, dict)
             and any(keys <= value.keys() for keys in (*_OF_MESSAGES, *_OF_ANSWERS))
-            for value in values
+            for value in (values if isinstance(values, list) else [values])
         )
         return values if is_known else None
     if found[1] and found[2] in set().union(*_OF_MESSAGES):
@@ -499,7 +498,9 @@ def as_row(value: Any) -> Row:
             f"the row is {json_kind(value)} where an object {{key: value}} is expected",
         )
     printed = {
-        key: found for key, held in value.items() if (found := _read_printed(held)) is not None
+        key: [found] if isinstance(found, dict) else found
+        for key, held in value.items()
+        if (found := _read_printed(held)) is not None
     }
     return {**value, **printed} if printed else value
 

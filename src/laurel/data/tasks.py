@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import string
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -814,7 +814,7 @@ class _Reading:
             if isinstance(row.get(key), kind):
                 metadata.setdefault(key, row[key])
         self.fit.check_row(parts, metadata)
-        self._look(source, row, prompt, metadata, {*metadata, parts.answer_key})
+        self._look(source, row, prompt, metadata, parts.answer_key)
         return Task(
             id=f"{self.report.name}:{source}",
             prompt=prompt,
@@ -830,17 +830,15 @@ class _Reading:
         row: Row,
         prompt: Conversation,
         metadata: Mapping[str, Any],
-        read: Collection[str],
+        answer_key: str,
     ) -> None:
         brings_tests = any(form in metadata for form in OWN_TESTS)
         class_name = "CodeTasks" if brings_tests else self.config.dataset_name or ""
-        self.columns.look(
-            source,
-            row,
-            prompt,
-            others=texts_in(metadata),
-            read={*read, *READ_OTHERWISE.get(class_name, ())} - {"messages"},
-        )
+        read = {*metadata, *READ_OTHERWISE.get(class_name, ())}
+        # A number is found in no text.
+        if isinstance(row.get(answer_key), int | float):
+            read.add(answer_key)
+        self.columns.look(source, row, prompt, others=texts_in(metadata), read=read)
 
 
 def _name_of(config: TaskSetConfig) -> str:
