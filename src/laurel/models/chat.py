@@ -309,7 +309,7 @@ class ChatFormat:
     ) -> Demonstration | None:
         """Tokenise a conversation, and mark the tokens that the loss is computed on.
 
-        These are the assistant's turns and the tokens that end them.
+        These are the assistant's turns and the tokens that end them, where a turn is to be learned.
 
         Args:
             conversation: A conversation with at least one assistant turn.
@@ -322,7 +322,8 @@ class ChatFormat:
             The demonstration; None if no token for the loss is left, such as after truncation.
 
         Raises:
-            DataError: The template renders a turn differently if another turn follows.
+            DataError: The template renders a turn differently if another turn follows, or leaves
+                out the thoughts of the last.
         """
         pieces = self._pieces(conversation, only_final=only_final, tools=tools)
         ids = [token for piece in pieces for token in piece.ids]
@@ -352,27 +353,19 @@ class ChatFormat:
             text, spans = self._marked_spans(conversation, tools)
         else:
             spans = self._found_spans(conversation, text, only_final=only_final, tools=tools)
-        learned = [message.learned for message in conversation if message.role == "assistant"]
-        if only_final:
-            spans, learned = spans[-1:], learned[-1:]
-        if all(learned):
-            learned = [True] * len(spans)
-        elif len(spans) != len(learned):
-            raise DataError(
-                f"the chat template marks {len(spans)} turns of the assistant's {len(learned)}, so "
-                f"which of them has a weight of 0 cannot be determined. {_ANOTHER}"
-            )
         pieces: list[_Piece] = []
         position = 0
-        for (start, end), is_learned in zip(spans, learned, strict=True):
+        for start, end in spans[-1:] if only_final else spans:
             said = text[start:end].removesuffix(self._closing)
             end = start + len(said)
             pieces.append(_Piece(self._ids(text[position:start], first=position == 0), False))
             ids = self._ids(said, first=start == 0)
             has_end = bool(self._end_text) and text.startswith(self._end_text, end)
-            pieces.append(_Piece([*ids, self.end_ids[0]], is_learned))
+            pieces.append(_Piece([*ids, self.end_ids[0]], True))
             position = end + (len(self._end_text) if has_end else 0)
-        return pieces
+        _refuse_lost_thoughts(conversation[-1], text)
+        learned = [message.learned for message in conversation if message.role == "assistant"]
+        return _with_weights(pieces, learned[-1:] if only_final else learned)
 
     def _found_spans(
         self, conversation: Conversation, text: str, *, only_final: bool, tools: ToolSchemas
@@ -478,6 +471,36 @@ class ChatFormat:
         if first or self._before is None:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(self.tokenizer(self._before + text, add_special_tokens=False)["input_ids"][1:])
+
+
+def _with_weights(pieces: Sequence[_Piece], learned: Sequence[bool]) -> list[_Piece]:
+    """Return pieces of which only those of turns that are to be learned are learned."""
+    if all(learned):
+        return list(pieces)
+    turns = [index for index, piece in enumerate(pieces) if piece.is_learned]
+    if len(turns) != len(learned):
+        raise DataError(
+            f"the chat template marks {len(turns)} turns of the assistant's {len(learned)}, so "
+            f"which of them has a weight of 0 cannot be determined. {_ANOTHER}"
+        )
+    is_learned = dict(zip(turns, learned, strict=True))
+    return [
+        piece._replace(is_learned=is_learned.get(index, False))
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def _refuse_lost_thoughts(last: Message, text: str) -> None:
+    """Refuse a conversation if its template leaves out the thoughts of its last answer."""
+    thoughts, ended, _ = last.content.partition("</think>")
+    begun = thoughts.lstrip()
+    if ended and begun.startswith("<think>") and begun[len("<think>") :].strip() not in text:
+        raise DataError(
+            "the chat template leaves out the thoughts of the last answer, which would be learned "
+            "without them. Choose a template that writes them "
+            "(policy.tokenizer.chat_template=chatml, or a path ending in .jinja), or take the "
+            "thoughts out of the row"
+        )
 
 
 def _splitter(tokenizer: Any) -> str | None:

@@ -20,6 +20,8 @@ from laurel.training.selection import select_demonstrations_by
 from laurel.training.stopping import Deadline, Position
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from laurel.models.chat import ChatFormat, Demonstration
@@ -55,7 +57,7 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning
-        from laurel.training.state import PolicyRunState, fingerprint_of_tokens
+        from laurel.training.state import PolicyRunState
 
         chat = ChatFormat(facts.tokenizer, config.policy.tokenizer.chat_template_kwargs)
         train = _encode(config, data, "train", chat, console)
@@ -65,7 +67,7 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         state = PolicyRunState(
             model.learner,
             identity=_settings(config),
-            data_fingerprint=fingerprint_of_tokens([row.tokens for row in train]),
+            data_fingerprint=_fingerprint(train, data.train),
             config_yaml=to_yaml(config),
             card=facts_of_policy(
                 context,
@@ -122,6 +124,15 @@ def _settings(config: SFTRun) -> dict[str, object]:
         sft=config.sft.model_dump(mode="json", include={"seed", "only_unmask_final"}),
         data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
     )
+
+
+def _fingerprint(train: Sequence[Demonstration], dialogues: Sequence[Dialogue]) -> str:
+    """Return a hash of the tokens, and of the turns that rows keep out of the loss."""
+    from laurel.training.state import fingerprint_of_tokens, hash_of
+
+    tokens = fingerprint_of_tokens([row.tokens for row in train])
+    learned = [turn.learned for one in dialogues for turn in one.messages]
+    return tokens if all(learned) else hash_of([tokens, str(learned)])
 
 
 def _encode(
