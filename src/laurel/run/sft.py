@@ -49,7 +49,6 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
             context,
             seed=config.sft.seed,
             texts=[text for dialogue in data.train for text in dialogue.texts],
-            identity=_settings(config),
         )
         facts, resume_from = model.facts, context.resume_from
         from laurel.models.chat import ChatFormat
@@ -57,17 +56,22 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning
-        from laurel.training.state import PolicyRunState
+        from laurel.training.state import TRAINING_DATA, VALIDATION_DATA, PolicyRunState
 
         chat = ChatFormat(facts.tokenizer, config.policy.tokenizer.chat_template_kwargs)
         train = _encode(config, data, "train", chat, console)
         validation = {"default": _encode(config, data, "validation", chat, console)}
         validation = {name: rows for name, rows in validation.items() if rows}
         run_dir = choose_run_dir(context)
+        rows = {
+            TRAINING_DATA: _fingerprint(train, data.train),
+            VALIDATION_DATA: _fingerprint(
+                [row for some in validation.values() for row in some], data.validation
+            ),
+        }
         state = PolicyRunState(
             model.learner,
-            identity=_settings(config),
-            data_fingerprint=_fingerprint(train, data.train),
+            rows=rows,
             config_yaml=to_yaml(config),
             card=facts_of_policy(
                 context,
@@ -115,22 +119,11 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         return SupervisedFineTuning(config.sft, services, parts).run(position)
 
 
-def _settings(config: SFTRun) -> dict[str, object]:
-    """Return the settings, by dotted name, that a resumed run must share with the original."""
-    from laurel.run.policy import policy_settings
-
-    return policy_settings(
-        config.policy,
-        sft=config.sft.model_dump(mode="json", include={"seed", "only_unmask_final"}),
-        data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
-    )
-
-
-def _fingerprint(train: Sequence[Demonstration], dialogues: Sequence[Dialogue]) -> str:
+def _fingerprint(rows: Sequence[Demonstration], dialogues: Sequence[Dialogue]) -> str:
     """Return a hash of the tokens, and of the turns that rows keep out of the loss."""
     from laurel.training.state import fingerprint_of_tokens, hash_of
 
-    tokens = fingerprint_of_tokens([row.tokens for row in train])
+    tokens = fingerprint_of_tokens([row.tokens for row in rows])
     learned = [turn.learned for one in dialogues for turn in one.messages]
     return tokens if all(learned) else hash_of([tokens, str(learned)])
 
