@@ -84,8 +84,8 @@ class SetsConfig(Section):
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first training rows, after filtering."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """`error` stops the run with file and line of a malformed row; `skip` leaves it out and counts
-    it."""
+    """`error` stops the run with file and line of a malformed row, or of one that the chat template
+    refuses; `skip` leaves it out and counts it."""
 
 
 class TextDataConfig(SetsConfig):
