@@ -522,7 +522,7 @@ def tokenise(
             if drops_cut and is_cut:
                 report.drop("over-long", preference.source)
                 continue
-            kept = told_apart(preference, tokens)
+            kept = distinct_answers(preference, tokens)
             if not kept:
                 why = f"cut to {rules.max_length:,} tokens" if is_cut else _AS_RENDERED
                 report.drop("same tokens", preference.source, kind=why)
@@ -556,7 +556,7 @@ def tokenise(
     return samples
 
 
-def told_apart(preference: Preference, tokens: TokenGroup) -> list[int]:
+def distinct_answers(preference: Preference, tokens: TokenGroup) -> list[int]:
     """Return the indices of the answers whose tokens are not those of one with another rank.
 
     The list is empty if less than a comparison is left, or if all of several answers are the same.

@@ -13,7 +13,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.data.report import DataReport
 from laurel.errors import DataError
 from laurel.models.scoring import ScoringContract, token_group
-from laurel.run.reward_model import load_data, tokenise, told_apart
+from laurel.run.reward_model import distinct_answers, load_data, tokenise
 from laurel.types import Message, Preference
 from process_models import process_model, solutions
 from runs import pairs, write_rows
@@ -129,8 +129,10 @@ def test_answers_of_a_list_that_become_those_of_another_rank_are_left_out():
     assert report.num_completions == {4: 1}
     assert report.notes[-1].startswith("2 answers were left out of rows of several")
     # Without another rank to compare with, nothing is left of a row.
-    assert not told_apart(preference("a", "b", "c"), token_group("", [([1, 2], False)] * 3))
-    assert told_apart(preference("a", "b"), token_group("", [([1, 2], False), ([1, 3], False)]))
+    assert not distinct_answers(preference("a", "b", "c"), token_group("", [([1, 2], False)] * 3))
+    assert distinct_answers(
+        preference("a", "b"), token_group("", [([1, 2], False), ([1, 3], False)])
+    )
 
 
 STRICT = (
