@@ -49,6 +49,8 @@ class Message:
 
     role: str
     content: str
+    learned: bool = field(default=True, compare=False, repr=False)
+    """Whether a turn that is imitated counts in the loss; rows may say that it does not."""
 
 
 USUAL_ROLES = (

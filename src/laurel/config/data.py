@@ -32,6 +32,9 @@ class SetConfig(Section):
     """Text file with `{}` where the first user message goes."""
     system_prompt_file: str | None = None
     """Text file put before every conversation as a system message."""
+    system_key: str | None = None
+    """Column of the system message of a conversation that has none of its own. Null: `system`,
+    `system_prompt` or `system_message`, where a row has a text there; `""`: none."""
 
 
 # `laurel rm` names the columns of pairs with these.
@@ -78,6 +81,8 @@ class SetsConfig(Section):
     prompt_file: str | None = None
     """See the same key of a set."""
     system_prompt_file: str | None = None
+    """See the same key of a set."""
+    system_key: str | None = None
     """See the same key of a set."""
     shuffle: bool = True
     """Shuffle the training rows each epoch, from the seed of the run."""

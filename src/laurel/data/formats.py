@@ -72,8 +72,9 @@ def _class_is(name: str, *, whole: bool | None = None) -> Callable[[Row], bool]:
 
     def fits(row: Row) -> bool:
         found = infer_class(row, DatasetConfig())
-        is_class = found is not None and found[0] == name
-        return is_class and (whole is None or whole == (row.get("prompt") is None))
+        if found is None or found[0] != name:
+            return False
+        return whole is None or whole == found[1].startswith("whole")
 
     return fits
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -12,6 +11,15 @@ from typing import Any, Literal
 
 from laurel.config.data import DatasetConfig
 from laurel.data import steps
+from laurel.data.columns import (
+    READ_OTHERWISE,
+    ColumnNotes,
+    find_question,
+    is_there,
+    question_of,
+    refuse_tools,
+    with_system,
+)
 from laurel.data.reading import (
     NO_HUB,
     HubSet,
@@ -33,11 +41,13 @@ from laurel.data.sources import (
     integer,
     is_import_path,
     is_list,
+    is_transcript,
     json_kind,
     locate,
     messages,
     number,
     number_at,
+    parse_transcript,
     required,
     text,
     unlike,
@@ -195,6 +205,7 @@ class _Reading:
     num_duplicates: int = 0
     rated: set[str] = field(default_factory=set)
     roles: UnusualRoles = field(default_factory=UnusualRoles)
+    columns: ColumnNotes = field(default_factory=ColumnNotes)
 
     def preference(self, source: str, row: Row) -> Preference:
         """Read a row, refuse it if it teaches nothing, and count what the notes are about."""
@@ -216,7 +227,8 @@ class _Reading:
                 )
             )
         frame = self.opened.frame
-        prompt = frame.around(ranked.prompt)
+        refuse_tools(row)
+        prompt = frame.around(with_system(row, ranked.prompt, self.opened.config.system_key))
         # The message of data.system_prompt_file comes first, so one of the row comes second.
         if frame.system is not None and len(prompt) > 1 and prompt[1].role == "system":
             self.num_double_systems += 1
@@ -236,7 +248,20 @@ class _Reading:
         if (reason := self._reason_against(preference)) is not None:
             raise LeftOutRow(reason)
         self._note(preference)
+        self._look(source, row, preference, class_name)
         return preference
+
+    def _look(self, source: str, row: Row, preference: Preference, class_name: str) -> None:
+        config, group = self.opened.config, preference.group
+        said = (*group.prompt, *(turn for one in group.completions_G for turn in one.messages))
+        # Such a key may be a difference of two columns.
+        numbers = f"{config.margin_key or ''}-{config.target_key or ''}"
+        read = {key for key in row if str(key) in numbers}
+        if self.attributes:
+            read |= {f"completions.attributes.{name}" for name in self.attributes}
+        self.columns.look(
+            source, row, said, read=read | READ_OTHERWISE.get(class_name, frozenset())
+        )
 
     def notes(self) -> list[str]:
         """Return the report's remarks on rows that were kept."""
@@ -264,7 +289,7 @@ class _Reading:
         missing = [name for name in self.attributes if name not in self.rated]
         if missing:
             notes.append(f"no row rates {', '.join(missing)}")
-        return notes + self.roles.notes()
+        return notes + self.roles.notes() + self.columns.notes()
 
     def _class_of(self, row: Row) -> str:
         if self.class_name is None:
@@ -452,10 +477,13 @@ def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> R
     chosen = required(row, config.chosen_key, setting="chosen_key")
     rejected = required(row, config.rejected_key, setting="rejected_key")
     names = f"'{config.chosen_key}'", f"'{config.rejected_key}'"
-    if row.get(config.prompt_key) is not None:
-        prompt = messages(row[config.prompt_key], role="user", what=f"'{config.prompt_key}'")
+    if (asked := _prompt_column(row, config)) is not None:
         first = answer(messages(chosen, role="assistant", what=names[0]), what=names[0])
         second = answer(messages(rejected, role="assistant", what=names[1]), what=names[1])
+        if first[0].role == second[0].role == "assistant":
+            but = (config.chosen_key, config.rejected_key)
+            return _pair(question_of(row, asked, but=but), first, second)
+        prompt = messages(row[asked], role="user", what=f"'{asked}'")
         return _pair(*_without_prompt(prompt, first, second))
     if is_transcript(chosen) and is_transcript(rejected):
         return _pair(*split_transcripts(chosen, rejected))
@@ -580,8 +608,8 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
     if not {config.chosen_key, config.rejected_key} <= row.keys():
         return None
     chosen, rejected = row[config.chosen_key], row[config.rejected_key]
-    if row.get(config.prompt_key) is not None:
-        keys = (config.prompt_key, config.chosen_key, config.rejected_key)
+    if (asked := _prompt_column(row, config)) is not None:
+        keys = (asked, config.chosen_key, config.rejected_key)
         return "BinaryPreferenceDataset", "columns {}, {} and {}".format(*keys)
     if is_transcript(chosen) and is_transcript(rejected):
         return "BinaryPreferenceDataset", "transcripts of Human and Assistant"
@@ -624,6 +652,18 @@ def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) ->
     )
 
 
+def _prompt_column(row: Row, config: DatasetConfig) -> str | None:
+    """Return the column of a pair's prompt; None if the answers are whole conversations."""
+    key, answers = config.prompt_key, (config.chosen_key, config.rejected_key)
+    if is_there(row, key):
+        return key
+    values = [row.get(one) for one in answers]
+    are_whole = all(map(is_transcript, values)) or all(map(_is_conversation, values))
+    if key != _UNNAMED.prompt_key or are_whole:
+        return None
+    return find_question(row, but=answers)
+
+
 def _is_conversation(value: Any) -> bool:
     # A list that begins with the assistant is an answer alone.
     if not is_list(value) or len(value) < 2:
@@ -634,9 +674,7 @@ def _is_conversation(value: Any) -> bool:
 def _without_prompt(
     prompt: Conversation, chosen: Conversation, rejected: Conversation
 ) -> tuple[Conversation, Conversation, Conversation]:
-    # The answers may begin by repeating the prompt.
-    if chosen[0].role == rejected[0].role == "assistant":
-        return prompt, chosen, rejected
+    # The answers begin by repeating the prompt.
     shared, first, second = _shared_prompt(chosen, rejected)
     # They may share more than the prompt: a system message before it, turns after it.
     starts = range(len(shared) - len(prompt) + 1)
@@ -718,36 +756,6 @@ def _ratings(items: Sequence[Row], attributes: Sequence[str]) -> tuple[tuple[flo
 def _optional_number(row: Row, key: str, *, otherwise: float) -> float:
     value = row.get(key)
     return otherwise if value is None or value == "" else number(value, what=f"'{key}'")
-
-
-# --------------------------------------------------------------------------------------------------
-# Transcripts as HH-RLHF has them: one string in which `Human:` and `Assistant:` take turns.
-
-_TURN = re.compile(r"\n\n(Human|Assistant):")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
-_START = "\n\nHuman:"
-
-
-def is_transcript(value: object) -> bool:
-    """Report whether a value is text that begins with a `Human:` turn, as HH-RLHF's transcripts."""
-    return isinstance(value, str) and value.startswith(_START)
-
-
-def parse_transcript(transcript: str) -> Conversation:
-    """Split a transcript into messages without surrounding blanks.
-
-    A turn may be empty, and a role may repeat.
-    """
-    before, *parts = _TURN.split(transcript)
-    if before or not parts:
-        raise UnusableRow(
-            "no transcript",
-            f"a transcript starts with {_START!r}, and this one with {before!r:.40}",
-        )
-    return tuple(
-        Message(_ROLES[speaker], said.strip())
-        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
-    )
 
 
 def split_transcripts(

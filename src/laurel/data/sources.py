@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import codecs
 import contextlib
 import csv
@@ -186,29 +187,61 @@ def number_at(row: Row, key: str, *, setting: str) -> float:
 def messages(value: Any, *, role: str, what: str) -> Conversation:
     """Return a value as a list of messages; plain text becomes one message of `role`.
 
+    A transcript in place of a prompt becomes its turns, without an empty last one.
+
     Raises:
-        UnusableRow: The value is neither text nor messages.
+        UnusableRow: The value is neither text nor messages, or a prompt that is already rendered.
     """
     if isinstance(value, str):
+        if role == "user" and is_transcript(value):
+            said = parse_transcript(text(value, what=what))
+            return said[:-1] if said[-1] == Message("assistant", "") else said
+        if role == "user" and (found := _RENDERED.match(value)):
+            raise UnusableRow(
+                f"{what} is rendered text",
+                f"{what} was rendered by a chat template (it begins with {found[0].strip()!r}), "
+                "and the template of the model would make one message of it",
+                remedy="Give it as text without such marks, or as messages {'role', 'content'}",
+            )
         return (Message(role, text(value, what=what)),)
     if not is_list(value):
         raise unlike(value, "text or messages", what=what, form="text or a list of messages")
-    return tuple(_message(item, what=what) for item in value)
+    return tuple(message(item, what=what) for item in value)
 
 
-def _message(value: Any, *, what: str) -> Message:
+_UNREAD_KEYS = {
+    "tool_calls": "write the calls into its content, as the chat template writes them "
+    "(docs/tools.md)",
+    "function_call": "write the call into its content, as the chat template writes it "
+    "(docs/tools.md)",
+    "tools": "give the functions in the row's column 'tools' (laurel sft)",
+    "name": "write the name into its content, or take the key out",
+}
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def message(value: Any, *, what: str) -> Message:
+    """Return an object with `role` and `content` as a message.
+
+    Thoughts beside the content come before it, between `<think>` and `</think>`, as templates of
+    reasoning models read them. A `weight` of 0, or a `train` that is false, keeps an imitated turn
+    out of the loss.
+
+    Raises:
+        UnusableRow: It is no such object, or a key of it would be left out.
+    """
     if not isinstance(value, Mapping) or "role" not in value or "content" not in value:
         shown = f"keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else repr(value)
         raise UnusableRow(
             f"{what} holds something that is no message",
             f"{what} holds something that is no {{'role': ..., 'content': ...}}: {shown:.80}",
         )
-    if value.get("tool_calls"):
-        raise UnusableRow(
-            f"{what} holds 'tool_calls'",
-            f"{what} holds a message with 'tool_calls', which would be left out: write the calls "
-            "into its content, as the chat template writes them (docs/tools.md)",
-        )
+    for key, remedy in _UNREAD_KEYS.items():
+        if value.get(key):
+            raise UnusableRow(
+                f"{what} holds '{key}'",
+                f"{what} holds a message with '{key}', which would be left out: {remedy}",
+            )
     content = value["content"]
     if is_list(content):
         texts: list[str] = []
@@ -220,9 +253,42 @@ def _message(value: Any, *, what: str) -> Message:
                 )
             texts.append(text(part["text"], what=f"a turn in {what}"))
         content = "".join(texts)
-    return Message(
-        text(value["role"], what=f"a role in {what}"), text(content, what=f"a turn in {what}")
-    )
+    role = text(value["role"], what=f"a role in {what}")
+    content = text(content, what=f"a turn in {what}")
+    if (thought := thoughts_key(value)) is not None:
+        thoughts = text(value[thought], what=f"'{thought}' in {what}").strip()
+        if role != "assistant":
+            raise UnusableRow(
+                f"{what} holds '{thought}' of another role",
+                f"{what} holds a message of role '{role}' with '{thought}', which would be left "
+                "out",
+            )
+        if thoughts not in content:
+            content = f"<think>\n{thoughts}\n</think>\n\n{content}"
+    return Message(role, content, learned=_is_learned(value, what))
+
+
+def thoughts_key(value: Row) -> str | None:
+    """Return the key under which a message holds thoughts beside its content; None without any."""
+    return next((key for key in _THOUGHTS if value.get(key)), None)
+
+
+def _is_learned(value: Row, what: str) -> bool:
+    said = [value[key] for key in ("weight", "train") if value.get(key) is not None]
+    for one in said:
+        if not isinstance(one, bool | int | float) or one not in (0, 1):
+            raise UnusableRow(
+                f"{what} holds a weight that is not 0 or 1",
+                f"{what} holds a message with a weight of {one!r:.40}: a turn is learned or it is "
+                "not, so that a 'weight' is 0 or 1, and a 'train' true or false",
+            )
+    return all(said)
+
+
+def without_thoughts(content: str) -> str:
+    """Return what an answer says after its thoughts, where it begins with `<think>`."""
+    thoughts, ended, said = content.partition("</think>")
+    return said.lstrip() if ended and thoughts.lstrip().startswith("<think>") else content
 
 
 def answer(conversation: Conversation, *, what: str) -> Conversation:
@@ -253,6 +319,108 @@ def json_kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return "an object"
     return "a list" if isinstance(value, Sequence) else f"a {type(value).__name__}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Conversations that are written as text: transcripts, printed lists of messages, rendered prompts.
+
+# As HH-RLHF has them: one string in which `Human:` and `Assistant:` take turns.
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+_START = "\n\nHuman:"
+# What opens a turn in well-known templates, perhaps after the token that begins a text.
+_RENDERED = re.compile(
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)?\s*"
+    r"(?:<\|im_start\|>\w+\n|<\|start_header_id\|>\w+|<start_of_turn>\w+\n|\[INST\]"
+    r"|<\|(?:system|user|assistant)\|>|<｜(?:User|Assistant)｜>|<\|start\|>\w+)"
+)
+_ENDED = re.compile(
+    r"(?:<\|im_end\|>|<\|eot_id\|>|<\|end_of_text\|>|<\|endoftext\|>|<end_of_turn>"
+    r"|<｜end▁of▁sentence｜>|<\|return\|>)\s*$"
+)
+_SPOKEN = re.compile(
+    r"\s*(?:Human|User|USER|H)\s*:.*^\s*(?:Assistant|ASSISTANT|A)\s*:", re.S | re.M
+)
+
+
+def is_transcript(value: object) -> bool:
+    """Report whether a value is text that begins with a `Human:` turn, as HH-RLHF's transcripts."""
+    return isinstance(value, str) and value.startswith(_START)
+
+
+def parse_transcript(transcript: str) -> Conversation:
+    """Split a transcript into messages without surrounding blanks.
+
+    A turn may be empty, and a role may repeat.
+    """
+    before, *parts = _TURN.split(transcript)
+    if before or not parts:
+        raise UnusableRow(
+            "no transcript",
+            f"a transcript starts with {_START!r}, and this one with {before!r:.40}",
+        )
+    return tuple(
+        Message(_ROLES[speaker], said.strip())
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    )
+
+
+def looks_written(content: str) -> str | None:
+    """Say what a text that is taken as it is looks like: a transcript or a rendered turn, or None.
+
+    Both may be meant as text, so that such rows are kept.
+    """
+    if _SPOKEN.match(content):
+        return "a transcript ('User: ... Assistant: ...')"
+    if found := _ENDED.search(content):
+        return f"text that a template ended ({found[0].strip()})"
+    return None
+
+
+# A list or an object whose first key is in quotes, perhaps as NumPy prints it.
+_PRINTED = re.compile(r"\s*(?:array\(\s*)?(\[?)\s*\{\s*['\"](\w+)['\"]\s*:")
+_OF_MESSAGES = ({"role", "content"}, {"from", "value"})
+_OF_ANSWERS = ({"rank", "completion"}, {"completion", "attributes"})
+_STRING = re.compile(r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")", re.DOTALL)
+
+
+def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
+    """Return the messages or ranked answers that a text holds as JSON or as Python prints them.
+
+    The result is one of them, or a list; None if the text is something else.
+
+    Raises:
+        UnusableRow: The text begins as a list of messages does, and cannot be read as one.
+    """
+    found = _PRINTED.match(written)
+    if found is None:
+        return None
+    for read in (_parse, _printed_by_python):
+        try:
+            values = read(written)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        is_known = all(
+            isinstance(value, dict)
+            and any(keys <= value.keys() for keys in (*_OF_MESSAGES, *_OF_ANSWERS))
+            for value in (values if isinstance(values, list) else [values])
+        )
+        return values if is_known else None
+    if found[1] and found[2] in set().union(*_OF_MESSAGES):
+        raise UnusableRow(
+            "messages written as text that cannot be read",
+            f"a column holds messages as text that is neither JSON nor Python: {written:.60}",
+            remedy="Write the messages as JSON (json.dumps), or the rows as JSON lines or Parquet",
+        )
+    return None
+
+
+def _printed_by_python(written: str) -> Any:
+    # NumPy names its arrays, and puts no commas between objects.
+    listed = re.sub(r"^\s*array\(|,\s*dtype=object\s*\)\s*$|\)\s*$", "", written).strip()
+    parts = _STRING.split(listed)
+    parts[::2] = [re.sub(r"\}\s*\{", "}, {", part) for part in parts[::2]]
+    return ast.literal_eval("".join(parts))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -353,17 +521,33 @@ def _json_line(raw: bytes) -> Row:
 
 
 def as_row(value: Any) -> Row:
-    """Return a row after checking that it is an object.
+    """Return a row after checking that it is an object; messages written as text become lists.
 
     Raises:
-        UnusableRow: It is something else.
+        UnusableRow: It is something else, or holds messages as text that cannot be read.
     """
     if not isinstance(value, Mapping):
         raise UnusableRow(
             "not an object",
             f"the row is {json_kind(value)} where an object {{key: value}} is expected",
         )
-    return value
+    printed = {
+        key: [found] if isinstance(found, dict) else found
+        for key, held in value.items()
+        if (found := _read_printed(held)) is not None
+    }
+    return {**value, **printed} if printed else value
+
+
+def _read_printed(value: Any) -> Any | None:
+    """Return a value with the messages that it holds as text; None if it holds none."""
+    if isinstance(value, str):
+        return printed_messages(value) if value.lstrip()[:1] in ("[", "{", "a") else None
+    if isinstance(value, list) and any(isinstance(one, str) for one in value):
+        read = [_read_printed(one) for one in value]
+        if any(one is not None for one in read):
+            return [old if new is None else new for old, new in zip(value, read, strict=True)]
+    return None
 
 
 def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
@@ -477,7 +661,7 @@ def _held_rows(found: Any) -> Sequence[Any] | None:
 
 
 def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read comma-separated rows under a header; a cell may hold a list of messages as JSON."""
+    """Read comma-separated rows under a header."""
     # The limit belongs to the process; prompts are longer than its default of 131072 characters.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     start = stream.readline().removeprefix(codecs.BOM_UTF8)
@@ -527,22 +711,7 @@ def _csv_row(header: list[str], cells: list[str]) -> Row:
             raise UnusableRow(
                 "not UTF-8", f"'{name}' is not UTF-8", remedy="Convert the file to UTF-8"
             )
-    return {name: _csv_cell(cell) for name, cell in zip(header, cells, strict=True)}
-
-
-def _csv_cell(cell: str) -> Any:
-    """Return the text of a cell, or the messages or completions that it holds as JSON."""
-    if not cell.startswith("[{"):
-        return cell
-    try:
-        values = _parse(cell)
-    except json.JSONDecodeError:
-        return cell
-    known = ({"role", "content"}, {"rank", "completion"}, {"completion", "attributes"})
-    is_known = all(
-        isinstance(value, dict) and any(keys <= value.keys() for keys in known) for value in values
-    )
-    return values if is_known else cell
+    return as_row(dict(zip(header, cells, strict=True)))
 
 
 def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
@@ -552,7 +721,7 @@ def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
     try:
         table: Any = pyarrow.parquet.ParquetFile(_seekable(stream))  # type: ignore[no-untyped-call]
-        yield from _batches(table.iter_batches(), path)
+        yield from _batches(table.iter_batches(), path, complain)
     except ArrowException as problem:
         raise DataError(f"{path} is no Parquet file, or is damaged: {problem}") from problem
 
@@ -571,7 +740,7 @@ def arrow_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
             batches = (table.get_batch(place) for place in range(table.num_record_batches))
         else:
             batches = iter(open_stream(content))  # type: ignore[no-untyped-call]
-        yield from _batches(batches, path)
+        yield from _batches(batches, path, complain)
     except ArrowException as problem:
         raise DataError(f"{path} is no Arrow file, or is damaged: {problem}") from problem
 
@@ -581,11 +750,11 @@ def _seekable(stream: IO[bytes]) -> IO[bytes]:
     return io.BytesIO(stream.read()) if isinstance(stream, gzip.GzipFile) else stream
 
 
-def _batches(batches: Iterator[Any], path: str) -> Rows:
+def _batches(batches: Iterator[Any], path: str, complain: Complain) -> Rows:
     label, index = os.path.basename(path), 0
     for batch in batches:
         for row in batch.to_pylist():
-            yield f"{label}[{index}]", row
+            yield from _one_row(f"{label}[{index}]", as_row, row, complain)
             index += 1
 
 
@@ -639,13 +808,13 @@ def read_rows(
         on_bad_row(source, problem)
 
     if os.path.isdir(path):
-        rows = _directory_rows(path, subset=subset, split=split)
+        rows = _directory_rows(path, complain, subset=subset, split=split)
     elif os.path.exists(path):
         rows = _file_rows(path, complain)
     elif _looks_local(path) or os.path.islink(path):
         raise DataError(_absent(path))
     else:
-        rows = _hub_rows(path_or_name, subset=subset, split=split)
+        rows = _hub_rows(path_or_name, complain, subset=subset, split=split)
     for row in rows:
         num_rows += 1
         yield row
@@ -772,7 +941,9 @@ def _absent(path: str) -> str:
 # ------------------------------------------------------------------------------ saved and on a hub
 
 
-def _directory_rows(path: str, *, subset: str | None, split: str | None) -> Rows:
+def _directory_rows(
+    path: str, complain: Complain, *, subset: str | None, split: str | None
+) -> Rows:
     saved = [
         name
         for name in ("dataset_dict.json", "state.json")
@@ -782,7 +953,7 @@ def _directory_rows(path: str, *, subset: str | None, split: str | None) -> Rows
     if not saved:
         if (other := _other_than_data(path)) is not None:
             raise DataError(f"{path} {other}. {_WHAT_TO_NAME}")
-        yield from _hub_rows(path, subset=subset, split=split, label=label)
+        yield from _hub_rows(path, complain, subset=subset, split=split, label=label)
         return
     with _quiet():
         from datasets.load import load_from_disk
@@ -796,11 +967,16 @@ def _directory_rows(path: str, *, subset: str | None, split: str | None) -> Rows
         if chosen not in dataset:
             raise DataError(f"{path} has no split '{chosen}'; it has: {', '.join(dataset)}")
         dataset = dataset[chosen]
-    yield from _dataset_rows(dataset, label)
+    yield from _dataset_rows(dataset, label, complain)
 
 
 def _hub_rows(
-    name: str, *, subset: str | None, split: str | None, label: str | None = None
+    name: str,
+    complain: Complain,
+    *,
+    subset: str | None,
+    split: str | None,
+    label: str | None = None,
 ) -> Rows:
     with _quiet():
         from datasets.load import load_dataset
@@ -814,7 +990,7 @@ def _hub_rows(
         except Exception as problem:
             # The library raises whatever its parts raise; each means that there are no rows.
             raise DataError(_hub_failure(name, subset, split or "train", problem)) from problem
-    yield from _dataset_rows(dataset, label or name)
+    yield from _dataset_rows(dataset, label or name, complain)
 
 
 def _is_prepared(name: str) -> bool:
@@ -868,9 +1044,9 @@ def _in_one_line(problem: Exception) -> str:
     return f"{type(problem).__name__}: {said[:400]}"
 
 
-def _dataset_rows(dataset: Any, label: str) -> Rows:
+def _dataset_rows(dataset: Any, label: str, complain: Complain) -> Rows:
     for index, row in enumerate(dataset):
-        yield f"{label}[{index}]", row
+        yield from _one_row(f"{label}[{index}]", as_row, row, complain)
 
 
 @contextlib.contextmanager

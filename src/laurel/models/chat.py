@@ -73,7 +73,7 @@ class Demonstration:
 
 class _Piece(NamedTuple):
     ids: list[int]
-    is_assistant: bool
+    is_learned: bool
 
 
 class ChatFormat:
@@ -326,7 +326,7 @@ class ChatFormat:
         """
         pieces = self._pieces(conversation, only_final=only_final, tools=tools)
         ids = [token for piece in pieces for token in piece.ids]
-        mask = np.asarray([piece.is_assistant for piece in pieces for _ in piece.ids], dtype=bool)
+        mask = np.asarray([piece.is_learned for piece in pieces for _ in piece.ids], dtype=bool)
         truncated = max_length is not None and len(ids) > max_length
         mask = mask[:max_length]
         learned = np.flatnonzero(mask)
@@ -352,15 +352,25 @@ class ChatFormat:
             text, spans = self._marked_spans(conversation, tools)
         else:
             spans = self._found_spans(conversation, text, only_final=only_final, tools=tools)
+        learned = [message.learned for message in conversation if message.role == "assistant"]
+        if only_final:
+            spans, learned = spans[-1:], learned[-1:]
+        if all(learned):
+            learned = [True] * len(spans)
+        elif len(spans) != len(learned):
+            raise DataError(
+                f"the chat template marks {len(spans)} turns of the assistant's {len(learned)}, so "
+                f"which of them has a weight of 0 cannot be determined. {_ANOTHER}"
+            )
         pieces: list[_Piece] = []
         position = 0
-        for start, end in spans[-1:] if only_final else spans:
+        for (start, end), is_learned in zip(spans, learned, strict=True):
             said = text[start:end].removesuffix(self._closing)
             end = start + len(said)
             pieces.append(_Piece(self._ids(text[position:start], first=position == 0), False))
             ids = self._ids(said, first=start == 0)
             has_end = bool(self._end_text) and text.startswith(self._end_text, end)
-            pieces.append(_Piece([*ids, self.end_ids[0]], True))
+            pieces.append(_Piece([*ids, self.end_ids[0]], is_learned))
             position = end + (len(self._end_text) if has_end else 0)
         return pieces
 

@@ -219,7 +219,7 @@ def test_a_file_that_fits_nothing_lists_what_does(tmp_path):
     assert "sft no:" in said
     assert "grpo no:" in said
     assert "pairs prompt, chosen, rejected (rm, sft, grpo, eval pairs)" in said
-    assert "Name your columns: data.prompt_key, data.chosen_key, data.rejected_key (rm)" in said
+    assert "Name your columns: data.prompt_key, data.chosen_key, data.rejected_key" in said
     said = check(write(tmp_path / "odd.jsonl", {"Frage (user)": "Wo?", "gute Antwort": "Da."}))[1]
     assert "'data.input_key=Frage (user)'" in said
     mixed = tmp_path / "mixed.jsonl"
