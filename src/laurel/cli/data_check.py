@@ -419,7 +419,12 @@ def _as_facts(
         "evaluation": findings.evaluation,
         "references": None if references is None else asdict(references),
         "suggestions": [
-            {"says": one.says, "command": one.trainer, "settings": list(one.settings)}
+            {
+                "says": one.says,
+                "command": one.trainer,
+                "settings": list(one.settings),
+                "program": one.program or None,
+            }
             for one in findings.near
         ],
         "first_row": None if row is None else asdict(row),
@@ -466,6 +471,9 @@ def _show(
         if near.trainer is not None:
             words = ["laurel", "data", "check", findings.path, "--for", near.trainer]
             print_command(console, " " * 9, shlex.join([*words, *near.settings]))
+        if near.program:
+            program = near.program.replace('"FILE"', json.dumps(findings.path))
+            console.print(Text(program), soft_wrap=True)
     if known is None and not findings.near and findings.path not in MADE_SETS:
         keys = dict.fromkeys(_COLUMN_KEYS[one.trainer] for one in findings.readings)
         _line(console, "hint", f"other names? Name your columns: {'; '.join(keys)}", "bold")

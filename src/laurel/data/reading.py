@@ -32,7 +32,7 @@ from laurel.data.sources import (
     open_own,
     read_rows,
 )
-from laurel.errors import DataError, counted, counted_that, setting_of
+from laurel.errors import DataError, counted, counted_that, no_file_at, setting_of
 from laurel.types import USUAL_ROLES, Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
@@ -104,6 +104,8 @@ def read_prompt_frame(prompt_file: str | None, system_prompt_file: str | None) -
 
 
 def _read(path: str, *, key: str) -> str:
+    if (problem := no_file_at(path)) is not None:
+        raise DataError(f"{key}: {problem}")
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -19,7 +19,6 @@ import math
 import os
 import re
 import shlex
-import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from typing import IO, Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
-from laurel.errors import DataError, counted, setting_of
+from laurel.errors import DataError, counted, no_file_at, setting_of
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
 from laurel.observe.user_code import import_object
 from laurel.types import Conversation, Message
@@ -204,9 +203,37 @@ def messages(value: Any, *, role: str, what: str) -> Conversation:
                 remedy="Give it as text without such marks, or as messages {'role', 'content'}",
             )
         return (Message(role, text(value, what=what)),)
+    if speaker(value) is not None:
+        value = [value]
     if not is_list(value):
         raise unlike(value, "text or messages", what=what, form="text or a list of messages")
     return tuple(message(item, what=what) for item in value)
+
+
+# Who speaks in turns of `from` and `value`, as ShareGPT writes them.
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+def speaker(value: Any) -> str | None:
+    """Return who speaks in a message, as a role or as ShareGPT's name; None if it is no message."""
+    if not isinstance(value, Mapping):
+        return None
+    if {"role", "content"} <= value.keys():
+        return str(value["role"])
+    return str(value["from"]) if {"from", "value"} <= value.keys() else None
 
 
 _UNREAD_KEYS = {
@@ -221,7 +248,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def message(value: Any, *, what: str) -> Message:
-    """Return an object with `role` and `content` as a message.
+    """Return an object with `role` and `content`, or with `from` and `value`, as a message.
 
     Thoughts beside the content come before it, between `<think>` and `</think>`, as templates of
     reasoning models read them. A `weight` of 0, or a `train` that is false, keeps an imitated turn
@@ -230,12 +257,21 @@ def message(value: Any, *, what: str) -> Message:
     Raises:
         UnusableRow: It is no such object, or a key of it would be left out.
     """
-    if not isinstance(value, Mapping) or "role" not in value or "content" not in value:
+    if speaker(value) is None:
         shown = f"keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else repr(value)
         raise UnusableRow(
             f"{what} holds something that is no message",
-            f"{what} holds something that is no {{'role': ..., 'content': ...}}: {shown:.80}",
+            f"{what} holds something that is no {{'role': ..., 'content': ...}} and no "
+            f"{{'from': ..., 'value': ...}}: {shown:.80}",
         )
+    if "role" not in value or "content" not in value:
+        role = _SPEAKERS.get(str(value["from"]).lower())
+        if role is None:
+            raise UnusableRow(
+                "a speaker nobody knows",
+                f"a turn is from {value['from']!r}; known are {', '.join(_SPEAKERS)}",
+            )
+        value = {**value, "role": role, "content": value["value"]}
     for key, remedy in _UNREAD_KEYS.items():
         if value.get(key):
             raise UnusableRow(
@@ -328,6 +364,8 @@ def json_kind(value: Any) -> str:
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _START = "\n\nHuman:"
+# As HelpSteer has prompts of several turns: the first is the user's, and has no mark.
+_NEXT_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 # What opens a turn in well-known templates, perhaps after the token that begins a text.
 _RENDERED = re.compile(
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)?\s*"
@@ -344,8 +382,13 @@ _SPOKEN = re.compile(
 
 
 def is_transcript(value: object) -> bool:
-    """Report whether a value is text that begins with a `Human:` turn, as HH-RLHF's transcripts."""
-    return isinstance(value, str) and value.startswith(_START)
+    """Report whether a value is a text of several turns, as HH-RLHF's or HelpSteer's.
+
+    HH-RLHF's transcripts begin with a `Human:` turn.
+    """
+    if not isinstance(value, str):
+        return False
+    return value.startswith(_START) or _NEXT_TURN.search(value) is not None
 
 
 def parse_transcript(transcript: str) -> Conversation:
@@ -353,6 +396,10 @@ def parse_transcript(transcript: str) -> Conversation:
 
     A turn may be empty, and a role may repeat.
     """
+    before, *parts = _NEXT_TURN.split(transcript)
+    if parts:
+        roles = ["user", *map(str.lower, parts[::2])]
+        return tuple(map(Message, roles, [before, *parts[1::2]]))
     before, *parts = _TURN.split(transcript)
     if before or not parts:
         raise UnusableRow(
@@ -398,6 +445,8 @@ def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
     for read in (_parse, _printed_by_python):
         try:
             values = read(written)
+        except _RepeatedKeyError:
+            break  # Python would read it
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         is_known = all(
@@ -465,7 +514,7 @@ def _parse(content: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            (key, _), *_ = (Counter(name for name, _ in pairs) - Counter(found)).items()
+            ((key, _),) = Counter(name for name, _ in pairs).most_common(1)
             places = [match.start() for match in re.finditer(re.escape(json.dumps(key)), content)]
             said = f"the key {key!r} is twice in one object"
             raise _RepeatedKeyError(said, content, places[1] if len(places) > 1 else 0)
@@ -620,7 +669,8 @@ def _rows_of_text(content: bytes, path: str, line: int) -> Sequence[Any] | None:
                 f"{path}:{where}: byte {problem.start + 1} of the file "
                 f"(0x{content[problem.start]:02x}) is not UTF-8; convert the file to UTF-8"
             ) from None
-        assert isinstance(problem, json.JSONDecodeError)
+        # The parser raises no other error.
+        problem = cast("json.JSONDecodeError", problem)
         said = (
             problem.msg if isinstance(problem, _RepeatedKeyError) else f"not JSON ({problem.msg})"
         )
@@ -630,7 +680,8 @@ def _rows_of_text(content: bytes, path: str, line: int) -> Sequence[Any] | None:
             "can be left out"
         ) from None
     if isinstance(found, list):
-        return found
+        # A line that is a list is no table of rows, but a bad row.
+        return found if not found or any(isinstance(one, Mapping) for one in found) else None
     return _held_rows(found) or [found]
 
 
@@ -807,11 +858,13 @@ def read_rows(
             raise DataError(f"{locate(path_or_name, source)}: {problem}")
         on_bad_row(source, problem)
 
+    if (problem := no_file_at(path)) is not None:
+        raise DataError(f"{problem}. Name a file that holds the rows")
     if os.path.isdir(path):
         rows = _directory_rows(path, complain, subset=subset, split=split)
     elif os.path.exists(path):
         rows = _file_rows(path, complain)
-    elif _looks_local(path) or os.path.islink(path):
+    elif _looks_local(path):
         raise DataError(_absent(path))
     else:
         rows = _hub_rows(path_or_name, complain, subset=subset, split=split)
@@ -884,13 +937,7 @@ def _file_rows(path: str, complain: Complain) -> Rows:
     # A stream that breaks off has no line of its own: the last row that was read shows the place.
     last = "the start"
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(
-                f"{path} is {kind_of_file(path)}, which cannot be read more than once. Write its "
-                "rows to a file"
-            )
-        if status.st_size == 0:
+        if os.path.getsize(path) == 0:
             raise DataError(
                 f"{path} is empty (0 bytes). Write it again: each row a line (or as its format "
                 "has it); laurel data check says what rows may hold"
@@ -924,8 +971,6 @@ def _looks_local(path: str) -> bool:
 
 
 def _absent(path: str) -> str:
-    if os.path.islink(path):
-        return f"{path} is {kind_of_file(path)}"
     folder, wanted = os.path.split(os.path.normpath(path))
     if not os.path.isdir(folder or "."):
         return f"{path} does not exist, and neither does the directory {folder}"

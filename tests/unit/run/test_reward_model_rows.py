@@ -78,6 +78,7 @@ def tokenised(preferences, contract, *, on_bad_row="error", overlong="truncate")
         on_bad_row=on_bad_row,
         console=Console(file=stream, width=300),
     )
+    assert report.num_kept == len(samples)
     return samples, report, stream.getvalue()
 
 
