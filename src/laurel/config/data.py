@@ -244,9 +244,8 @@ class DatasetConfig(SetConfig):
     foreign_keys: ClassVar[frozenset[str]] = foreign("DatasetConfig")
 
     dataset_name: str | None = None
-    """HelpSteer3, HelpSteer2, Tulu3Preference, PKU-SafeRLHF, Nectar, SHP, WebGPT, PreferenceDataset,
-    BinaryPreferenceDataset, or the dotted import
-    path of your own class."""
+    """HelpSteer3, HelpSteer2, Tulu3Preference, PKU-SafeRLHF, Nectar, SHP, WebGPT,
+    PreferenceDataset, BinaryPreferenceDataset, or the dotted import path of your own class."""
     prompt_key: str = "prompt"
     """Column of the prompt (BinaryPreferenceDataset)."""
     chosen_key: str = "chosen"
