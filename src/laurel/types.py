@@ -142,10 +142,12 @@ class Preference:
 
 
 class SentTurn(NamedTuple):
-    """A prompt as text and its response; the text may have been rendered by a chat template."""
+    """A prompt and its response as a trainer sends them."""
 
-    prompt: str
+    prompt: str | Conversation
+    """A text, which a chat template may have rendered, or messages."""
     response: str
+    """The answer; the token that ended its sampling may still be behind it."""
     is_rendered: bool | None = None
     """Whether the prompt is rendered; None: the model's scoring contract decides by the prompt."""
 
@@ -480,7 +482,7 @@ class _SixFields(NamedTuple):
     next_stop_strings: list[list[str] | None]
     """Stop strings of the policy's next turn; None leaves them as they are."""
     rewards: Tensor | dict[str, Tensor]
-    """float32 [B], or several named components of it, each float32 [B]."""
+    """float64 or float32 [B], or several named components of it, each [B]. Sums are in float64."""
     terminateds: Tensor
     """bool [B]: whether the conversation is over."""
     answers: list[str | None] | None = None

@@ -281,7 +281,7 @@ def _made_of(row: Row, said: Conversation) -> Iterator[str]:
         for turn in value if is_list(value) else ():
             key = thoughts_key(turn) if isinstance(turn, Mapping) else None
             if key is not None:
-                yield f"thoughts from '{key}' are written as <think>...</think> before the answer"
+                yield f"thoughts from '{key}' go to the template before the answer, as <think>"
 
 
 def _as_text(texts: Iterable[str]) -> Iterator[str]:

@@ -23,6 +23,8 @@ from laurel.training.selection import select_demonstrations_by
 from laurel.training.stopping import Deadline, Position
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from laurel.models.chat import ChatFormat, Demonstration
@@ -50,7 +52,6 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
             context,
             seed=config.sft.seed,
             texts=[text for dialogue in data.train for text in dialogue.texts],
-            identity=_settings(config),
         )
         facts, resume_from = model.facts, context.resume_from
         from laurel.models.chat import ChatFormat
@@ -58,17 +59,22 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning
-        from laurel.training.state import PolicyRunState, fingerprint_of_tokens
+        from laurel.training.state import TRAINING_DATA, VALIDATION_DATA, PolicyRunState
 
         chat = ChatFormat(facts.tokenizer, config.policy.tokenizer.chat_template_kwargs)
         train = tokenise(config, data, "train", chat, console)
         validation = {"default": tokenise(config, data, "validation", chat, console)}
         validation = {name: rows for name, rows in validation.items() if rows}
         run_dir = choose_run_dir(context)
+        rows = {
+            TRAINING_DATA: _fingerprint(train, data.train),
+            VALIDATION_DATA: _fingerprint(
+                [row for some in validation.values() for row in some], data.validation
+            ),
+        }
         state = PolicyRunState(
             model.learner,
-            identity=_settings(config),
-            data_fingerprint=fingerprint_of_tokens([row.tokens for row in train]),
+            rows=rows,
             config_yaml=to_yaml(config),
             card=facts_of_policy(
                 context,
@@ -116,15 +122,13 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         return SupervisedFineTuning(config.sft, services, parts).run(position)
 
 
-def _settings(config: SFTRun) -> dict[str, object]:
-    """Return the settings, by dotted name, that a resumed run must share with the original."""
-    from laurel.run.policy import policy_settings
+def _fingerprint(rows: Sequence[Demonstration], dialogues: Sequence[Dialogue]) -> str:
+    """Return a hash of the tokens, and of the turns that rows keep out of the loss."""
+    from laurel.training.state import fingerprint_of_tokens, hash_of
 
-    return policy_settings(
-        config.policy,
-        sft=config.sft.model_dump(mode="json", include={"seed", "only_unmask_final"}),
-        data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
-    )
+    tokens = fingerprint_of_tokens([row.tokens for row in rows])
+    learned = [turn.learned for one in dialogues for turn in one.messages]
+    return tokens if all(learned) else hash_of([tokens, str(learned)])
 
 
 def tokenise(
