@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
