@@ -89,8 +89,8 @@ class SetsConfig(Section):
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first training rows, after filtering."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """`error` stops the run with file and line of a malformed row; `skip` leaves it out and counts
-    it."""
+    """`error` stops the run with file and line of a malformed row, or of one that the chat template
+    refuses; `skip` leaves it out and counts it."""
 
 
 class TextDataConfig(SetsConfig):
@@ -244,8 +244,8 @@ class DatasetConfig(SetConfig):
     foreign_keys: ClassVar[frozenset[str]] = foreign("DatasetConfig")
 
     dataset_name: str | None = None
-    """HelpSteer3, Tulu3Preference, PreferenceDataset, BinaryPreferenceDataset, or the dotted import
-    path of your own class."""
+    """HelpSteer3, HelpSteer2, Tulu3Preference, PKU-SafeRLHF, Nectar, SHP, WebGPT,
+    PreferenceDataset, BinaryPreferenceDataset, or the dotted import path of your own class."""
     prompt_key: str = "prompt"
     """Column of the prompt (BinaryPreferenceDataset)."""
     chosen_key: str = "chosen"

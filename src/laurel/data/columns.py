@@ -174,6 +174,9 @@ _OF_CODE = frozenset(
 READ_OTHERWISE: Mapping[str, frozenset[str]] = {
     "HelpSteer3": frozenset({"overall_preference"}),
     "PreferenceDataset": frozenset({"margin", "target"}),
+    "PKU-SafeRLHF": frozenset({"better_response_id"}),
+    "SHP": frozenset({"labels"}),
+    "WebGPT": frozenset({"score_0", "score_1"}),
     "StepwiseSupervision": frozenset({"completions", "labels"}),
     "MathShepherd": frozenset({"input", "label"}),
     "PRM800K": frozenset({"question", "label"}),

@@ -24,7 +24,15 @@ from laurel.data.columns import (
     refuse_tools,
     with_system,
 )
-from laurel.data.preferences import DATASET_CLASSES, best_answer, binary, infer_class
+from laurel.data.preferences import (
+    DATASET_CLASSES,
+    PUBLISHED,
+    best_answer,
+    binary,
+    infer_class,
+    ranked_row,
+    refuse_trees,
+)
 from laurel.data.reading import (
     NO_HUB,
     HubSet,
@@ -45,7 +53,6 @@ from laurel.data.sources import (
     is_list,
     json_lines,
     locate,
-    message,
     messages,
     read_rows,
     required,
@@ -282,6 +289,12 @@ def _whole_conversation(row: Row) -> _Parts:
     return _Parts(conversation[:-1], (Completion(messages=conversation[-1:]),))
 
 
+def _published(row: Row) -> _Parts:
+    name, _ = infer_class(row, _COLUMNS) or ("", "")
+    read = ranked_row(row, name, _COLUMNS, ())
+    return _Parts(read.prompt, read.completions_G)
+
+
 class _Shape(NamedTuple):
     written: str
     fits: Callable[[Row], bool]
@@ -290,6 +303,11 @@ class _Shape(NamedTuple):
 
 # The most specific first: data sets often repeat the chosen conversation under `messages`.
 _SHAPES = (
+    _Shape(
+        f"of {', '.join(PUBLISHED)}",
+        lambda row: (infer_class(row, _COLUMNS) or ("",))[0] in PUBLISHED,
+        _published,
+    ),
     _Shape(
         '{"prompt": ..., "completions": [..., ...]} (also "context" for "prompt", "responses" for '
         '"completions", and {"rank", "completion"} for a completion)',
@@ -357,20 +375,6 @@ def _completion(value: Any, prompt: Conversation, what: str) -> Completion:
 DEFAULT_DEMONSTRATIONS = "squad"
 """The data set that is read if the configuration names neither a set nor a path."""
 
-_SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
 _UNNAMED = DemonstrationSetConfig()
 _PREFERENCES = DatasetConfig()
 
@@ -584,6 +588,7 @@ def _conversation(
         )
     if found is not None:
         return _best(row, found[0]), f"{found[0]}: the best answer of each row", found[0]
+    refuse_trees(row)
     raise UnusableRow(
         "unknown shape",
         f"the row has the keys {', '.join(map(str, row)) or '(none)'}, which say no conversation",
@@ -592,6 +597,10 @@ def _conversation(
         "class of preferences; or set data.input_key and data.output_key to your columns",
         lacks_columns=True,
     )
+
+
+def _is_pair(row: Row) -> bool:
+    return all(is_there(row, key) for key in (_PREFERENCES.chosen_key, _PREFERENCES.rejected_key))
 
 
 class _DemonstrationShape(NamedTuple):
@@ -615,25 +624,7 @@ def _share_gpt(row: Row, config: DemonstrationSetConfig) -> Conversation:
     turns = row["conversations"]
     if not is_list(turns):
         raise unlike(turns, "a list", what="'conversations'", form="a list of turns")
-    return tuple(map(_share_gpt_turn, turns))
-
-
-def _share_gpt_turn(turn: Any) -> Message:
-    if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
-        return messages([turn], role="user", what="'conversations'")[0]
-    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
-        raise UnusableRow(
-            "'conversations' holds something that is no turn",
-            f"'conversations' holds something that is no {{'from', 'value'}}: {turn!r:.80}",
-        )
-    speaker = _SPEAKERS.get(str(turn["from"]).lower())
-    if speaker is None:
-        raise UnusableRow(
-            "a speaker nobody knows",
-            f"a turn is from {turn['from']!r}; known are {', '.join(_SPEAKERS)}",
-        )
-    said = {**turn, "role": speaker, "content": turn["value"]}
-    return message(said, what="'conversations'")
+    return messages(turns, role="user", what="'conversations'")
 
 
 def _pair(row: Row, asked: str, answered: str, *, setting: bool = False) -> Conversation:
@@ -690,7 +681,7 @@ _DEMONSTRATION_SHAPES = (
         lambda row, config: f"whole conversations under '{config.chat_key}'",
     ),
     _DemonstrationShape(
-        lambda row, config: is_there(row, "conversations"),
+        lambda row, config: is_there(row, "conversations") and not _is_pair(row),
         _share_gpt,
         lambda row, config: "turns under 'conversations'",
     ),

@@ -49,6 +49,7 @@ from laurel.data.sources import (
     number_at,
     parse_transcript,
     required,
+    speaker,
     text,
     unlike,
 )
@@ -227,6 +228,7 @@ class _Reading:
                 )
             )
         frame = self.opened.frame
+        _refuse_alone(ranked, class_name)
         refuse_tools(row)
         prompt = frame.around(with_system(row, ranked.prompt, self.opened.config.system_key))
         # The message of data.system_prompt_file comes first, so one of the row comes second.
@@ -259,6 +261,7 @@ class _Reading:
         read = {key for key in row if str(key) in numbers}
         if self.attributes:
             read |= {f"completions.attributes.{name}" for name in self.attributes}
+            read |= {*self.attributes} if class_name == "HelpSteer2" else set()
         self.columns.look(
             source, row, said, read=read | READ_OTHERWISE.get(class_name, frozenset())
         )
@@ -495,6 +498,128 @@ def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> R
     raise AssertionError("the prompt was found missing above")
 
 
+def _of_two(row: Row, asked: Any, keys: tuple[str, str], verdict: float) -> RankedRow:
+    """Make a row of two answers in its own order; a verdict above 0 prefers the first."""
+    said = (
+        answer(messages(required(row, key), role="assistant", what=f"'{key}'"), what=f"'{key}'")
+        for key in keys
+    )
+    return RankedRow(
+        prompt=messages(asked, role="user", what="the prompt"),
+        completions_G=tuple(Completion(messages=one) for one in said),
+        ranks_G=(int(verdict < 0), int(verdict > 0)),
+    )
+
+
+def _one_of(row: Row, key: str, verdicts: Mapping[int, int]) -> int:
+    found = integer(required(row, key), what=f"'{key}'")
+    if found not in verdicts:
+        raise UnusableRow(
+            f"'{key}' names no answer",
+            f"'{key}' is {found} where {' or '.join(map(str, verdicts))} is expected",
+        )
+    return verdicts[found]
+
+
+def safe_rlhf(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of PKU-SafeRLHF, by which answer is better; `safer_response_id` is not read."""
+    verdict = _one_of(row, "better_response_id", {0: 1, 1: -1})
+    return _of_two(row, required(row, "prompt"), ("response_0", "response_1"), verdict)
+
+
+def shp(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of SHP, in which `labels` is 1 if A is preferred, and 0 if B is."""
+    verdict = _one_of(row, "labels", {1: 1, 0: -1})
+    return _of_two(row, required(row, "history"), ("human_ref_A", "human_ref_B"), verdict)
+
+
+def webgpt(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of WebGPT's comparisons; equal scores are a tie."""
+    question = required(row, "question")
+    if isinstance(question, Mapping):
+        question = required(question, "full_text")
+    first, second = (number(required(row, k), what=f"'{k}'") for k in ("score_0", "score_1"))
+    return _of_two(row, question, ("answer_0", "answer_1"), first - second)
+
+
+def nectar(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of Nectar: a transcript and `answers`, each with its rank."""
+    answers = required(row, "answers")
+    if not is_list(answers):
+        raise unlike(answers, "a list", what="'answers'")
+    completions = [
+        {**one, "completion": one.get("answer")} if isinstance(one, Mapping) else one
+        for one in answers
+    ]
+    return ranked({"context": required(row, "prompt"), "completions": completions}, config)
+
+
+_PAIR_THE_ANSWERS = """\
+import json, itertools; rows = itertools.groupby(map(json.loads, open("FILE")), \
+lambda r: r["prompt"])
+print(*(json.dumps({"context": p, "completions": [{"rank": -r["helpfulness"], "completion": \
+r["response"]} for r in g]}) for p, g in [(p, list(g)) for p, g in rows] if len(g) > 1), \
+sep="\\n", file=open("pairs.jsonl", "w"))"""
+
+
+def helpsteer2(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of HelpSteer or HelpSteer2: one answer, whose ratings are columns."""
+    said = messages(required(row, "response"), role="assistant", what="'response'")
+    return RankedRow(
+        prompt=messages(required(row, "prompt"), role="user", what="'prompt'"),
+        completions_G=(Completion(messages=said),),
+        ranks_G=(0,),
+        attributes_GK=_ratings([{"attributes": row}], attributes) if attributes else None,
+    )
+
+
+def _refuse_alone(row: RankedRow, class_name: str) -> None:
+    if len(row.completions_G) > 1 or row.attributes_GK is not None or row.steps_GS is not None:
+        return
+    raise UnusableRow(
+        "one answer",
+        f"a row of {class_name} has one answer, and a preference compares two",
+        remedy="Learn the ratings themselves (policy.reward_model_cfg.reward_model_type=regression "
+        "rm.loss.type=regression policy.reward_model_cfg.attributes=[helpfulness,correctness]), "
+        f"or pair the answers of each prompt by these two lines of Python:\n{_PAIR_THE_ANSWERS}\n",
+    )
+
+
+# ------------------------------------------------------------------- messages that make up a tree
+
+RANK_THE_REPLIES = """\
+import json; rows = {r["message_id"]: r for r in map(json.loads, open("FILE"))}; \
+up = lambda i: [*up(rows[i]["parent_id"]), {"role": "user" if rows[i]["role"] == "prompter" else \
+"assistant", "content": rows[i]["text"]}] if i else []
+to = {}; [to.setdefault(r["parent_id"], []).append(r) for r in rows.values() if r["role"] == \
+"assistant" and r["rank"] is not None]; print(*(json.dumps({"context": up(i), "completions": \
+[{"rank": r["rank"], "completion": r["text"]} for r in g]}) for i, g in to.items() if len(g) > 1), \
+sep="\\n", file=open("ranked.jsonl", "w"))"""
+"""Two lines of Python that write the trees of messages in a file as ranked answers."""
+
+
+def is_of_tree(row: Row) -> bool:
+    """Report whether a row is a message of a tree, as OASST has them, each a row of its own."""
+    return {"message_id", "parent_id", "text", "role"} <= row.keys()
+
+
+def refuse_trees(row: Row) -> None:
+    """Refuse a message of a tree, whose answers are other rows.
+
+    Raises:
+        UnusableRow: The row is one; its remedy is a program.
+    """
+    if is_of_tree(row):
+        raise UnusableRow(
+            "a message of a tree",
+            "each row is one message of a tree (OASST), so a question and its answers are several "
+            "rows",
+            remedy="Write them as ranked answers by these two lines of Python:\n"
+            f"{RANK_THE_REPLIES}\n",
+            lacks_columns=True,
+        )
+
+
 DATASET_CLASSES: dict[str, DatasetClass] = {
     "HelpSteer3": DatasetClass(
         convert=helpsteer3,
@@ -506,12 +631,29 @@ DATASET_CLASSES: dict[str, DatasetClass] = {
     ),
     "PreferenceDataset": DatasetClass(convert=ranked),
     "BinaryPreferenceDataset": DatasetClass(convert=binary),
+    "PKU-SafeRLHF": DatasetClass(convert=safe_rlhf, hub=HubSet(name="PKU-Alignment/PKU-SafeRLHF")),
+    "Nectar": DatasetClass(convert=nectar, hub=HubSet(name="berkeley-nest/Nectar")),
+    "SHP": DatasetClass(convert=shp, hub=HubSet(name="stanfordnlp/SHP"), has_validation=True),
+    "WebGPT": DatasetClass(convert=webgpt, hub=HubSet(name="openai/webgpt_comparisons")),
+    "HelpSteer2": DatasetClass(
+        convert=helpsteer2, hub=HubSet(name="nvidia/HelpSteer2"), has_validation=True
+    ),
     "StepwiseSupervision": DatasetClass(read_steps=steps.trl_row),
     "MathShepherd": DatasetClass(
         read_steps=steps.shepherd_row, hub=HubSet(name="peiyi9979/Math-Shepherd")
     ),
     "PRM800K": DatasetClass(read_steps=steps.prm800k_row),
 }
+
+
+PUBLISHED: Mapping[str, frozenset[str]] = {
+    "PKU-SafeRLHF": frozenset({"prompt", "response_0", "response_1", "better_response_id"}),
+    "Nectar": frozenset({"prompt", "answers", "num_responses"}),
+    "SHP": frozenset({"history", "human_ref_A", "human_ref_B", "labels"}),
+    "WebGPT": frozenset({"question", "answer_0", "answer_1", "score_0", "score_1"}),
+    "HelpSteer2": frozenset({"prompt", "response", "helpfulness"}),
+}
+"""The columns by which rows of published sets with a form of their own are recognized."""
 
 
 def _in_steps(read: StepRow, separator: str) -> RankedRow:
@@ -599,6 +741,11 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
         return "HelpSteer3", "columns response1, response2 and overall_preference"
     if {"context", "completions"} <= row.keys():
         return "PreferenceDataset", "columns context and completions"
+    for name, columns in PUBLISHED.items():
+        # A table has all columns in all rows.
+        if all(row.get(column) not in (None, "") for column in columns):
+            other = "; safer_response_id is not read" if "safer_response_id" in row else ""
+            return name, f"columns {', '.join(sorted(columns))}{other}"
     if is_trl_row(row, config.prompt_key):
         return "StepwiseSupervision", f"columns {config.prompt_key}, completions and labels"
     if is_shepherd_row(row):
@@ -630,6 +777,7 @@ def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
             named = getattr(config, setting)
             if named != getattr(_UNNAMED, setting):
                 required(row, named, setting=setting)
+        refuse_trees(row)
         raise UnusableRow(
             "columns of no known class",
             f"nothing names the class of the rows, and their columns ({', '.join(map(str, row))}) "
@@ -661,6 +809,8 @@ def _prompt_column(row: Row, config: DatasetConfig) -> str | None:
     are_whole = all(map(is_transcript, values)) or all(map(_is_conversation, values))
     if key != _UNNAMED.prompt_key or are_whole:
         return None
+    if is_list(row.get("conversations")):
+        return "conversations"
     return find_question(row, but=answers)
 
 
@@ -668,7 +818,7 @@ def _is_conversation(value: Any) -> bool:
     # A list that begins with the assistant is an answer alone.
     if not is_list(value) or len(value) < 2:
         return False
-    return isinstance(value[0], Mapping) and value[0].get("role") != "assistant"
+    return isinstance(value[0], Mapping) and speaker(value[0]) not in ("assistant", "gpt")
 
 
 def _without_prompt(

@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import IO, Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
-from laurel.errors import DataError, counted, setting_of
+from laurel.errors import DataError, counted, no_file_at, setting_of
 from laurel.observe.forks import ForkGuard
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
 from laurel.observe.user_code import import_object
@@ -114,6 +115,12 @@ def text(value: Any, *, what: str) -> str:
     """
     if not isinstance(value, str):
         raise unlike(value, "text", what=what)
+    if "\0" in value:
+        raise UnusableRow(
+            f"{what} holds a NUL character",
+            f"{what} holds a NUL character (\\u0000), which is no text, at character "
+            f"{value.index(chr(0)) + 1}",
+        )
     # ASCII holds no surrogates, and to see that is quicker than to encode.
     if not value.isascii():
         try:
@@ -197,9 +204,37 @@ def messages(value: Any, *, role: str, what: str) -> Conversation:
                 remedy="Give it as text without such marks, or as messages {'role', 'content'}",
             )
         return (Message(role, text(value, what=what)),)
+    if speaker(value) is not None:
+        value = [value]
     if not is_list(value):
         raise unlike(value, "text or messages", what=what, form="text or a list of messages")
     return tuple(message(item, what=what) for item in value)
+
+
+# Who speaks in turns of `from` and `value`, as ShareGPT writes them.
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+def speaker(value: Any) -> str | None:
+    """Return who speaks in a message, as a role or as ShareGPT's name; None if it is no message."""
+    if not isinstance(value, Mapping):
+        return None
+    if {"role", "content"} <= value.keys():
+        return str(value["role"])
+    return str(value["from"]) if {"from", "value"} <= value.keys() else None
 
 
 _UNREAD_KEYS = {
@@ -214,7 +249,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def message(value: Any, *, what: str) -> Message:
-    """Return an object with `role` and `content` as a message.
+    """Return an object with `role` and `content`, or with `from` and `value`, as a message.
 
     Thoughts beside the content come before it, between `<think>` and `</think>`, as templates of
     reasoning models read them. A `weight` of 0, or a `train` that is false, keeps an imitated turn
@@ -223,12 +258,21 @@ def message(value: Any, *, what: str) -> Message:
     Raises:
         UnusableRow: It is no such object, or a key of it would be left out.
     """
-    if not isinstance(value, Mapping) or "role" not in value or "content" not in value:
+    if speaker(value) is None:
         shown = f"keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else repr(value)
         raise UnusableRow(
             f"{what} holds something that is no message",
-            f"{what} holds something that is no {{'role': ..., 'content': ...}}: {shown:.80}",
+            f"{what} holds something that is no {{'role': ..., 'content': ...}} and no "
+            f"{{'from': ..., 'value': ...}}: {shown:.80}",
         )
+    if "role" not in value or "content" not in value:
+        role = _SPEAKERS.get(str(value["from"]).lower())
+        if role is None:
+            raise UnusableRow(
+                "a speaker nobody knows",
+                f"a turn is from {value['from']!r}; known are {', '.join(_SPEAKERS)}",
+            )
+        value = {**value, "role": role, "content": value["value"]}
     for key, remedy in _UNREAD_KEYS.items():
         if value.get(key):
             raise UnusableRow(
@@ -321,6 +365,8 @@ def json_kind(value: Any) -> str:
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _START = "\n\nHuman:"
+# As HelpSteer has prompts of several turns: the first is the user's, and has no mark.
+_NEXT_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 # What opens a turn in well-known templates, perhaps after the token that begins a text.
 _RENDERED = re.compile(
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)?\s*"
@@ -337,8 +383,13 @@ _SPOKEN = re.compile(
 
 
 def is_transcript(value: object) -> bool:
-    """Report whether a value is text that begins with a `Human:` turn, as HH-RLHF's transcripts."""
-    return isinstance(value, str) and value.startswith(_START)
+    """Report whether a value is a text of several turns, as HH-RLHF's or HelpSteer's.
+
+    HH-RLHF's transcripts begin with a `Human:` turn.
+    """
+    if not isinstance(value, str):
+        return False
+    return value.startswith(_START) or _NEXT_TURN.search(value) is not None
 
 
 def parse_transcript(transcript: str) -> Conversation:
@@ -346,6 +397,10 @@ def parse_transcript(transcript: str) -> Conversation:
 
     A turn may be empty, and a role may repeat.
     """
+    before, *parts = _NEXT_TURN.split(transcript)
+    if parts:
+        roles = ["user", *map(str.lower, parts[::2])]
+        return tuple(map(Message, roles, [before, *parts[1::2]]))
     before, *parts = _TURN.split(transcript)
     if before or not parts:
         raise UnusableRow(
@@ -391,6 +446,8 @@ def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
     for read in (_parse, _printed_by_python):
         try:
             values = read(written)
+        except _RepeatedKeyError:
+            break  # Python would read it
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         is_known = all(
@@ -431,10 +488,16 @@ Reader = Callable[[IO[bytes], str, Complain], Rows]
 # Strings are matched first, so that a NaN inside one is not taken for the bare word.
 _BARE_WORD = re.compile(r'"(?:\\.|[^"\\])*"|(-?Infinity|NaN)')
 _LONGEST_CELL = 2**31 - 1
+# What pandas calls the column that it writes without a name: the number of the row.
+_PANDAS_INDEX = "Unnamed: 0"
 
 
 class _NotANumber(ValueError):
     """Raised for a bare NaN or Infinity, which Python's parser accepts and JSON does not allow."""
+
+
+class _RepeatedKeyError(json.JSONDecodeError):
+    """Raised for an object with a key twice, of which Python's parser would keep the last."""
 
 
 def _refuse(word: str) -> NoReturn:
@@ -445,10 +508,21 @@ def _parse(content: str) -> Any:
     """Parse a JSON text.
 
     Raises:
-        json.JSONDecodeError: The text is not JSON; no other error is raised.
+        json.JSONDecodeError: The text is not JSON, or an object in it has a key twice; no other
+            error is raised.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            ((key, _),) = Counter(name for name, _ in pairs).most_common(1)
+            places = [match.start() for match in re.finditer(re.escape(json.dumps(key)), content)]
+            said = f"the key {key!r} is twice in one object"
+            raise _RepeatedKeyError(said, content, places[1] if len(places) > 1 else 0)
+        return found
+
     try:
-        return json.loads(content, parse_constant=_refuse)
+        return json.loads(content, parse_constant=_refuse, object_pairs_hook=unique)
     except json.JSONDecodeError:
         raise
     except _NotANumber as problem:
@@ -468,6 +542,13 @@ def _near(problem: json.JSONDecodeError) -> str:
 
 
 def _json_line(raw: bytes) -> Row:
+    if b"\0" in raw:
+        raise UnusableRow(
+            "NUL bytes",
+            f"byte {raw.index(0) + 1} of the line is NUL (0x00), which no JSON holds: the file is "
+            "damaged, or UTF-16",
+            remedy="Write it again as UTF-8",
+        )
     try:
         content = raw.decode()
     except UnicodeDecodeError as problem:
@@ -478,6 +559,8 @@ def _json_line(raw: bytes) -> Row:
         ) from None
     try:
         row = _parse(content)
+    except _RepeatedKeyError as problem:
+        raise UnusableRow("a key twice", f"column {problem.pos + 1}: {problem.msg}") from None
     except json.JSONDecodeError as problem:
         raise UnusableRow(
             "not JSON",
@@ -518,14 +601,31 @@ def _read_printed(value: Any) -> Any | None:
 
 
 def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read one JSON object per line; blank lines are skipped."""
+    """Read one JSON object per line; blank lines are skipped.
+
+    A stream that is one JSON text may also be an array of objects, an object that holds the array
+    (`{"data": [...]}`), or a table by its columns.
+    """
     label = os.path.basename(path)
-    for number, raw in enumerate(stream, start=1):
+    first, number = b"", 0
+    while not first.strip():
+        line = stream.readline()
+        if not line:
+            return
+        number += 1
         # Some editors begin a file with a byte-order mark.
-        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        if line.isspace() or not line:
-            continue
-        yield from _one_row(f"{label}:{number}", _json_line, line, complain)
+        first = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    if _may_begin_a_text(first.strip()):
+        content = first + stream.read()
+        values = _rows_of_text(content, path, number)
+        if values is not None:
+            for index, value in enumerate(values):
+                yield from _one_row(f"{label}[{index}]", as_row, value, complain)
+            return
+        stream = io.BytesIO(content[len(first) :])
+    for place, line in enumerate(itertools.chain([first], stream), start=number):
+        if line.strip():
+            yield from _one_row(f"{label}:{place}", _json_line, line, complain)
 
 
 def _one_row(source: str, read: Callable[[Any], Row], value: Any, complain: Complain) -> Rows:
@@ -537,28 +637,79 @@ def _one_row(source: str, read: Callable[[Any], Row], value: Any, complain: Comp
         yield source, row
 
 
-def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read a JSON array of objects, or one JSON object per line."""
-    raw = stream.read().removeprefix(codecs.BOM_UTF8)
-    if not raw.lstrip().startswith(b"["):
-        yield from json_lines(io.BytesIO(raw), path, complain)
-        return
+# The names under which a JSON text holds its rows.
+_HOLDERS = ("data", "rows", "examples", "instances", "items", "records", "train")
+
+
+def _may_begin_a_text(line: bytes) -> bool:
+    """Whether a first line may begin a text of several lines, or hold all rows itself."""
+    if line.startswith(b"{") and line.endswith(b"}"):
+        try:
+            return _held_rows(_parse(line.decode())) is not None
+        except ValueError:
+            return False
+    return line.startswith((b"[", b"{"))
+
+
+def _rows_of_text(content: bytes, path: str, line: int) -> Sequence[Any] | None:
+    """Return the rows of a JSON text that begins at a line; None if its lines are the rows.
+
+    Raises:
+        DataError: An array is broken.
+    """
     try:
-        values = _parse(raw.decode())
-    except UnicodeDecodeError as problem:
-        line = raw.count(b"\n", 0, problem.start) + 1
+        found = _parse(content.decode())
+    except ValueError as problem:
+        # An array that ends before the text does is a row of its own, which is refused.
+        is_whole = not getattr(problem, "msg", "").startswith("Extra data")
+        if not (content.startswith(b"[") and is_whole):
+            return None
+        if isinstance(problem, UnicodeDecodeError):
+            where = line + content.count(b"\n", 0, problem.start)
+            raise DataError(
+                f"{path}:{where}: byte {problem.start + 1} of the file "
+                f"(0x{content[problem.start]:02x}) is not UTF-8; convert the file to UTF-8"
+            ) from None
+        # The parser raises no other error.
+        problem = cast("json.JSONDecodeError", problem)
+        said = (
+            problem.msg if isinstance(problem, _RepeatedKeyError) else f"not JSON ({problem.msg})"
+        )
         raise DataError(
-            f"{path}:{line}: byte {problem.start + 1} of the file (0x{raw[problem.start]:02x}) is "
-            "not UTF-8; convert the file to UTF-8"
-        ) from None
-    except json.JSONDecodeError as problem:
-        raise DataError(
-            f"{path}:{problem.lineno}: column {problem.colno}: not JSON ({problem.msg}), near "
+            f"{path}:{problem.lineno + line - 1}: column {problem.colno}: {said}, near "
             f"{_near(problem)!r}. Fix the array, or write one object per line so that a bad row "
             "can be left out"
         ) from None
-    for index, value in enumerate(values):
-        yield from _one_row(f"{os.path.basename(path)}[{index}]", as_row, value, complain)
+    if isinstance(found, list):
+        # A line that is a list is no table of rows, but a bad row.
+        return found if not found or any(isinstance(one, Mapping) for one in found) else None
+    return _held_rows(found) or [found]
+
+
+def _held_rows(found: Any) -> Sequence[Any] | None:
+    """Return the rows that an object holds as a list or as columns; None if it is a row itself."""
+    if not isinstance(found, Mapping) or not found:
+        return None
+    for key in _HOLDERS:
+        held = found.get(key)
+        if isinstance(held, list) and held and all(isinstance(one, Mapping) for one in held):
+            others = [value for name, value in found.items() if name != key]
+            return None if any(isinstance(value, list) for value in others) else held
+    # As `to_dict` and pandas' `to_json` write a table: lists, or objects by the number of the row.
+    columns = list(found.values())
+    if all(isinstance(one, Mapping) for one in columns):
+        numbers = list(columns[0])
+        if not numbers or any(list(one) != numbers for one in columns):
+            return None
+        if not all(number.isdecimal() for number in numbers):
+            return None
+        columns = [list(one.values()) for one in columns]
+    elif not all(isinstance(one, list) for one in columns) or len(columns) < 2:
+        return None
+    has_texts = any(one and all(isinstance(value, str) for value in one) for one in columns)
+    if not has_texts or len({len(one) for one in columns}) > 1:
+        return None
+    return [dict(zip(found, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
@@ -572,6 +723,8 @@ def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
         header = next(reader, [])
     except csv.Error as problem:
         raise DataError(f"{path}:1: the header is not CSV: {problem}") from None
+    if header and not header[0]:
+        header[0] = _PANDAS_INDEX
     if len(set(header)) < len(header) or "" in header:
         raise DataError(
             f"{path}:1: the header must name each column once, and reads: {', '.join(header)}"
@@ -659,7 +812,7 @@ def _batches(batches: Iterator[Any], path: str, complain: Complain) -> Rows:
 
 READERS: dict[str, Reader] = {
     ".jsonl": json_lines,
-    ".json": json_file,
+    ".json": json_lines,
     ".csv": csv_file,
     ".parquet": parquet_file,
     ".arrow": arrow_file,
@@ -706,6 +859,8 @@ def read_rows(
             raise DataError(f"{locate(path_or_name, source)}: {problem}")
         on_bad_row(source, problem)
 
+    if (problem := no_file_at(path)) is not None:
+        raise DataError(f"{problem}. Name a file that holds the rows")
     if os.path.isdir(path):
         rows = _directory_rows(path, complain, subset=subset, split=split)
     elif os.path.exists(path):
@@ -747,6 +902,27 @@ def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str 
 # ----------------------------------------------------------------------------------------- files
 
 
+_GZIP = b"\x1f\x8b"
+# The first bytes of files, what they are, and the endings of names that are read as such.
+_MAGIC: dict[bytes, tuple[str, tuple[str, ...]]] = {
+    b"PAR1": ("a Parquet file", (".parquet",)),
+    b"ARROW1": ("an Arrow file", (".arrow",)),
+    b"PK\x03\x04": ("a zip archive (or a spreadsheet)", ()),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", ()),
+    b"BZh": ("compressed by bzip2", ()),
+    b"\xfd7zXZ": ("compressed by xz", ()),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", ()),
+    b"SQLite format 3": ("a SQLite database", ()),
+    b"version https://": ("a pointer of Git LFS, without the data", ()),
+}
+
+
+def _advice(endings: Sequence[str]) -> str:
+    if endings:
+        return f"Name it so that it ends in {endings[0]}"
+    return f"Write its rows as {', '.join(READERS)}, or one of these with .gz"
+
+
 def _suffix(path: str) -> str:
     """Return the suffix that names the file's format, without `.gz`."""
     return os.path.splitext(path.lower().removesuffix(".gz"))[1]
@@ -767,7 +943,14 @@ def _file_rows(path: str, complain: Complain) -> Rows:
                 f"{path} is empty (0 bytes). Write it again: each row a line (or as its format "
                 "has it); laurel data check says what rows may hold"
             )
-        is_gzip = path.lower().endswith(".gz")
+        with open(path, "rb") as raw:
+            begins = raw.read(16)
+        # Some tools decompress a file and keep its name, or compress it without another.
+        is_gzip = begins.startswith(_GZIP) or path.lower().endswith(".gz")
+        suffix = _suffix(path)
+        for mark, (kind, own) in _MAGIC.items():
+            if begins.startswith(mark) and suffix not in own:
+                raise DataError(f"{path} is {kind}, and its name ends in {suffix}. {_advice(own)}")
         with cast("IO[bytes]", gzip.open(path)) if is_gzip else open(path, "rb") as stream:
             for source, row in read(stream, path, complain):
                 last = source

@@ -16,7 +16,7 @@ from typing import Any
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.data.columns import KNOWN_ANSWERS, QUESTIONS, find_question, is_there, question_of
-from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class
+from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class, refuse_trees
 from laurel.data.reading import NO_HUB, HubSet, LeftOutRow
 from laurel.data.sources import (
     Row,
@@ -618,6 +618,7 @@ def resolve_columns(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str
                 f"prompts of rows of {found[0]}, recognized by: {found[1]}"
             )
     if asks is None:
+        refuse_trees(row)
         raise UnusableRow(
             "no question",
             f"the row has no '{config.input_key}', and none of {', '.join(QUESTIONS)} or messages "

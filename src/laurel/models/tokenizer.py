@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from laurel.config.policy import TokenizerConfig
-from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of
+from laurel.errors import ConfigError, DataError, ModelError, key_of, no_file_at, setting_of
 from laurel.observe.hub import check_fetchable
 from laurel.types import Conversation, Message, ToolSchemas
 
@@ -161,9 +161,8 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
     elif choice.endswith(".jinja"):
         path = Path(choice)
         if not path.is_file():
-            raise ModelError(
-                f"{setting_of('policy.tokenizer.chat_template', choice)}: there is no such file"
-            )
+            why = no_file_at(path) or "there is no such file"
+            raise ModelError(f"{setting_of('policy.tokenizer.chat_template', choice)}: {why}")
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     elif choice != "default":
         if "{" not in choice:

@@ -282,6 +282,68 @@ FORMS = {
             "<｜begin▁of▁sentence｜><｜User｜>",
         )
     },
+    # Published sets with a form of their own.
+    "PKU-SafeRLHF": pair(
+        {
+            "prompt": Q,
+            "response_0": A,
+            "response_1": B,
+            "better_response_id": 0,
+            "safer_response_id": 1,
+            "is_response_0_safe": True,
+        },
+        unread=("is_response_0_safe",),
+    ),
+    "Nectar": pair(
+        {
+            "prompt": transcript(Q) + "\n\nAssistant: ",
+            "answers": [
+                {"answer": A, "model": "a", "rank": 1.0},
+                {"answer": B, "model": "b", "rank": 2.0},
+            ],
+            "num_responses": 2,
+            "good_natured": True,
+        },
+        unread=("good_natured",),
+    ),
+    "SHP": pair(
+        {"history": Q, "human_ref_A": A, "human_ref_B": B, "labels": 1, "score_A": 5},
+        unread=("score_A",),
+    ),
+    "WebGPT": pair(
+        {
+            "question": {"full_text": Q, "dataset": "eli5", "id": "7"},
+            "answer_0": A,
+            "answer_1": B,
+            "score_0": 0.5,
+            "score_1": -0.5,
+            "quotes_0": {"title": ["Swans"], "extract": ["They sleep on the water."]},
+        },
+        unread=("quotes_0.extract",),
+    ),
+    "HelpSteer2": Form(
+        {"prompt": Q, "response": A, "helpfulness": 4, "verbosity": 1},
+        "!these two lines of Python",
+        CHAT,
+        ASKED,
+    ),
+    "ShareGPT pairs": pair(
+        {
+            "conversations": [{"from": "human", "value": Q}],
+            "chosen": {"from": "gpt", "value": A},
+            "rejected": {"from": "gpt", "value": B},
+        }
+    ),
+    "ShareGPT pairs of whole conversations": pair(
+        {
+            "chosen": [{"from": "human", "value": Q}, {"from": "gpt", "value": A}],
+            "rejected": [{"from": "human", "value": Q}, {"from": "gpt", "value": B}],
+        }
+    ),
+    "OASST": refused(
+        {"message_id": "1", "parent_id": "0", "text": A, "role": "assistant", "rank": 0},
+        "these two lines of Python",
+    ),
     # What stands beside a pair.
     "scores beside a pair": pair(
         {"prompt": Q, "chosen": A, "rejected": B, "score_chosen": 9.5, "prompt_id": "7"},
