@@ -274,6 +274,8 @@ class JudgeConfig(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
     half the memory."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the layers of a judge that is loaded, as `policy.compile` does."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of question and verdict of a judge that is loaded; null is 8192, or the model's
     positions if fewer. A longer question fails; it is never truncated."""
@@ -411,7 +413,7 @@ class JudgeConfig(AskingConfig):
         if self.backend != "vllm":
             found.append(("is for backend=vllm", ("vllm_cfg",)))
         else:
-            found.append(("is for backend=transformers", ("batch_tokens",)))
+            found.append(("is for backend=transformers", ("batch_tokens", "compile")))
         for why, keys in found:
             for key in keys:
                 if _is_set(self, key):
@@ -433,7 +435,15 @@ class JudgeConfig(AskingConfig):
 
 
 LOADED_JUDGE_KEYS = (
-    *("backend", "vllm_cfg", "precision", "max_model_len", "batch_tokens", "max_concurrent"),
+    *(
+        "backend",
+        "vllm_cfg",
+        "precision",
+        "compile",
+        "max_model_len",
+        "batch_tokens",
+        "max_concurrent",
+    ),
     *("tokenizer", "read_out", "compares", "words", "max_opponents"),
 )
 """The keys of `judge` without effect on one that is asked at `urls`."""
@@ -528,6 +538,8 @@ class ScorerSource(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the model's layers, as `policy.compile` does."""
     batch_size: Annotated[int, MAY_CHANGE] = Field(default=32, ge=1)
     """Conversations of one forward pass without packing and dynamic batching."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -644,7 +656,7 @@ class ScorerSource(AskingConfig):
 
 
 _OF_A_MODEL = (
-    *("tokenizer", "precision", "batch_size", "max_model_len", "trust_remote_code"),
+    *("tokenizer", "precision", "compile", "batch_size", "max_model_len", "trust_remote_code"),
     *("safetensors_only", "sequence_packing", "dynamic_batching", "batch_tokens", "batch_timeout"),
     "dtensor_cfg",
 )

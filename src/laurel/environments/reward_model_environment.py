@@ -988,6 +988,7 @@ def _of_source(
                 update={"name": None if is_repeated else source.tokenizer.name}
             ),
             head=source.reward_model_cfg,
+            compile=source.compile,
             reads_forests=source.sequence_packing.enabled,
             activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
             tensor_parallel_size=config.dtensor_cfg.tensor_parallel_size,

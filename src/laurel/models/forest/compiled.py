@@ -48,7 +48,8 @@ def compile_layers(model: Decoder, *, backend: str = "inductor") -> str | None:
     if not isinstance(layers, nn.ModuleList):
         return f"{type(model.network).__name__} has no list of layers"
     # The graphs end before attention and go on behind it.
-    outside: Any = torch._dynamo.disable(forest_attention)
+    disable: Any = torch._dynamo.disable  # it has no types
+    outside = disable(forest_attention)
     AttentionInterface.register(FOREST, cast(Any, outside))
     allow_variants()
     for layer in layers:

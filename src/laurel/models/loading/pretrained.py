@@ -297,16 +297,19 @@ def finalize_model(
         spec: The specification of the model.
         device: The device that computes.
         mesh: The mesh over which the model is sharded; None: this process has the whole model.
-        notes: Receives the reason if the layers should be compiled and cannot.
+        notes: Receives whether the layers are compiled, and the reason if they cannot be.
     """
     _place(model, spec, device, mesh)
-    if chooses_to_compile(spec.compile, device) and (reason := compile_layers(model)):
-        notes.append(f"{key_of('policy.compile')}: the layers are not compiled, because {reason}")
+    if chooses_to_compile(spec.compile, device):
+        reason = compile_layers(model)
+        notes.append(
+            "the first steps take longer, because they compile the layers"
+            if reason is None
+            else f"{key_of('policy.compile')}: the layers are not compiled, because {reason}"
+        )
 
 
-def _place(
-    model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
-) -> None:
+def _place(model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None) -> None:
     network = model.network
     if spec.activation_checkpointing:
         recompute_activations(network)
