@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -152,7 +153,7 @@ class PlainContents:
             start = content.index(body)
             marked = f"{edge if head else ''}{body}{edge if tail else ''}"
             content = content[:start] + marked + content[start + len(body) :]
-        return Message(role, content)
+        return replace(message, role=role, content=content)
 
     def _joins(self, content: str) -> tuple[bool, bool]:
         # Whether text before and after a content may become a control token together with it.
