@@ -126,7 +126,7 @@ class TokenizerConfig(Section):
     name: str | None = None
     """Hub name or path; null means `policy.model_name`."""
     chat_template: str | None = "default"
-    """`default`: the tokenizer's own; null: contents joined as they are; `chatml`, `plain` or
+    """`default`: the tokenizer's own; null: contents joined, as plain text; `chatml`, `plain` or
     `hermes` (ChatML that shows tools): a template of Laurel's; a path ending in .jinja; or the
     template itself."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

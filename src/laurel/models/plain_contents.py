@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _PROBE = "laurelprobe"
 _MARKS = ("laurelcut", "bayleafedge")
 
 Offsets = list[tuple[int, int]]
+_LISTS = (list, tuple)
 
 
 class PlainText(NamedTuple):
@@ -89,7 +91,7 @@ class PlainContents:
             self._unmarked(
                 rendered(
                     tuple(self._marked(message, cut, edge) for message in conversation),
-                    [_mapped(tool, lambda text, cut=cut: self._apart(text, cut)) for tool in tools],
+                    [_mapped(tool, partial(self._apart, cut=cut)) for tool in tools],
                 ),
                 cut,
                 edge,
@@ -151,7 +153,7 @@ class PlainContents:
             start = content.index(body)
             marked = f"{edge if head else ''}{body}{edge if tail else ''}"
             content = content[:start] + marked + content[start + len(body) :]
-        return Message(role, content)
+        return replace(message, role=role, content=content)
 
     def _joins(self, content: str) -> tuple[bool, bool]:
         # Whether text before and after a content may become a control token together with it.
@@ -161,7 +163,9 @@ class PlainContents:
         return any(body[:n] in tails for n in reach), any(body[-n:] in heads for n in reach)
 
     def _unmarked(self, marked: str, cut: str, edge: str) -> PlainText:
-        text, cuts, edges = "", [], []
+        text = ""
+        cuts: list[int] = []
+        edges: list[int] = []
         for piece in re.split(f"({cut}|{edge})", marked):
             if piece in (cut, edge):
                 (cuts if piece == cut else edges).append(len(text))
@@ -338,10 +342,12 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {_mapped(key, change): _mapped(one, change) for key, one in value.items()}
-    return [_mapped(one, change) for one in value] if isinstance(value, list | tuple) else value
+    return [_mapped(one, change) for one in value] if isinstance(value, _LISTS) else value
 
 
 def _strings(value: Any) -> list[str]:
-    found: list[str] = []
-    _mapped(list(value), lambda text: found.append(text) or text)
-    return found
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    return [text for one in value for text in _strings(one)] if isinstance(value, _LISTS) else []
