@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -6,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from laurel.errors import CheckpointError, ModelError
+from laurel.models.scoring import ScoringRules
 from laurel.models.spec import ModelSpec
-from laurel.rewards.server.service import ServingSpec, model_version, open_backend
-from laurel.rewards.spec import ScorerSpec
+from laurel.rewards.server.service import ServingSpec, open_backend
+from laurel.rewards.spec import ScorerSpec, model_version
 from reward_models import small_model, write_model
 
 
@@ -28,15 +30,25 @@ def test_equal_files_have_equal_versions_wherever_they_lie(model, tmp_path):
     copied = tmp_path / model.name
     shutil.copytree(model, copied)
     (copied / "training.log").write_text("not of the model")
-    version = model_version(str(copied))
-    assert version == model_version(str(model))
+    rules = ScoringRules.read(copied)
+    version = model_version(str(copied), rules)
+    assert version == model_version(str(model), rules)
     assert version.startswith("rm_1-")
     weights = copied / "model.safetensors"
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
-    assert model_version(str(copied)) != version
-    assert model_version("name/on-the-hub") == "name/on-the-hub"
+    assert model_version(str(copied), rules) != version
+    assert model_version("name/on-the-hub", rules) == "name/on-the-hub"
+
+
+def test_the_day_that_a_template_prints_is_a_part_of_the_version(model):
+    rules = ScoringRules.read(model)
+    days = [rules.model_copy(update={"pinned_date": day}) for day in (None, "26 Jul 2024", "1 Aug")]
+    for name in (str(model), "name/on-the-hub"):
+        versions = [model_version(name, one) for one in days]
+        assert len(set(versions)) == 3
+        assert all(re.fullmatch(r"[\w./+-]+", one) for one in versions)
 
 
 def test_pickled_weights_are_refused(model, tmp_path):
