@@ -466,7 +466,7 @@ class _SixFields(NamedTuple):
     next_stop_strings: list[list[str] | None]
     """Stop strings of the policy's next turn; None leaves them as they are."""
     rewards: Tensor | dict[str, Tensor]
-    """float32 [B], or several named components of it, each float32 [B]."""
+    """float64 or float32 [B], or several named components of it, each [B]. Sums are in float64."""
     terminateds: Tensor
     """bool [B]: whether the conversation is over."""
     answers: list[str | None] | None = None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from laurel.config.yaml_tree import NO_ITEMS_IS_NONE, Section, foreign
+from laurel.config.yaml_tree import MAY_CHANGE, NO_ITEMS_IS_NONE, Section, foreign
 
 
 class SetConfig(Section):
@@ -19,7 +19,7 @@ class SetConfig(Section):
 
     dataset_name: str | None = None
     """The class that reads it, or the import path of your own; null: the columns decide."""
-    data_path: str | None = None
+    data_path: Annotated[str | None, MAY_CHANGE] = None
     """A file (.json, .jsonl, .csv, .parquet, .arrow; also .gz), a directory of
     `datasets.save_to_disk`, or a name on the Hugging Face hub."""
     subset: str | None = None
@@ -28,9 +28,9 @@ class SetConfig(Section):
     """Split of a hub data set; `train` where none is said."""
     max_samples: int | None = Field(default=None, ge=1)
     """Read only the first rows, after filtering."""
-    prompt_file: str | None = None
+    prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """Text file with `{}` where the first user message goes."""
-    system_prompt_file: str | None = None
+    system_prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """Text file put before every conversation as a system message."""
 
 
@@ -65,9 +65,9 @@ class SetsConfig(Section):
 
     dataset_name: str | None = None
     """See the same key of a set; for training, and for validation without its own."""
-    train_data_path: str | None = None
+    train_data_path: Annotated[str | None, MAY_CHANGE] = None
     """Training rows: a path or a hub name."""
-    val_data_path: str | None = None
+    val_data_path: Annotated[str | None, MAY_CHANGE] = None
     """Validation rows."""
     train_split: str | None = None
     """Split of a hub data set to train on."""
@@ -75,9 +75,9 @@ class SetsConfig(Section):
     """Split of a hub data set to validate on."""
     subset: str | None = None
     """Configuration of a hub data set."""
-    prompt_file: str | None = None
+    prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """See the same key of a set."""
-    system_prompt_file: str | None = None
+    system_prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """See the same key of a set."""
     shuffle: bool = True
     """Shuffle the training rows each epoch, from the seed of the run."""
@@ -261,7 +261,7 @@ class DataConfig(SetsConfig):
     dataset_name: str | None = None
     """See `data.train.dataset_name`; for training, and for validation without its own. Null: the
     columns decide; without a path HelpSteer3."""
-    val_data_path: str | None = None
+    val_data_path: Annotated[str | None, MAY_CHANGE] = None
     """Validation rows; the set is called `default`."""
     val_data_paths: dict[str, str | DatasetConfig | BenchmarkSetConfig] = Field(
         default_factory=dict

@@ -370,6 +370,24 @@ NO_ITEMS_IS_NONE = BeforeValidator(lambda value: None if value == [] else value)
 """Marks a key that takes no list, but an empty one, which means the same as null."""
 
 
+@dataclass(frozen=True, slots=True)
+class MayChange:
+    """Marks a key, with everything below it, that may change when a run resumes.
+
+    Such a key says where, how fast, or how long a run computes, not what it learns or measures.
+    Every other key identifies the run (`config.resuming`). Of nested marks the innermost counts.
+    """
+
+    in_sweeps: bool
+    """False if a sweep, which compares its trials, must go on with the same value."""
+
+
+MAY_CHANGE = MayChange(in_sweeps=True)
+"""Marks places, addresses, processes, limits of memory and time, and what is printed."""
+LENGTH_MAY_CHANGE = MayChange(in_sweeps=False)
+"""Marks the length of a run, and when it validates and saves."""
+
+
 @cache
 def nemo_rl_tables() -> Mapping[str, Any]:
     """Load the tables of NeMo RL's keys and features that Laurel adapts or lacks."""

@@ -27,6 +27,7 @@ from typing import IO, Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
 from laurel.errors import DataError, counted, setting_of
+from laurel.observe.forks import ForkGuard
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
 from laurel.observe.user_code import import_object
 from laurel.types import Conversation, Message
@@ -852,7 +853,8 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
     others = values.keys() - accepted.keys() - _ACTED_ON_HERE
     ignored = sorted(key for key in others if not _is_column(key))
     try:
-        made = maker(**accepted)
+        with ForkGuard():
+            made = maker(**accepted)
     except Exception as problem:
         # The user's code may raise anything; all of it means that there are no rows.
         given = ", ".join(f"{key}={value!r}" for key, value in accepted.items())
@@ -886,7 +888,8 @@ def _guarded(rows: Iterable[Any], path: str) -> Iterator[Any]:
     iterator = iter(rows)
     while True:
         try:
-            row = next(iterator)
+            with ForkGuard():
+                row = next(iterator)
         except StopIteration:
             return
         except Exception as problem:

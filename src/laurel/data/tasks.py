@@ -46,6 +46,7 @@ from laurel.data.task_formats import (
     resolve_columns,
 )
 from laurel.errors import ConfigError, DataError, counted_that, setting_of
+from laurel.observe.forks import ForkGuard
 from laurel.observe.user_code import import_object
 from laurel.types import Message, Task
 
@@ -289,7 +290,8 @@ def _guarded(processor: Callable[..., Any], name: str) -> Processor:
 
     def run(row: Row, config: TaskSetConfig) -> TaskParts:
         try:
-            parts = processor(row, config)
+            with ForkGuard():
+                parts = processor(row, config)
         except (UnusableRow, LeftOutRow):
             raise
         except Exception as problem:  # the user's code may raise anything

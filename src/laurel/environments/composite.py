@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from laurel.environments.interface import (
     close_quietly,
     mean_of,
     numbers,
+    precise,
     settings_of,
 )
 from laurel.errors import ConfigError, EnvironmentFailedError
@@ -227,7 +229,7 @@ class CompositeEnvironment(EnvironmentInterface):
             scored = returns[part.env]
             parts = scored.rewards if isinstance(scored.rewards, dict) else {"": scored.rewards}
             for name, values in parts.items():
-                weighted = part.weight * values.float()
+                weighted = part.weight * precise(values)
                 if part.weight == 0.0:  # a failed reward may be NaN
                     weighted = torch.zeros_like(weighted)
                 components[f"{part.env}/{name}" if name else part.env] = weighted
@@ -319,9 +321,14 @@ class CompositeEnvironment(EnvironmentInterface):
             part.use_tokenizer(tokenizer)
 
     def noise_floor(self) -> float:
-        """Return the noise of the total reward, from the weighted noise of the parts."""
+        """Return the noise of the total reward: of its parts, and of the rounding of their sum.
+
+        The rounding is that of rewards between -1 and 1.
+        """
+        rounding = float(np.finfo(np.float64).eps)
         return math.fsum(
-            abs(part.weight) * self._environments[part.env].noise_floor() for part in self._added
+            abs(part.weight) * (self._environments[part.env].noise_floor() + rounding)
+            for part in self._added
         )
 
     def shutdown(self) -> None:
@@ -442,10 +449,10 @@ def scatter_return(
 
 
 def total_of(rewards: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """Return each completion's reward, the sum if there are components: float32 [B]."""
+    """Return each completion's reward, the sum if there are components: float64 [B]."""
     if isinstance(rewards, Tensor):
-        return rewards.float()
-    return torch.stack([one.float() for one in rewards.values()]).sum(dim=0)
+        return precise(rewards)
+    return torch.stack([precise(one) for one in rewards.values()]).sum(dim=0)
 
 
 def failures_of(scored: EnvironmentReturn, totals_B: Sequence[float]) -> list[str | None]:

@@ -29,6 +29,8 @@ from laurel.protocols import Environment, MessageLog
 from laurel.types import EnvironmentReturn, EnvironmentSpec, RejectedTask, Task
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from laurel.workers.ray_actor import ActorMaker
 
 
@@ -387,7 +389,7 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
 
     expected = f"a tensor of shape [{size}], one for each of {size} conversations"
     try:
-        column = torch.as_tensor(values)
+        column = precise(torch.as_tensor(values))
     except (TypeError, ValueError, RuntimeError) as error:
         raise invalid_return(step, f"{value_kind(values)} as {name}", expected) from error
     if column.ndim == 1 and len(column) != size:
@@ -396,6 +398,19 @@ def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> li
         raise invalid_return(step, f"{name} of shape {list(column.shape)}", expected)
     plain: list[Any] = column.tolist()
     return plain
+
+
+def precise(values: Tensor) -> Tensor:
+    """Return numbers of an environment in float64, float32 as the shortest decimals they stand for.
+
+    So a float32 of 0.7 equals a float64 of 0.7, and sums of rewards round in float64 alone.
+    """
+    import torch
+
+    if values.dtype == torch.float32:
+        decimals = [float(str(value)) for value in values.detach().cpu().numpy().flat]
+        return torch.tensor(decimals, dtype=torch.float64).reshape(values.shape)
+    return values if values.dtype == torch.bool else values.double()
 
 
 def value_kind(value: Any) -> str:

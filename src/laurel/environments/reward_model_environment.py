@@ -251,7 +251,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             observations=[{"role": "environment", "content": c.observation} for c in cases],
             metadata=infos,
             next_stop_strings=[None] * len(cases),
-            rewards=torch.tensor([case.reward for case in cases], dtype=torch.float32),
+            rewards=torch.tensor([case.reward for case in cases], dtype=torch.float64),
             terminateds=torch.ones(len(cases), dtype=torch.bool),
             answers=[
                 case.conversation[-1].content if case.conversation else None for case in cases

@@ -15,11 +15,13 @@ of the group's other completions. The estimators are:
     reinforce_plus_plus  d_i (or the reward itself), whitened over all groups (arXiv 2501.03262);
                          each completion counts once, whatever its length
 
-A division by s divides by `s + std_eps`, or by `noise_floor_factor` times the scoring noise if that
-is larger. The scoring noise is the standard deviation of the rewards' errors (such as rounding),
-which an environment states, or measures by scoring conversations repeatedly. If s is 0, nothing is
-divided. The mean over the batch is subtracted only if no baseline was: otherwise a group with equal
-rewards would get advantages from the other groups.
+A division by s divides by `s + std_eps`, or by the noise floor if that is larger:
+`noise_floor_factor` times the scoring noise, which is the standard deviation of the rewards' errors
+(such as rounding) that an environment states, or measures by scoring conversations repeatedly. If s
+is 0, nothing is divided. With `leave_one_out_std` nothing is divided below the floor either: other
+rewards that differ by noise alone count as equal, or the one unlike them would be divided by noise.
+The mean over the batch is subtracted only if no baseline was: otherwise a group with equal rewards
+would get advantages from the other groups.
 
 With `per_step` the steps of a group's completions are compared instead, and each token gets an
 advantage of its own: the sum over the steps that end with it or later (process supervision in
@@ -310,6 +312,7 @@ def _by_component(
             f"components; give one for each of: {', '.join(names)}"
         )
     total = [np.zeros(len(row)) for row in samples]
+    size = [np.zeros(len(row)) for row in samples]
     variance = [np.zeros(len(row)) for row in samples]
     at_floor = [False] * len(samples)
     for name, weight in zip(names, weights, strict=False):
@@ -318,8 +321,12 @@ def _by_component(
             raise ValueError(f"the component {name!r} of a reward is NaN or infinite")
         compared = _against_groups(parts, rule, noise_B)
         total = [t + weight * v for t, v in zip(total, compared.values, strict=True)]
+        size = [s + np.abs(weight * v) for s, v in zip(size, compared.values, strict=True)]
         variance = [v + (weight * n) ** 2 for v, n in zip(variance, compared.noise, strict=True)]
         at_floor = [a or b for a, b in zip(at_floor, compared.at_floor, strict=True)]
+    # What rounding leaves of components that cancel out is no signal.
+    for t, s in zip(total, size, strict=True):
+        t[np.abs(t) <= 8 * len(names) * np.finfo(np.float64).eps * s] = 0.0
     compared = _Compared(values=total, noise=[np.sqrt(v) for v in variance], at_floor=at_floor)
     return _over_batch(compared, _spread(total, rule), rule)
 
@@ -381,7 +388,8 @@ def _scaled(
                 stds = _deviation(others, rule.estimator.std_ddof)
             else:
                 stds = np.full(n, _deviation(row, rule.estimator.std_ddof))
-            divisors, is_floor = _divisors(stds, rule, noise)
+            of_others = rule.estimator.leave_one_out_std
+            divisors, is_floor = _divisors(stds, rule, noise, of_others=of_others)
         values.append(centred / divisors)
         noises.append(noise / divisors)
         at_floor.append(is_floor)
@@ -407,12 +415,16 @@ def _over_batch(compared: _Compared, std: float, rule: AdvantageRule) -> _Compar
     )
 
 
-def _divisors(stds: Floats, rule: AdvantageRule, noise: float) -> tuple[Floats, bool]:
+def _divisors(
+    stds: Floats, rule: AdvantageRule, noise: float, *, of_others: bool = False
+) -> tuple[Floats, bool]:
     # Returns the divisors, and whether the noise floor was used.
     floor = rule.estimator.noise_floor_factor * noise
     divisors = np.maximum(stds + rule.estimator.std_eps, floor)
     is_spread = stds > 0.0
     is_floor = bool(np.any(is_spread & (stds + rule.estimator.std_eps < floor)))
+    if of_others:
+        return np.where(is_spread & (stds >= floor), divisors, max(1.0, floor)), is_floor
     return np.where(is_spread, divisors, 1.0), is_floor
 
 

@@ -68,6 +68,8 @@ class RolloutInProgress:
     logprobs: list[LogProbs] = field(default_factory=list)
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
+    rounding: float = 0.0
+    """A bound of the rounding error of `reward`, the sum over components and turns."""
     failure: str | None = None
     truncated: bool = False
     is_over: bool = False
@@ -212,6 +214,7 @@ def take_verdict(
             rollout.fail(failure)
             continue
         rollout.reward += sum(values.values())
+        rollout.rounding += ROUNDING * sum(map(abs, values.values()))
         for name, value in values.items():
             if name:
                 rollout.components[name] = rollout.components.get(name, 0.0) + value
@@ -489,13 +492,28 @@ def copy_reward_to_duplicates(rollouts: Iterable[RolloutInProgress]) -> None:
         if rollout.failure is None:
             first = first_of.setdefault(tuple(rollout.messages), rollout)
             rollout.reward, rollout.components = first.reward, dict(first.components)
-            rollout.note = first.note
+            rollout.note, rollout.rounding = first.note, first.rounding
             if rollout.steps and first.steps and len(rollout.steps) == len(first.steps):
                 # Equal texts may have different tokens.
                 rollout.steps = [
                     StepReward(own.end, one.value)
                     for own, one in zip(rollout.steps, first.steps, strict=True)
                 ]
+
+
+ROUNDING = 8 * float(np.finfo(np.float64).eps)
+"""The bound of the rounding error of a sum of weighted rewards, relative to their absolute sum."""
+
+
+def level_rounding(rollouts: Iterable[RolloutInProgress]) -> None:
+    """Make rewards of a group equal that differ by no more than the rounding of their sums.
+
+    0.1 + 0.2 and 0.3 are such rewards. Normalisation would turn the difference into an advantage.
+    """
+    scored = sorted((r for r in rollouts if r.failure is None), key=lambda one: one.reward)
+    for lower, higher in pairwise(scored):
+        if higher.reward - lower.reward <= lower.rounding + higher.rounding:
+            higher.reward = lower.reward
 
 
 class BatchBarrier:

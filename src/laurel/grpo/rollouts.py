@@ -30,6 +30,7 @@ from laurel.grpo.judging import (
     RolloutStats,
     copy_reward_to_duplicates,
     keeps_conversations,
+    level_rounding,
     parts_to_judge,
     together,
     worth_separate_call,
@@ -77,6 +78,9 @@ class Chat(Protocol):
             turn_ids: The tokens of that turn.
             tools: The functions that the prompt showed.
         """
+
+    def control_token_in(self, text: str, /) -> str | None:
+        """Return the first control token of the policy that a text spells; None if none."""
 
     def token_ends(self, turn_ids: TokenIds, text: str, ends: Sequence[int], /) -> list[int]:
         """Return the number of a turn's tokens up to each of several places in its text.
@@ -284,6 +288,7 @@ class Rollouts:
             self._end_conversations(context, rollouts)
         if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
+        level_rounding(rollouts)
         group = RolloutGroup(
             id=context.group_id,
             task=task,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -23,7 +22,16 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from laurel.errors import CheckpointError, DataError, ModelError, key_of, speaking, terms_in_use
+from laurel.errors import (
+    CheckpointError,
+    DataError,
+    ModelError,
+    key_of,
+    setting_of,
+    speaking,
+    terms_in_use,
+)
+from laurel.models.plain_contents import FOREIGN_MARK, PlainContents, PlainText
 from laurel.models.tokenizer import (
     bind_variables,
     close_ends,
@@ -34,7 +42,16 @@ from laurel.models.tokenizer import (
 from laurel.types import Conversation, Group, Message, SentTurn, TokenGroup, group_of
 
 FILE_NAME = "scoring.json"
-FORMAT = 1
+FORMAT = 2
+"""The version of the file's format. Since 2, contents of messages are plain text: with 1, a message
+that spells a control token holds it, as other programs read it."""
+FORMATS = (1, FORMAT)
+OLD_CONTENTS = (
+    "its scoring.json is of format 1: where a message spells a control token, such as <|im_end|>, "
+    "it holds one, so a policy can forge turns. Models that are trained anew, or written anew by "
+    "`laurel export`, read it as plain text; their other scores stay"
+)
+"""The note of a model that an earlier version saved."""
 
 TrainedIds = list[int]
 
@@ -85,7 +102,8 @@ class ScoringRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
-    """The version of the file format."""
+    """The version of the file format: 2 if contents of messages are plain text; 1 if a control
+    token that a message spells is one."""
     template_sha256: str
     """The hash of the chat template that is saved with the tokenizer."""
     template_kwargs: dict[str, Any] = {}
@@ -144,19 +162,20 @@ class ScoringRules(BaseModel):
             rules = cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if rules.format != FORMAT:
+        if rules.format not in FORMATS:
             raise CheckpointError(
-                f"{path} has format {rules.format}; this version reads {FORMAT}. Load it with the "
-                "version of Laurel that wrote it"
+                f"{path} has format {rules.format}; this version reads up to {FORMAT}. Load it "
+                "with the version of Laurel that wrote it"
             )
         return rules
 
+    @property
+    def has_plain_contents(self) -> bool:
+        """Whether contents of messages are plain text, whatever control tokens they spell."""
+        return self.format > 1
+
 
 _PROBE, _ANSWER = "What a user says here", "What an assistant says here"
-# Marks that the templates of common models write, and that users rarely type.
-_FOREIGN_MARK = re.compile(
-    r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^<>]{2,30}\uff5c>"
-)
 
 
 class ScoringContract:
@@ -165,6 +184,7 @@ class ScoringContract:
     def __init__(self, tokenizer: Any, rules: ScoringRules) -> None:
         self.tokenizer = tokenizer
         self.rules = rules
+        self._contents = PlainContents(tokenizer, rules.template_kwargs)
         self._headers: dict[tuple[str, str], str] = {}
         self._terms = terms_in_use()
         """The key names of the caller that opened the model, for errors in other threads and
@@ -271,15 +291,29 @@ class ScoringContract:
         Raises:
             DataError: The template cannot render the conversation.
         """
+        return self._rendered(conversation).text
+
+    def control_token_in(self, text: str) -> str | None:
+        """Return the first control token that a text spells; None if it spells none.
+
+        In the contents of messages it is plain text (`ScoringRules.has_plain_contents`). In text
+        that another program has rendered, it cannot be told from the template's own.
+        """
+        return self._contents.control_token_in(text)
+
+    def _rendered(self, conversation: Conversation) -> PlainText:
         with speaking(*self._terms) if self._terms else nullcontext():
-            return render(self.tokenizer, conversation, self.rules.template_kwargs)
+            if self.rules.has_plain_contents:
+                return self._contents.render(conversation)
+            return PlainText(render(self.tokenizer, conversation, self.rules.template_kwargs))
 
     def encode(
         self, groups: Sequence[Group], *, sources: Sequence[str] = (), exact_steps: bool = False
     ) -> list[TokenGroup]:
         """Tokenise groups, each a prompt with its completions.
 
-        Each conversation is tokenised as one text, so a token may span two messages. The tokens
+        Each conversation is tokenised as one text, so a token may span two messages; only around
+        the characters of control tokens that messages spell, it is divided. The tokens
         that all conversations of a group share at the start are stored once, as the trunk; at least
         one token of each conversation is left for its own branch.
 
@@ -297,22 +331,21 @@ class ScoringContract:
                 the steps of an answer cannot be found. The message names the source of the group.
         """
         where = sources or [group.id for group in groups]
-        texts: list[str] = []
+        texts: list[PlainText] = []
         for source, group in zip(where, groups, strict=True):
             try:
                 texts.extend(
-                    self.render(group.conversation(i)) for i in range(len(group.completions_G))
+                    self._rendered(group.conversation(i)) for i in range(len(group.completions_G))
                 )
             except DataError as error:
                 raise DataError(f"{source}: {error}") from error
         if not texts:
             return []
-        found = self.tokenizer(
+        ids_N, offsets_N = self._contents.tokenize(
             texts,
             add_special_tokens=self.rules.pooled == "model",
-            return_offsets_mapping=self.rules.steps is not None,
+            with_offsets=self.rules.steps is not None,
         )
-        ids_N = found["input_ids"]
         encoded: list[TokenGroup] = []
         first = 0
         for source, group in zip(where, groups, strict=True):
@@ -326,8 +359,8 @@ class ScoringContract:
                         ()
                         if tokens.truncated_G[i]
                         else read_positions(
-                            found["offset_mapping"][first + i],
-                            self._step_ends(texts[first + i], group.completions_G[i].messages),
+                            offsets_N[first + i],
+                            self._step_ends(texts[first + i].text, group.completions_G[i].messages),
                             exact=exact_steps,
                         )
                         for i in range(len(rows))
@@ -423,7 +456,7 @@ class ScoringContract:
             return turn.is_rendered
         if self._asks_for_an_answer and turn.prompt.endswith(self._asks_for_an_answer):
             return True
-        mark = self._marks.search(turn.prompt) or _FOREIGN_MARK.search(turn.prompt)
+        mark = self._marks.search(turn.prompt) or FOREIGN_MARK.search(turn.prompt)
         if mark is None:
             return False
         raise DataError(
@@ -731,11 +764,16 @@ def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
     return limit
 
 
-def check_rendering(contract: ScoringContract) -> None:
+def check_rendering(contract: ScoringContract, *, own_pad: int | None = None) -> None:
     """Check the template of a contract by a sample conversation.
 
     The template must render every message. If the score is read from the last token, that token
     must not be the padding token.
+
+    Args:
+        contract: The contract.
+        own_pad: The padding token of a model that was trained elsewhere, which transformers looks
+            for to find the last token; None if it does not matter.
 
     Raises:
         ModelError: A message does not appear in the text that would be scored, or other programs
@@ -751,6 +789,14 @@ def check_rendering(contract: ScoringContract) -> None:
             f"the chat template ends a conversation with the padding token "
             f"{contract.tokenizer.pad_token!r}: other programs would read this model's score one "
             f"token too early. Name another: {key_of('policy.tokenizer.pad_token')}=..."
+        )
+    if rules.pooled == "last" and last == own_pad:
+        token = contract.tokenizer.convert_ids_to_tokens(last)
+        named = setting_of("policy.tokenizer.pad_token", repr(contract.tokenizer.pad_token))
+        raise ModelError(
+            f"the model's config.json pads with {token!r}, which also ends every conversation, so "
+            "transformers reads its score from the token before, and Laurel would read it from the "
+            f"last. If it was trained to be read there, say so by naming its padding: {named}"
         )
 
 

@@ -33,6 +33,7 @@ REPETITION = "train/completions/repetition"
 TRUNCATION = "train/truncation_rate"
 ZERO_SPREAD = "train/frac_reward_zero_std"
 FAILURES = "train/completions/failure_share"
+CONTROL_TOKENS = "train/completions/control_token_share"
 READ = frozenset(
     {
         REWARD,

@@ -203,8 +203,8 @@ def _train(
         path=model.facts.path,
         weights_dtype=model.facts.weights_dtype,
         train=train,
+        validation=[sample for some in validation.values() for sample in some],
         golden=[sample.preference.group for sample in golden_set[:NUM_GOLDEN_GROUPS]],
-        identity=reward_model_identity(config),
         config_yaml=to_yaml(config),
         card=facts_of_reward_model(
             context,
@@ -276,59 +276,9 @@ def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) ->
         truncation_side=config.data.truncation_side,
         texts=tuple(preference_texts(data.train)) if config.policy.scratch is not None else (),
         resume_from=context.resume_from,
+        for_training=True,
     )
-    return load_trained_model(
-        context, load=load, seed=config.rm.seed, identity=reward_model_identity(config)
-    )
-
-
-OF_STEPS = (
-    "rm.loss.step_margin",
-    "policy.reward_model_cfg.step_separator",
-    "policy.reward_model_cfg.step_aggregate",
-)
-"""The settings of process reward models alone."""
-
-
-def reward_model_identity(config: RewardTrainingRun) -> dict[str, object]:
-    """Return the settings, by dotted name, that a resumed run must share with the original.
-
-    Besides those that affect the arithmetic, these are the settings that a checkpoint holds
-    (tokenizer, learning rate): a change of them would silently have no effect.
-    """
-    from laurel.training.state import leaves
-
-    policy, data = config.policy, config.data
-    # The patience may change, as the number of steps may; without a metric nothing is watched.
-    stopping = config.rm.early_stopping
-    watched = stopping.model_dump(mode="json", exclude={"patience"}) if stopping.metric_name else {}
-    settings = {
-        "rm": config.rm.model_dump(mode="json", include={"seed", "loss"})
-        | ({"early_stopping": watched} if watched else {}),
-        "policy": policy.model_dump(
-            mode="json",
-            include={
-                "model_name",
-                "scratch",
-                "hf_config_overrides",
-                "tokenizer",
-                "reward_model_cfg",
-                "train_global_batch_size",
-                "precision",
-                "optimizer",
-                "scheduler",
-            },
-        )
-        | {"dtensor_cfg": {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}},
-        "data": data.model_dump(mode="json", include={"shuffle", "truncation_side"})
-        | {"max_input_seq_length": data.max_input_seq_length or policy.max_total_sequence_length},
-    }
-    identity = dict(leaves("", settings))
-    if policy.reward_model_cfg.reward_model_type != "process":
-        # They have no effect then, and the checkpoints of earlier versions do not have them.
-        for key in OF_STEPS:
-            del identity[key]
-    return identity
+    return load_trained_model(context, load=load, seed=config.rm.seed)
 
 
 def _describe(

@@ -47,7 +47,6 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
             context,
             seed=config.sft.seed,
             texts=[text for dialogue in data.train for text in dialogue.texts],
-            identity=_settings(config),
         )
         facts, resume_from = model.facts, context.resume_from
         from laurel.models.chat import ChatFormat
@@ -55,17 +54,27 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning
-        from laurel.training.state import PolicyRunState, fingerprint_of_tokens
+        from laurel.training.state import (
+            TRAINING_DATA,
+            VALIDATION_DATA,
+            PolicyRunState,
+            fingerprint_of_tokens,
+        )
 
         chat = ChatFormat(facts.tokenizer, config.policy.tokenizer.chat_template_kwargs)
         train = _encode(config, data, "train", chat, console)
         validation = {"default": _encode(config, data, "validation", chat, console)}
         validation = {name: rows for name, rows in validation.items() if rows}
         run_dir = choose_run_dir(context)
+        rows = {
+            TRAINING_DATA: fingerprint_of_tokens([row.tokens for row in train]),
+            VALIDATION_DATA: fingerprint_of_tokens(
+                [row.tokens for some in validation.values() for row in some]
+            ),
+        }
         state = PolicyRunState(
             model.learner,
-            identity=_settings(config),
-            data_fingerprint=fingerprint_of_tokens([row.tokens for row in train]),
+            rows=rows,
             config_yaml=to_yaml(config),
             card=facts_of_policy(
                 context,
@@ -111,17 +120,6 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
             validation=validation,
         )
         return SupervisedFineTuning(config.sft, services, parts).run(position)
-
-
-def _settings(config: SFTRun) -> dict[str, object]:
-    """Return the settings, by dotted name, that a resumed run must share with the original."""
-    from laurel.run.policy import policy_settings
-
-    return policy_settings(
-        config.policy,
-        sft=config.sft.model_dump(mode="json", include={"seed", "only_unmask_final"}),
-        data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
-    )
 
 
 def _encode(

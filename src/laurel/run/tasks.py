@@ -17,6 +17,7 @@ from laurel.config.grpo import GRPORun
 from laurel.data.tasks import TaskData, TaskNeeds
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError, UserError
+from laurel.observe.forks import ForkGuard
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.request import uses_reward_model
@@ -91,7 +92,8 @@ def check_answers(data: TaskData, environments: dict[str, Environment], console:
             own = [task for task in tasks if task.environment == env_name][:NUM_CHECKED]
             if not own:
                 continue
-            with console.status(f"checking the known answers and tests of {name}"):
+            status = console.status(f"checking the known answers and tests of {name}")
+            with status, ForkGuard():
                 rejected = environment.validate(own)
             leave_out(rejected, tasks, data.reports[name], name=name, environment=env_name)
 

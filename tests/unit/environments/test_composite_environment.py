@@ -110,7 +110,7 @@ def test_the_weighted_sum_and_its_components():
         "vowels": [-1.5, 0.0],
     }
     assert total(returned) == [4.5, 1.0]
-    assert all(values.dtype == torch.float32 for values in returned.rewards.values())
+    assert all(values.dtype == torch.float64 for values in returned.rewards.values())
 
 
 def test_components_of_parts_keep_their_names():
@@ -269,7 +269,8 @@ def test_what_the_parts_are_like_together():
     environment = composite([{"env": "a", "weight": -2.0}, {"env": "b"}], environments)
     assert environment.spec.judges == "group"
     assert environment.spec.stop_strings == ("x", "y", "z")
-    assert environment.noise_floor() == 2.0
+    # And the rounding of their sum, in float64, of rewards of 1 times 3, the weights together.
+    assert environment.noise_floor() == pytest.approx(2.0 + 3 * 2.0**-52, abs=0)
     assert judged(environment, "t").next_stop_strings == [["x", "y", "z"]]
     assert composite([{"env": "a"}], environments).spec.judges == "completion"
 

@@ -314,7 +314,7 @@ def test_the_rules_come_back_as_they_were_saved(tmp_path):
     [
         (lambda text: text[:-20], "cannot be read"),
         (lambda text: text.replace('"max_length"', '"longest"'), "longest"),
-        (lambda text: text.replace('"format": 1', '"format": 2'), "has format 2; this version"),
+        (lambda text: text.replace('"format": 2', '"format": 3'), "has format 3; this version"),
         (lambda text: "[]", "cannot be read"),
     ],
 )
