@@ -1,16 +1,22 @@
 import json
 import re
 import shutil
+from datetime import datetime
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import tiny
+import tiny_tokenizers as made
+from laurel.cli.serve import _serving_spec
 from laurel.errors import CheckpointError, ModelError
 from laurel.models.scoring import ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.rewards.server.service import ServingSpec, open_backend
 from laurel.rewards.spec import ScorerSpec, model_version
+from laurel.run.options import ServeOptions
+from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 
 
@@ -49,6 +55,25 @@ def test_the_day_that_a_template_prints_is_a_part_of_the_version(model):
         versions = [model_version(name, one) for one in days]
         assert len(set(versions)) == 3
         assert all(re.fullmatch(r"[\w./+-]+", one) for one in versions)
+
+
+def test_the_day_of_a_foreign_template_is_that_of_the_server_and_is_told(tmp_path):
+    """Replicas that are started again on another day would give other scores."""
+    tiny.tiny_classifier("qwen3").save_pretrained(tmp_path)
+    made.llama_31().save_pretrained(tmp_path)
+    found = []
+    for day in (datetime(2024, 7, 26), datetime(2024, 7, 26), datetime(2024, 7, 27)):
+        said = []
+        spec = _serving_spec(ServeOptions(model=str(tmp_path), device="cpu", date=day))
+        _, version, backend = open_backend(spec, say=said.append)
+        (note,) = (line for line in said if "prints the date" in line)
+        assert f"pinned to {day:%d %b %Y}" in note
+        assert "--date" in note
+        asked = group_of((Message("user", "Where?"),), ("By the gate.",), group_id="")
+        found.append((version, backend.score_now([asked])[0][0].value))
+    assert found[0] == found[1]
+    assert found[0][0] != found[2][0]
+    assert found[0][1] != found[2][1]
 
 
 def test_pickled_weights_are_refused(model, tmp_path):
