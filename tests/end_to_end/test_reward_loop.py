@@ -159,16 +159,16 @@ def test_a_reward_model_that_is_replaced_in_place_scores_in_no_part_of_the_run(
     tmp_path, model, judge, streamed, monkeypatch, caplog
 ):
     """Its completions would be compared with those of the model that the run began with."""
-    used = tmp_path / "judge"
+    used, other = tmp_path / "judge", tmp_path / "other"
     shutil.copytree(judge, used)
-    other = small_model(seed=7, max_length=512)
+    write_model(small_model(seed=7, max_length=512), other)
     compute, numbers = GroupScorer._values, itertools.count(1)
     refusal = re.compile(r"loaded version 'judge-\w+', and this set serves 'judge-\w+'")
 
     def replace_and_compute(self, *args, **kwargs):
         number = next(numbers)
         if number == 5:
-            write_model(other, used)
+            shutil.copytree(other, used, dirs_exist_ok=True)
             os.kill(self._group.pid, signal.SIGKILL)
         elif number > 5:  # the run would end before the other replica is there again
             wait_until(lambda: refusal.search(caplog.text))

@@ -28,7 +28,7 @@ from laurel.models.loading.policy import (
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
 from laurel.rewards.preparing import Prepared, Preparing, Rendered, fill_in, prepared_by
-from laurel.rewards.spec import model_version
+from laurel.rewards.version import model_version
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
 
 OnBatch = Callable[[int, int], None]

@@ -14,7 +14,8 @@ from laurel.errors import CheckpointError, ModelError
 from laurel.models.scoring import ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.rewards.server.service import ServingSpec, open_backend
-from laurel.rewards.spec import ScorerSpec, model_version
+from laurel.rewards.spec import ScorerSpec
+from laurel.rewards.version import model_version
 from laurel.run.options import ServeOptions
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model

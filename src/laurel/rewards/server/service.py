@@ -25,7 +25,8 @@ from laurel.errors import BusyError, DataError, LaurelError
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
 from laurel.rewards.preparing import Rendered
 from laurel.rewards.remote.replica import close_scorer
-from laurel.rewards.spec import Say, ScorerSpec, find_reward_model, model_version
+from laurel.rewards.spec import Say, ScorerSpec, find_reward_model
+from laurel.rewards.version import model_version
 from laurel.types import (
     Conversation,
     Group,
