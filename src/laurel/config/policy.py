@@ -6,6 +6,7 @@ This file is the only home of each default; the docstring under a field is its r
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, ClassVar, Literal
@@ -135,10 +136,19 @@ class TokenizerConfig(Section):
     """The padding token. `auto`: the tokenizer's own; one that ends no sequence is picked if there
     is none, or if a reward model's is the end-of-sequence token. Null refuses that one."""
 
+    date: datetime.date | None = None
+    """The day that a template prints which prints the current one, e.g. `2026-07-26`, for a model
+    without a saved template or contract of Laurel's. Null: the day on which the run or the server
+    began; a run that is resumed keeps it."""
+
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _null_is_empty(cls, value: Any) -> Any:
         return {} if value is None else value
+
+    def on(self, day: datetime.date) -> TokenizerConfig:
+        """Return the section with a day where none is set."""
+        return self if self.date is not None else self.model_copy(update={"date": day})
 
 
 class RewardModelConfig(Section):

@@ -123,10 +123,14 @@ class PlainContents:
 
     def control_token_in(self, text: str) -> str | None:
         """Return the first control token that a text spells; None if it spells none."""
-        found = self._control.search(text)
-        if found is None and self._reads_normalized:
-            found = self._control.search(self._normalized(text))
-        return None if found is None else found[0]
+        return next(iter(self.control_tokens_in(text)), None)
+
+    def control_tokens_in(self, text: str) -> list[str]:
+        """Return the control tokens that a text spells, in order."""
+        found: list[str] = self._control.findall(text)
+        if not found and self._reads_normalized:
+            found = self._control.findall(self._normalized(text))
+        return found
 
     def _refuse_inseparable(self, text: str) -> None:
         found = self._control.findall(text)

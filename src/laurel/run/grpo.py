@@ -296,6 +296,7 @@ def _with_policy(
         run_dir=run_dir,
         save_optimizer=config.checkpointing.save_optimizer,
         saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
+        day=context.day,
     )
     position = state.restore(resume_from) if resume_from else Position()
     describe_policy(context, model.facts, data.reports, run_dir)

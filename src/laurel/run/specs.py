@@ -110,6 +110,7 @@ _SAID_BY_CONTRACT = (
     "reward_model_cfg",
     "max_total_sequence_length",
     "tokenizer.chat_template_kwargs",
+    "tokenizer.date",
 )
 
 

@@ -76,7 +76,7 @@ def find_tokenizer(
     """
     if spec.scratch is not None and resume_from is None:
         tokenizer = train_tokenizer(texts, vocab_size=spec.scratch.vocab_size)
-        settle_template(tokenizer, spec.tokenizer.chat_template)
+        settle_template(tokenizer, spec.tokenizer.chat_template, day=spec.tokenizer.date)
         return tokenizer
     return load_tokenizer(
         spec.tokenizer if resume_from is None else TokenizerConfig(pad_token=None),
