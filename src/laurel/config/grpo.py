@@ -338,9 +338,9 @@ class AdvantageConfig(Section):
     """The divisor of a group is at least this many times the scorer's measured noise, so that noise
     stays small. 0 turns it off. Default: advantages that are rounding stay below about a tenth
     (docs/benchmarks.md)."""
-    reward_weights: list[float] | None = None
-    """GDPO: one for each component, in alphabetical order of their names. Default: all components
-    weigh alike."""
+    reward_weights: list[float] | dict[str, float] | None = None
+    """GDPO: the weights of components by name (components that are not named are not compared), or
+    one for each, in alphabetical order of their names. Default: all components weigh alike."""
     per_step: bool = False
     """Compare the steps of completions, which a process reward model rewards, instead of their
     aggregates: each token gets the sum over the steps that end with it or later
@@ -359,6 +359,7 @@ Alarm = Literal[
     "truncation",
     "format",
     "zero_spread_groups",
+    "no_updates",
     "ensemble",
     "failures",
 ]
@@ -388,7 +389,8 @@ class HealthConfig(Section):
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
     stop_on: list[Alarm] = Field(default_factory=list)
     """Alarms that end the run, saved: `overoptimisation`, `kl_jump`, `length`, `length_bias`,
-    `repetition`, `truncation`, `format`, `zero_spread_groups`, `ensemble`, `failures`."""
+    `repetition`, `truncation`, `format`, `zero_spread_groups`, `no_updates`, `ensemble`,
+    `failures`."""
     ignore: list[Alarm] = Field(default_factory=list)
     """Alarms to leave out, such as `length` for a reasoning model."""
     gold_metric: str | None = None
@@ -607,6 +609,13 @@ class GRPOConfig(Section):
                 f"adv_estimator.reward_weights is read by adv_estimator.name=gdpo, not by "
                 f"{given.name}, which compares the total of the reward; leave it out, or use gdpo"
             )
+        if given.reward_weights is not None:
+            weights = given.reward_weights
+            if not any(weights.values() if isinstance(weights, dict) else weights):
+                raise ValueError(
+                    "adv_estimator.reward_weights has no weight other than 0, so every advantage "
+                    "would be 0, and nothing learned"
+                )
         if not given.minus_baseline and given.name != "reinforce_plus_plus":
             raise ValueError(
                 "adv_estimator.minus_baseline=false is read by "

@@ -32,6 +32,7 @@ LENGTH_CORRELATION = "train/completions/reward_length_correlation"
 REPETITION = "train/completions/repetition"
 TRUNCATION = "train/truncation_rate"
 ZERO_SPREAD = "train/frac_reward_zero_std"
+UPDATES = "train/optimizer_steps"
 FAILURES = "train/completions/failure_share"
 READ = frozenset(
     {
@@ -42,6 +43,7 @@ READ = frozenset(
         REPETITION,
         TRUNCATION,
         ZERO_SPREAD,
+        UPDATES,
         FAILURES,
     }
 )
@@ -169,6 +171,13 @@ class History:
     def now(self, name: str) -> float | None:
         """Return the median of a metric over the latest window; None before a window is full."""
         return self._median(name, self.config.window)
+
+    def most(self, name: str) -> float | None:
+        """Return the largest value of a metric in the latest window; None before it is full."""
+        series, window = self._series.get(name), self.config.window
+        if series is None or len(series.latest) < window:
+            return None
+        return max(series.latest[-window:])
 
     def gold(self) -> float | None:
         """Return the median of the last values of the gold metric, which measures the true task.
@@ -570,6 +579,21 @@ def zero_spread_groups(history: History) -> AlarmFinding | None:
     return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
 
 
+def no_updates(history: History) -> AlarmFinding | None:
+    """Check whether no step of a window has changed the policy, whatever the reason."""
+    most = history.most(UPDATES)
+    if most is None or not history.is_fresh(UPDATES):
+        return None
+    return AlarmFinding(
+        is_bad=most <= 0,
+        metric=UPDATES,
+        value=most,
+        threshold=0.0,
+        text=f"in {history.config.window} steps no group had a signal: the policy did not change",
+        evidence="equal",
+    )
+
+
 def missing_rewards(history: History) -> AlarmFinding | None:
     """Check whether many completions have no reward: they are masked, which biases the rest."""
     what = "share of completions without a reward"
@@ -621,6 +645,7 @@ RULES: Mapping[Alarm, Callable[[History], AlarmFinding | None]] = MappingProxyTy
         "truncation": truncation,
         "format": keeps_format,
         "zero_spread_groups": zero_spread_groups,
+        "no_updates": no_updates,
         "ensemble": ensemble,
         "failures": missing_rewards,
     }

@@ -404,6 +404,30 @@ def test_one_key_at_a_time(tmp_path: Path, base: str, line: str, values: dict[st
         assert not found.with_status("not carried")
 
 
+GDPO = "algorithm.adv_estimator=gdpo A.rollout.n=4 reward.reward_manager.name=gdpo "
+KEYS = '+algorithm.gdpo_reward_keys=\'["accuracy_reward", "format_reward"]\' '
+
+
+def test_the_components_of_verl_are_named(tmp_path: Path) -> None:
+    found = imported_line(tmp_path, "verl", GDPO + KEYS)
+    weights: Any = {"accuracy_reward": 1.0, "format_reward": 1.0}
+    assert_values(found, {"grpo.adv_estimator": {"name": "gdpo", "reward_weights": weights}})
+    told = fates(found)
+    assert (told["algorithm.gdpo_reward_keys"], told["reward.reward_manager.name"]) == (
+        "carried",
+        "not needed",
+    )
+    weighed = imported_line(
+        tmp_path, "verl", GDPO + KEYS + "algorithm.gdpo_reward_weights=[1,0.25]"
+    )
+    weights |= {"format_reward": 0.25}
+    assert_values(weighed, {"grpo.adv_estimator.reward_weights": weights})
+    with pytest.raises(ConfigError, match=r"gdpo_reward_weights.* a weight for each"):
+        imported_line(tmp_path, "verl", GDPO + KEYS + "algorithm.gdpo_reward_weights=[1.0]")
+    plain = imported_line(tmp_path, "verl", MORE["verl"] + KEYS)
+    assert fates(plain)["algorithm.gdpo_reward_keys"] == "not needed"
+
+
 def test_trl_rewards_that_are_several_are_a_composite(tmp_path: Path) -> None:
     text = (
         "model_name_or_path: a\ndataset_name: b\nreward_model_name_or_path: my/rm\n"

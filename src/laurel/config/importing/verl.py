@@ -336,9 +336,22 @@ class VerlPPO(VerlTrainer):
             self.put(to + "scale", "group" if self.flag(switch) else "none", switch)
         elif family == "rloo":
             self.put(to + "scale", "none", key)
+        elif family == "gdpo":
+            self._components()
         elif family == "reinforce_plus_plus":
             self.put(to + "minus_baseline", estimator.endswith("_baseline"), key)
             self.note(key, "each completion counts once for the deviation here, each token there")
+
+    def _components(self) -> None:
+        keys, weights = "ALGO.gdpo_reward_keys", "ALGO.gdpo_reward_weights"
+        names = self.names(keys)
+        given = self[weights]
+        if given is not None and (not isinstance(given, list) or len(given) != len(names)):
+            raise self.problem(weights, f"a weight for each of {keys} is expected")
+        if names:
+            each = dict(zip(names, map(float, given or [1.0] * len(names)), strict=True))
+            by = (keys,) if given is None else (keys, weights)
+            self.put("grpo.adv_estimator.reward_weights", each, *by)
 
     def _loss(self) -> None:
         key, mean_by = "A.policy_loss.loss_mode", "A.loss_agg_mode"
@@ -482,7 +495,7 @@ class VerlPPO(VerlTrainer):
 
     def _shaping(self) -> None:
         to, longest = "grpo.reward_shaping.", "reward.reward_kwargs.max_resp_len"
-        managers = ("naive", "dapo", "batch", "prime", "remote", "rate_limited")
+        managers = ("naive", "dapo", "batch", "prime", "remote", "rate_limited", "gdpo")
         if self["reward.reward_manager.name"] not in managers:
             self.refuse("reward.reward_manager.name")
         if self.flag("OVER.enable"):
