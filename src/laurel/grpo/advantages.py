@@ -100,15 +100,12 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
             "grpo.reward_scaling and grpo.reward_shaping change only their total; turn them off, "
             "or use adv_estimator.name=grpo"
         )
-    normalize = chosen.normalize_rewards
-    if normalize is None:
-        normalize = config.normalize_rewards
     low, high = config.advantage_clip_low, config.advantage_clip_high
     return AdvantageRule(
         estimator=chosen,
         has_baseline=config.compares_within_groups,
         leave_one_out=config.leaves_one_out,
-        scale=chosen.scale or ("group" if normalize else "none"),
+        scale=config.scale,
         clip_low=-math.inf if low is None else low,
         clip_high=math.inf if high is None else high,
     )

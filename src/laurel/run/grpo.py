@@ -39,7 +39,7 @@ from laurel.run.context import (
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
-from laurel.run.request import judge_notes, loaded_judges, uses_reward_model
+from laurel.run.request import judge_notes, loaded_judges, sampling_notes, uses_reward_model
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline, Position
@@ -74,7 +74,8 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     planned = plan_allocation(config)
     check_judges(config, on_cluster=planned.are_remote)
     check_vllm(config, on_cluster=planned.are_remote)
-    for note in judge_notes(config, on_cluster=planned.are_remote):
+    notes = judge_notes(config, on_cluster=planned.are_remote)
+    for note in [*notes, *sampling_notes(config)]:
         console.print(f"note    {note}", soft_wrap=True)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)

@@ -213,7 +213,7 @@ trl-grpo:
   policy.train_global_batch_size: 128
   grpo: {num_prompts_per_step: 16, num_generations_per_prompt: 8, max_num_steps: 200,
     leaves_one_out: false}
-  grpo.adv_estimator: {scale: none, std_eps: 1.0e-4}
+  grpo.adv_estimator: {scale: none, std_eps: 1.0e-6}  # which is not read
   policy.max_total_sequence_length: 1536
   policy.generation: {max_new_tokens: 1024, backend: vllm}
   data.max_input_seq_length: 512

@@ -82,7 +82,7 @@ def test_the_numbers_are_those_of_nemo_rl(
         normalize=normalize,
         std_ddof=ddof,
         std_eps=eps,
-        leave_one_out_std=leave_one_out,
+        leave_one_out_std=leave_one_out and normalize,
     )
     found = one_group(list(rewards), chosen)
     expected = nemo(rewards, leave_one_out=leave_one_out, normalize=normalize, ddof=ddof, eps=eps)

@@ -327,7 +327,7 @@ class VerlPPO(VerlTrainer):
         known = estimator in _ESTIMATORS
         by = (key,) if known else ()
         self.put(to + "name", family if known and family != "rloo" else "grpo", *by)
-        self.put("grpo.use_leave_one_out_baseline", known and family == "rloo", *by)
+        self.put("grpo.adv_estimator.use_leave_one_out_baseline", known and family == "rloo", *by)
         if not known:
             critic = f"{NO_CRITIC}: " if estimator == "gae" else ""
             self.refuse(key, critic=critic, carried=", ".join(_ESTIMATORS))
@@ -374,6 +374,9 @@ class VerlPPO(VerlTrainer):
         # The file that sets clip_ratio alone still has the other two from its defaults.
         for name, to in (("low", "min"), ("high", "max")):
             by_end = f"A.clip_ratio_{name}"
+            if kind == "reinforce":
+                self.skip("gpg clips no ratio", by_end)
+                continue
             end = self["A.clip_ratio"] if self[by_end] is None else self[by_end]
             self.put(f"loss_fn.ratio_clip_{to}", end, by_end)
         if mode == "vanilla" or not known:
@@ -396,6 +399,9 @@ class VerlPPO(VerlTrainer):
             self.put(to, 0.0, in_loss, in_reward)
             return
         self.put(to, self.real(weight), switch, weight)
+        if not self.real(weight):
+            self.skip("the weight of the divergence is 0", kind)
+            return
         self.put("loss_fn.use_kl_in_reward", not self.flag(in_loss), switch)
         kl = _DIVERGENCES.get(str(self[kind]).removesuffix("+"))
         if kl is None:
