@@ -102,8 +102,7 @@ class Run:
         card = {"title": "a benchmark", "base_model": "", "data": {}, "settings": {}}
         self.state = PolicyRunState(
             self.learner,
-            identity={},
-            data_fingerprint="",
+            rows={},
             config_yaml="",
             card=card,
             run_dir=place,

@@ -19,7 +19,8 @@ from pydantic.fields import FieldInfo
 from doc_models import models_text
 from laurel.cli.main import app
 from laurel.config.dump import entry, literal
-from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
+from laurel.config.resuming import mark_of
+from laurel.config.schema_info import Kinds, is_mapping, item_kinds, kinds_of, sections_of
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 
@@ -236,7 +237,37 @@ def _short(text: str | None) -> str:
     return kept.strip()
 
 
+# ------------------------------------------------------------------------ what may change on resume
+
+
+def may_change_text() -> str:
+    """Write the keys that may change when a run resumes, by the section that they stand in."""
+    found: dict[str, dict[str, None]] = {}
+    for schema in reversed(SCHEMAS.values()):
+        for path in _may_change((schema,), ""):
+            section, _, key = path.rpartition(".")
+            found.setdefault(section, {})[f"`{key}`"] = None
+    alike: dict[str, list[str]] = {}
+    for section, keys in found.items():
+        alike.setdefault(", ".join(keys), []).append(f"`{section}`" if section else "")
+    return "\n".join(f"- {', '.join(s)}: {keys}".replace("- : ", "- ") for keys, s in alike.items())
+
+
+def _may_change(kinds: Kinds, path: str) -> Iterator[str]:
+    for section in sections_of(kinds):
+        for name, info in section.model_fields.items():
+            here = f"{path}.{name}" if path else name
+            if mark_of(info) is not None:
+                yield here
+            else:
+                yield from _may_change(kinds_of(info.annotation), here)
+    for kind in kinds:
+        if sections_of(inside := item_kinds(kind) or ()):
+            yield from _may_change(inside, path + (".NAME" if is_mapping(kind) else "[]"))
+
+
 GENERATED: dict[str, Callable[[], str]] = {
+    "may change": may_change_text,
     "commands": commands_text,
     "options": options_text,
     "models": models_text,

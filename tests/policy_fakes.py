@@ -54,6 +54,9 @@ class ByteChat:
         said = "".join(message["content"] for message in messages_of(observation))
         return ids_of(f"[{said}]>")
 
+    def control_token_in(self, text: str, /) -> str | None:
+        return "</s>" if "</s>" in text else None
+
     def token_ends(self, turn_ids: Any, text: str, ends: Sequence[int], /) -> list[int]:
         return [len(turn_ids) if end >= len(text) else len(text[:end].encode()) for end in ends]
 

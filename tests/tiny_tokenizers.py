@@ -42,6 +42,46 @@ GEMMA = (
 )
 """Writes BOS, has no EOS, refuses a system message."""
 
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] | trim + eos_token }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"
+)
+"""Asks for an answer at the end of the user's turn, and has no line breaks."""
+
+QWEN_3 = """{%- for message in messages %}
+    {%- set content = message['content'] %}
+    {%- set thought = '' %}
+    {%- if message['role'] == 'assistant' and '</think>' in content %}
+        {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' and loop.last %}
+        {{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}
+    {%- endif %}
+    {{- content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+"""Writes an empty thought into a last answer that has none, and forgets earlier thoughts."""
+
+R1 = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<\uff5cAssistant\uff5c>' + message['content'].split('</think>')[-1] + eos_token }}"
+    "{% elif message['role'] == 'user' %}{{ '<\uff5cUser\uff5c>' + message['content'] }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\n' }}{% endif %}"
+)
+"""Opens a thought where it asks for an answer, and writes no thought of a given one."""
+
 BARE = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }} {% endfor %}"
 """Neither BOS nor EOS."""
 
@@ -109,3 +149,34 @@ def gemma() -> Any:
 def chatml() -> Any:
     """Qwen: no BOS, ChatML turns that end in EOS and a line break."""
     return make_tokenizer(bos=None, eos="<|im_end|>", more=("<|im_start|>",), template=CHATML)
+
+
+def mistral() -> Any:
+    """Mistral: BOS by template and tokenizer, turns of the assistant alone are closed."""
+    return make_tokenizer(more=("[INST]", "[/INST]"), template=MISTRAL, adds_bos=True)
+
+
+def qwen_3() -> Any:
+    """Qwen 3: ChatML with thoughts, whose marks are added tokens but not special."""
+    tokenizer = make_tokenizer(
+        bos=None,
+        eos="<|im_end|>",
+        pad="<|endoftext|>",
+        more=("<|im_start|>",),
+        template=QWEN_3,
+    )
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return tokenizer
+
+
+def r1() -> Any:
+    """DeepSeek-R1: marks in full-width signs, thoughts that are not special."""
+    tokenizer = make_tokenizer(
+        bos="<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+        eos="<\uff5cend\u2581of\u2581sentence\uff5c>",
+        more=("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
+        template=R1,
+        adds_bos=True,
+    )
+    tokenizer.add_tokens(["<think>", "</think>"])
+    return tokenizer

@@ -114,16 +114,19 @@ def test_a_run_that_goes_on_says_what_it_read_in_a_line_and_where_it_logs(tmp_pa
     assert f"warning: {elsewhere} has no effect: a run that goes on logs" in resumed.text
     assert resumed.outcome.run_dir == logs
     assert not (tmp_path / "elsewhere").exists()
-    # What is validated on has changed since.
+    # The file has one row more since, which is left out as a duplicate.
     held_out = write_rows(tmp_path / "held_out.jsonl", pairs(6, seed=1))
     by_itself = ("data.split_validation_size=0", f"data.val_data_path={held_out}")
     rows = tmp_path / "train.jsonl"
     other = tmp_path / "other"
     train(settings(other, "rm.max_num_steps=1", *by_itself, rows=rows))
-    write_rows(held_out, pairs(7, seed=1))
+    write_rows(held_out, [*pairs(6, seed=1), pairs(1, seed=1)[0]])
     told = train(settings(other, "rm.max_num_steps=2", *by_itself, rows=rows)).text
     assert "Data 'validation-default'" in told
     assert "as when the run began: train (40 rows); " in told
+    write_rows(held_out, pairs(7, seed=1))
+    with pytest.raises(CheckpointError, match="validation data: "):
+        train(settings(other, "rm.max_num_steps=3", *by_itself, rows=rows))
 
 
 def test_a_torn_newest_is_skipped_by_name_and_the_one_before_used(tmp_path):
@@ -167,7 +170,7 @@ def test_resume_required_refuses_an_empty_directory(tmp_path):
     ("change", "named"),
     [
         ("rm.seed=7", "rm.seed: 42 then, 7 now"),
-        ("data.max_samples=20", "training data: "),
+        ("data.max_samples=20", "data.max_samples: None then, 20 now"),
     ],
 )
 def test_another_run_is_refused_and_the_change_is_named(tmp_path_factory, change, named):

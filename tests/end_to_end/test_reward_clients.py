@@ -1,6 +1,7 @@
 """The clients in docs/serve.md, as they stand there, against `laurel serve`."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ pytest.importorskip("uvicorn")
 requests = pytest.importorskip("requests")
 httpx2 = pytest.importorskip("httpx2")
 
+import tiny_tokenizers as made  # noqa: E402
+from laurel.models.scoring import ScoringContract  # noqa: E402
+from laurel.models.tokenizer import render  # noqa: E402
+from laurel.types import Message  # noqa: E402
+from reward_models import small_model, write_model  # noqa: E402
 from serve_processes import KEY, Serving, null_values  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
@@ -45,11 +51,36 @@ def test_trl_and_verl_get_the_scores_of_the_server(clients):
     assert found == expected[1]
 
 
-def test_openrlhf_gets_a_number_for_each_query(clients):
+def test_openrlhf_gets_the_scores_of_the_messages(clients):
     found = called(clients, "reward_func", ["Why? Because.", "Why? No."], ["Why?"] * 2, ["", ""])
-    assert found["rewards"].shape == (2,)
-    assert bool(found["rewards"].isfinite().all())
-    assert float(found["scores"][0]) != float(found["scores"][1])
+    assert found["rewards"].tolist() == pytest.approx(null_values("Why?", " Because.", " No."))
+    assert found["scores"].tolist() == found["rewards"].tolist()
+
+
+@pytest.mark.slow  # tests/unit/rewards/test_rendered_text.py walks all templates and paths
+def test_openrlhf_gets_the_scores_of_the_messages_from_a_real_model(clients, tmp_path):
+    """Its text ends with the token that the policy sampled, and lacks Qwen 3's empty thought."""
+    loaded = small_model()
+    tokenizer = loaded.contract.tokenizer
+    tokenizer.chat_template = made.QWEN_3
+    rules = loaded.contract.rules
+    contract = ScoringContract.create(
+        tokenizer,
+        max_length=rules.max_length,
+        truncation_side=rules.truncation_side,
+        append_eos=True,
+    )
+    write_model(replace(loaded, contract=contract), tmp_path)
+    asked, answers = Message("user", "Where?"), ["By the western gate.", "In bread and wine."]
+    prompt = render(tokenizer, (asked,), {}, prompt=True)
+    queries = [f"{prompt}{answer}{tokenizer.eos_token}" for answer in answers]
+    with Serving(tmp_path, "--model", str(tmp_path), "--access-log", "none").ready() as server:
+        served = clients | {"URL": server.url}
+        expected = called(served, "reward", ["Where?"] * 2, answers)
+        assert expected[0] != expected[1]
+        for prompts in ([prompt] * 2, ["Where?"] * 2, ["", ""]):
+            found = called(served, "reward_func", queries, prompts, ["", ""])
+            assert found["rewards"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 CALLS: dict[str, tuple[Any, ...]] = {

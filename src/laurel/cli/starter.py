@@ -247,24 +247,13 @@ def _model(said: str, *, trainer: str) -> Chosen:
         name = said if is_model else os.path.relpath(found.name)
         settings, notes = {"policy.model_name": json.dumps(name)}, list(found.notes)
 
-        def tokenizer(config: TokenizerConfig) -> Any:
-            return load_tokenizer(
-                config, model_name=name, trust_remote_code=False, pad_may_end=True
-            )
-
         try:
-            tokenizer(TokenizerConfig())
+            load_tokenizer(
+                TokenizerConfig(), model_name=name, trust_remote_code=False, pad_may_end=True
+            )
         except ModelError:
             settings["policy.tokenizer.chat_template"] = "chatml"
             notes.append(f"{name} has no chat template: the configuration chooses chatml")
-        # Without a template, which the model may lack: only its tokens are looked at.
-        bare = tokenizer(TokenizerConfig(chat_template=None))
-        if trainer == "rm" and bare.pad_token == bare.eos_token:
-            settings["policy.tokenizer.pad_token"] = "auto"
-            notes.append(
-                f"{name} pads with its end token: the configuration chooses another "
-                "(pad_token: auto)"
-            )
         network = read_config(ModelSpec(), name).get_text_config()
         longest = getattr(network, "max_position_embeddings", None) or math.inf
         return Chosen(settings=settings, notes=notes, longest=longest)
@@ -401,7 +390,10 @@ def _write(
     )
     if rows.columns:
         names = visible(", ".join(rows.columns))
-        asked = f"Which columns hold the prompt and the two answers? The rows have {names}."
+        asked = (
+            "Which columns hold the prompt, the two answers and a system message? The rows have "
+            f"{names}."
+        )
         lines = textwrap.wrap(asked, 96) + [
             f"{key.partition('.')[2]}: COLUMN" for key in COLUMN_KEYS
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -19,7 +19,7 @@ from laurel.config.policy import (
     RewardModelConfig,
     TokenizerConfig,
 )
-from laurel.config.yaml_tree import Section, foreign
+from laurel.config.yaml_tree import MAY_CHANGE, Section, foreign
 from laurel.errors import about, key_of
 from laurel.sandbox.comparison import Comparison
 
@@ -37,16 +37,16 @@ class SandboxConfig(Section):
 
     removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("url", "api_key_env"), _NO_SERVER)
 
-    num_workers: int = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
     """Programs at a time; at most one per core, and as many as fit into memory."""
-    min_tier: Literal["A", "B", "C", "D"] = "C"
+    min_tier: Annotated[Literal["A", "B", "C", "D"], MAY_CHANGE] = "C"
     """Worst isolation for a run to start; `laurel sandbox check` shows this machine's. A:
     namespaces, Landlock and seccomp; B: no namespaces; C: no Landlock; D: neither, so that a
     program can read and write what this account can."""
-    allow_unsafe: bool = False
+    allow_unsafe: Annotated[bool, MAY_CHANGE] = False
     """Accept limits of time and memory alone if this machine has nothing better: any program of a
     model can then do what this account can. Never where there are secrets."""
-    cgroup: str = "auto"
+    cgroup: Annotated[str, MAY_CHANGE] = "auto"
     """A control group that limits memory and processes of each worker's programs together. `auto`:
     if this account has a working one (version 1 or 2); `off`; or a delegated directory of version 2
     with memory and pids in its cgroup.subtree_control, which the run then requires."""
@@ -70,7 +70,7 @@ class SandboxConfig(Section):
     """What it may print to stderr; more ends it."""
     result_kb: int = Field(default=256, ge=1)
     """The values that it returns, together. At least four times what its tests expect."""
-    backlog: int = Field(default=1024, ge=1)
+    backlog: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
     """Programs that may wait for their turn."""
 
     @model_validator(mode="after")
@@ -100,7 +100,7 @@ _SANDBOX = SandboxConfig()
 class CodeEnvironmentConfig(Section):
     """Programs of the policy, run in a sandbox: scored by tests, or used as a tool."""
 
-    num_workers: int = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
     """Programs at a time on each machine (on Ray: on every node). At most one per core, and as many
     as fit into memory."""
     terminate_on_evaluation: bool = True
@@ -130,7 +130,7 @@ class CodeEnvironmentConfig(Section):
     task's metadata (for `CodeTasks` the benchmark's own grader), otherwise `laurel`."""
     max_observation_chars: int = Field(default=4096, ge=64)
     """Longest result that the policy sees; a longer one loses its middle."""
-    deadline_seconds: float = Field(default=540.0, gt=0)
+    deadline_seconds: Annotated[float, MAY_CHANGE] = Field(default=540.0, gt=0)
     """Programs that have not begun after this time in one call are failures. Less than
     `env.timeout_seconds`, after which the whole call would be."""
     sandbox: SandboxConfig = _SANDBOX
@@ -203,16 +203,16 @@ def _shown(url: str) -> str:
 class AskingConfig(Section):
     """Requests to servers that this run did not start."""
 
-    api_key_env: str | None = None
+    api_key_env: Annotated[str | None, MAY_CHANGE] = None
     """Name of the environment variable with the API key; never the key itself."""
-    request_timeout: float = Field(default=120.0, gt=0)
+    request_timeout: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0)
     """Seconds for a score, all tries together; then the completion has failed."""
-    attempt_timeout: float = Field(default=30.0, gt=0)
+    attempt_timeout: Annotated[float, MAY_CHANGE] = Field(default=30.0, gt=0)
     """Seconds of one try."""
-    hedge: bool = False
+    hedge: Annotated[bool, MAY_CHANGE] = False
     """Ask a second server as well where an answer takes unusually long. Default: it doubles some of
     the work."""
-    connect_patience: float = Field(default=60.0, ge=0)
+    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=0)
     """Seconds to wait at the start for a server that does not answer yet."""
 
     @field_validator("api_key_env")
@@ -261,15 +261,15 @@ class JudgeConfig(AskingConfig):
     puts the response between marks that the policy cannot write; a template of your own should too.
     """
 
-    urls: list[str] | None = Field(default=None, min_length=1)
+    urls: Annotated[list[str] | None, MAY_CHANGE] = Field(default=None, min_length=1)
     """Servers of the same judge; `/v1/chat/completions` is added if it is missing. Null: this
     process loads the judge."""
     model: str
     """What the servers call it; without `urls` its directory, a directory of checkpoints, or its
     hub name."""
-    backend: Literal["transformers", "vllm"] = "transformers"
+    backend: Annotated[Literal["transformers", "vllm"], MAY_CHANGE] = "transformers"
     """The engine of a judge that this process loads. Default: it needs no other package."""
-    vllm_cfg: ScoringVllmConfig = ScoringVllmConfig()
+    vllm_cfg: Annotated[ScoringVllmConfig, MAY_CHANGE] = ScoringVllmConfig()
     """Settings of `backend: vllm`."""
     precision: Precision = "bfloat16"
     """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
@@ -277,9 +277,9 @@ class JudgeConfig(AskingConfig):
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of question and verdict of a judge that is loaded; null is 8192, or the model's
     positions if fewer. A longer question fails; it is never truncated."""
-    batch_tokens: int = Field(default=8192, ge=1)
+    batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
     """Token budget of one forward pass by log-probability with `backend: transformers`."""
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: Annotated[int, MAY_CHANGE] = Field(default=64, ge=1)
     """Replies of a judge that is loaded which are written side by side, at most. Default: a bound
     on the memory of their keys and values, beside a run that needs its own."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -330,9 +330,9 @@ class JudgeConfig(AskingConfig):
     """Of one reply. One that is cut off has no score."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More keys of the request, as they are, e.g. `chat_template_kwargs`."""
-    request_timeout: float = Field(default=600.0, gt=0)
+    request_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     """Seconds for a score, all tries together; then the completion has failed."""
-    attempt_timeout: float = Field(default=120.0, gt=0)
+    attempt_timeout: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0)
     """Seconds of one try."""
 
     @field_validator("words", mode="before")
@@ -468,26 +468,26 @@ class FunctionConfig(Section):
     group: bool = False
     """Call it once for all completions of a prompt, with lists (`data_sources`, `solution_strs`,
     `ground_truths`, `extra_infos`), for a list of results."""
-    timeout: float = Field(default=30.0, gt=0)
+    timeout: Annotated[float, MAY_CHANGE] = Field(default=30.0, gt=0)
     """Seconds of one call. With `num_workers` above 0 its process is then killed; a thread cannot
     be, and is left behind."""
     data_source: str = ""
     """Passed to the function for a task without one."""
-    router: str | None = None
+    router: Annotated[str | None, MAY_CHANGE] = None
     """`HOST:PORT` of a model server (`laurel serve`, vLLM, SGLang) that the function calls itself,
     passed to a parameter `reward_router_address`, as verl does."""
     tokenizer: str | None = None
     """Hub name or directory of a model whose tokenizer is passed to a parameter
     `reward_model_tokenizer`, as verl does."""
-    max_concurrent: int | None = Field(default=None, ge=1)
+    max_concurrent: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
-    max_rpm: float | None = Field(default=None, gt=0)
+    max_rpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     """Calls a minute, evenly; null: no limit. The time until its turn does not count in
     `timeout`."""
-    max_tpm: float | None = Field(default=None, gt=0)
+    max_tpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     """Tokens a minute, where a call stands for `estimated_tokens_per_request`."""
-    estimated_tokens_per_request: float = Field(default=2000, gt=0)
+    estimated_tokens_per_request: Annotated[float, MAY_CHANGE] = Field(default=2000, gt=0)
     """For `max_tpm`."""
 
     @field_validator("router")
@@ -528,7 +528,7 @@ class ScorerSource(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: Annotated[int, MAY_CHANGE] = Field(default=32, ge=1)
     """Conversations of one forward pass without packing and dynamic batching."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens, for a model without a scoring contract; null is 8192, or the
@@ -538,16 +538,16 @@ class ScorerSource(AskingConfig):
     safetensors_only: bool = True
     """Refuse pickled weights."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig(enabled=True)
-    sequence_packing: PackingConfig = PackingConfig()
+    sequence_packing: Annotated[PackingConfig, MAY_CHANGE] = PackingConfig()
     """Token forests: several times faster and exact."""
-    dynamic_batching: BatchingConfig = BatchingConfig()
+    dynamic_batching: Annotated[BatchingConfig, MAY_CHANGE] = BatchingConfig()
     """Where packing is off: padded batches up to a token budget."""
-    batch_tokens: int = Field(default=8192, ge=1)
+    batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
     """Token budget of one forward pass."""
-    batch_timeout: float = Field(default=300.0, gt=0)
+    batch_timeout: Annotated[float, MAY_CHANGE] = Field(default=300.0, gt=0)
     """Seconds of one forward pass in a process of its own. A slower replica is restarted, and
     others score its completions."""
-    urls: list[str] | None = None
+    urls: Annotated[list[str] | None, MAY_CHANGE] = None
     """Servers of one reward model, which this run does not start; any may fail."""
     url_protocol: UrlProtocol = "laurel"
     """The protocol of `urls`: `laurel serve`, vLLM's `/classify`, SGLang's `/classify` or
@@ -689,7 +689,7 @@ class MathEnvironmentConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("MathEnvironmentConfig")
 
-    num_workers: int = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
     """Processes that check answers; at most one per core is started. Default: as many as
     most machines have cores to spare."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
@@ -733,15 +733,15 @@ class VerifiersEnvironmentConfig(Section):
 class SessionsConfig(Section):
     """A server of environments, which has a session for each rollout."""
 
-    url: str
+    url: Annotated[str, MAY_CHANGE]
     """Its address, `http://HOST:PORT`."""
     system_prompt: str | None = None
     """The first message of every prompt. Null: none, or that of `data.system_prompt_file`."""
-    connect_patience: float = Field(default=60.0, gt=0)
+    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
     """Seconds to wait for a server from when it is first missed, at the start and later; then the
     run ends as for a lost worker (exit code 75), and the same command goes on. Default: a restart
     of a server takes less."""
-    step_timeout: float = Field(default=60.0, gt=0)
+    step_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
     """Seconds of one step, and of the beginning of a session; the completion then fails, unless
     the server answers nobody else either and is waited for. Twice this and `connect_patience` are
     together less than `env.timeout_seconds`."""
@@ -793,7 +793,9 @@ class OpenRewardConfig(SessionsConfig):
     """The split whose tasks become the rows."""
     form: Literal["auto", "hermes", "llama"] = "auto"
     """How calls are written, as in `env.tools.form`."""
-    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    api_key_env: Annotated[str | None, MAY_CHANGE] = Field(
+        default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"
+    )
     """Name of the environment variable with the API key; never the key itself. Null: none, as for
     a server of your own."""
 
@@ -852,25 +854,25 @@ class RewardModelEnvironmentConfig(ScorerSource):
 
     enabled: bool = False
     """Score with this environment if `data.env_name` names none."""
-    resources: ResourcesConfig = ResourcesConfig()
-    dtensor_cfg: DTensorConfig = DTensorConfig()
-    generation: ScoringGenerationConfig | None = None
+    resources: Annotated[ResourcesConfig, MAY_CHANGE] = ResourcesConfig()
+    dtensor_cfg: Annotated[DTensorConfig, MAY_CHANGE] = DTensorConfig()
+    generation: Annotated[ScoringGenerationConfig | None, MAY_CHANGE] = None
     """What computes the scores of a model that this run loads: `backend` is `transformers` (also
     null), or `vllm`, an engine of its own on one machine. Default: no second engine, and its noise
     can be measured exactly."""
     transform: ScoreTransformConfig = ScoreTransformConfig()
-    use_reward_loop: bool = True
+    use_reward_loop: Annotated[bool, MAY_CHANGE] = True
     """Score completions while others are still generated; false: the whole batch of a step at its
     end. The scores are equal except for rounding. Default: a step is shorter with it
     (docs/benchmarks.md)."""
-    num_replicas: int = Field(default=1, ge=1)
+    num_replicas: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Replicas of the model with the loop; several are processes of their own. On Ray the slots of
     `resources`, or of the placement, decide."""
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
     """Processes that render and tokenise conversations or run `function`; each of several models
     has its own. 0: threads of this process. On Ray they are actors, spread over the nodes. Default:
     threads do where prompts are short."""
-    benchmarks: dict[str, BenchmarkSetConfig] = Field(default_factory=dict)
+    benchmarks: Annotated[dict[str, BenchmarkSetConfig], MAY_CHANGE] = Field(default_factory=dict)
     """Benchmarks of the reward model before the first step of `laurel grpo`, by names of your own.
     Logged as `reward_model/<Name>_...`."""
     models: list[EnsemblePart] | None = Field(default=None, min_length=2)
@@ -1001,7 +1003,7 @@ class ToolsConfig(Section):
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Limit of one call, after which its process is killed; the policy reads that, and it is
     counted."""
-    num_workers: int = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
     """Calls at a time, each in a process of its own."""
     max_result_chars: int = Field(default=4096, ge=64)
     """Longest result that the policy sees; a longer one loses its middle."""
@@ -1067,10 +1069,10 @@ class EnvironmentsConfig(Section):
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
     """Your own environments by name: an import path, and keyword arguments."""
-    max_failed_share: float = Field(default=0.5, ge=0.0, le=1.0)
+    max_failed_share: Annotated[float, MAY_CHANGE] = Field(default=0.5, ge=0.0, le=1.0)
     """The run stops if an environment fails on more than this share of a batch. Default: the rest
     would be no fair sample."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
+    timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
     """Limit of one step of an environment; its samples then fail. Default: longer than any verdict
     that still helps a step."""
 

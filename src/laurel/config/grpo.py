@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,7 +19,13 @@ from laurel.config.policy import (
     PolicyConfig,
     TokenizerConfig,
 )
-from laurel.config.yaml_tree import OffPeriod, Section, foreign
+from laurel.config.yaml_tree import (
+    LENGTH_MAY_CHANGE,
+    MAY_CHANGE,
+    OffPeriod,
+    Section,
+    foreign,
+)
 
 # --------------------------------------------------------------------------------------------------
 # The `policy.generation` section: how completions are sampled. Names follow NeMo RL's files.
@@ -32,18 +38,18 @@ class VllmConfig(Section):
 
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of its weights; `auto` is `policy.precision`."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Devices of one node that share each layer."""
-    pipeline_parallel_size: int = Field(default=1, ge=1)
+    pipeline_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Devices of one node that share the layers."""
-    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
+    gpu_memory_utilization: Annotated[float, MAY_CHANGE] = Field(default=0.6, gt=0, lt=1)
     """Share of a GPU's memory that it may take. Default: the policy's weights are on the same
     device."""
-    max_model_len: int | None = Field(default=None, ge=2)
+    max_model_len: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=2)
     """Longest prompt with its completion; null is `policy.max_total_sequence_length`."""
-    enforce_eager: bool = False
+    enforce_eager: Annotated[bool, MAY_CHANGE] = False
     """Do not capture CUDA graphs. Default: graphs make decoding faster."""
-    load_format: str = "auto"
+    load_format: Annotated[str, MAY_CHANGE] = "auto"
     """How vLLM reads the first weights."""
 
     @property
@@ -69,7 +75,7 @@ class GenerationConfig(Section):
     }
     foreign_keys: ClassVar[frozenset[str]] = foreign("GenerationConfig")
 
-    backend: Literal["auto", "transformers", "vllm"] = "auto"
+    backend: Annotated[Literal["auto", "transformers", "vllm"], MAY_CHANGE] = "auto"
     """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
     (extra `vllm`). `auto`: vllm if it is installed and there is a GPU, otherwise transformers.
     Default: the in-process engine needs no second copy of the weights."""
@@ -93,26 +99,26 @@ class GenerationConfig(Section):
     """In validation."""
     val_top_k: int | None = Field(default=None, ge=1)
     """In validation."""
-    max_concurrent: int = Field(default=256, ge=1)
+    max_concurrent: Annotated[int, MAY_CHANGE] = Field(default=256, ge=1)
     """Completions generated side by side, at most (transformers). Default: a bound on the memory of
     keys and values."""
-    conversation_cache_gib: float = Field(default=2.0, ge=0)
+    conversation_cache_gib: Annotated[float, MAY_CHANGE] = Field(default=2.0, ge=0)
     """GiB of keys and values that are kept between the turns of conversations (transformers; vLLM
     has its prefix cache). Beyond it, a conversation is computed again from its start; 0 keeps
     nothing. Default: room for 80,000 tokens of Qwen2.5-0.5B in float32."""
-    timeout_seconds: float = Field(default=1800.0, gt=0)
+    timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=1800.0, gt=0)
     """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
     vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
-    colocated: ColocatedConfig = ColocatedConfig()
-    weight_transfer: Literal["auto", "object_store", "broadcast"] = "auto"
+    colocated: Annotated[ColocatedConfig, MAY_CHANGE] = ColocatedConfig()
+    weight_transfer: Annotated[Literal["auto", "object_store", "broadcast"], MAY_CHANGE] = "auto"
     """How weights reach engines in other processes: Ray's object store, or a broadcast of the
     learner's first rank (gloo; NCCL between GPUs). The run logs the choice of `auto` and its
     reason. One process transfers nothing. Default: the broadcast, which was the quicker one
     wherever it was measured (docs/benchmarks.md)."""
-    weight_probe_tolerance: float | None = Field(default=None, gt=0)
+    weight_probe_tolerance: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     """Largest difference between log-probabilities of engine and learner in the probe after a
     weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
 
@@ -193,7 +199,7 @@ class PolicyLossConfig(Section):
     positive_example_nll_weight: float = Field(default=0.0, ge=0)
     """VAPO: weight of the negative log-likelihood of completions with positive rewards. Default: no
     part of GRPO."""
-    entropy: bool = True
+    entropy: Annotated[bool, MAY_CHANGE] = True
     """Measure the policy's entropy over the tokens it wrote. Default: a collapse is first seen in
     it."""
 
@@ -389,6 +395,7 @@ Alarm = Literal[
     "length_bias",
     "repetition",
     "truncation",
+    "control_tokens",
     "format",
     "zero_spread_groups",
     "no_updates",
@@ -413,6 +420,7 @@ class HealthConfig(Section):
         "kl_growth": f"its alarm kl_without_reward was removed: {_NEVER_ROSE}",
         "entropy": f"{_NEVER_ROSE}; laurel report tells a fall of entropy",
         "entropy_share": f"its alarm entropy was removed: {_NEVER_ROSE}",
+        "gold_jump": "gold_drop and num_spreads hold for a fall in one step as well",
         "noise_floor_groups": _NEVER_ROSE,
         "noise_floor_share": f"its alarm noise_floor_groups was removed: {_NEVER_ROSE}",
     }
@@ -421,8 +429,8 @@ class HealthConfig(Section):
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
     stop_on: list[Alarm] = Field(default_factory=list)
     """Alarms that end the run, saved: `overoptimisation`, `kl_jump`, `length`, `length_bias`,
-    `repetition`, `truncation`, `format`, `zero_spread_groups`, `no_updates`, `ensemble`,
-    `failures`."""
+    `repetition`, `truncation`, `control_tokens`, `format`, `zero_spread_groups`, `no_updates`,
+    `ensemble`, `failures`."""
     ignore: list[Alarm] = Field(default_factory=list)
     """Alarms to leave out, such as `length` for a reasoning model."""
     gold_metric: str | None = None
@@ -438,28 +446,30 @@ class HealthConfig(Section):
     """Latest steps whose median is compared. An alarm ends after this many good steps in a row."""
     num_spreads: float = Field(default=4.0, ge=0)
     """Robust standard deviations of the first steps by which a metric must differ from their
-    median, besides its own threshold."""
+    median, besides its own threshold. Of `gold_metric`: standard errors between its best
+    `baseline_steps` and the last 1, 2, ... up to `window` steps."""
     jump_spreads: float = Field(default=6.0, ge=0)
-    """The same for a single step against the window before it, from step 2: `overoptimisation`,
-    `kl_jump`, `length`, `repetition`, `truncation`."""
-    gold_jump: float = Field(default=0.5, gt=0, lt=1)
-    """`overoptimisation`: share of `gold_metric` lost in a single step."""
+    """The same for a single step against the window before it, from step 2: `length`,
+    `repetition`, `truncation`, `control_tokens`."""
     gold_drop: float = Field(default=0.1, gt=0, lt=1)
     """`overoptimisation`: share of its peak that `gold_metric` lost while the reward lost
     nothing."""
     kl_jump: float = Field(default=3.0, gt=1)
-    """`kl_jump`: growth factor of the divergence from the reference in a single step."""
-    kl_least: float = Field(default=0.1, ge=0)
+    """`kl_jump`: factor by which the divergence from the reference is larger than where the steps
+    before led."""
+    kl_least: float = Field(default=0.5, ge=0)
     """`kl_jump`: smallest divergence that counts; nats a token (a completion with
     `loss_fn.use_kl_in_reward`)."""
     length_factor: float = Field(default=1.5, gt=1)
     """`length`: factor by which completions are longer or shorter than in the first steps."""
     length_correlation: float = Field(default=0.5, gt=0, lt=1)
     """`length_bias`: correlation of reward and length within groups, while lengths grow."""
-    repetition_rise: float = Field(default=0.1, gt=0, lt=1)
+    repetition_rise: float = Field(default=0.2, gt=0, lt=1)
     """`repetition`: by how much the share of repeated 4-grams has risen."""
     truncation_rise: float = Field(default=0.2, gt=0, lt=1)
     """`truncation`: rise of the share of completions without an end."""
+    control_token_rise: float = Field(default=0.05, gt=0, lt=1)
+    """`control_tokens`: rise of the share of completions that spell a control token as text."""
     format_drop: float = Field(default=0.1, gt=0)
     """`format`: by how much `format_metric` has fallen."""
     zero_spread_share: float = Field(default=0.9, gt=0, le=1)
@@ -501,15 +511,16 @@ class GRPOPolicyConfig(PolicyConfig):
     train_global_batch_size: int = Field(default=512, ge=1)
     """Completions of one optimizer step. Default: the 32 x 16 completions of a step, so one update
     of each batch."""
-    train_micro_batch_size: int = Field(default=4, ge=1)
+    train_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=4, ge=1)
     """Completions of one forward pass without packing; with packing it scales the budget. Default:
     2,048 tokens a pass at the default length."""
-    logprob_batch_size: int = Field(default=4, ge=1)
+    logprob_batch_size: Annotated[int, MAY_CHANGE] = Field(default=4, ge=1)
     """Sequences of full length in the token budget of a pass without gradients (old and reference
     log-probabilities)."""
-    logprob_chunk_size: int | None = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null: about 16M logits. Default: logits of a
-    large vocabulary would else outweigh the model."""
+    logprob_chunk_size: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    """Tokens whose logits are in memory at a time; null: 16M logits on a CPU, 268M on a GPU.
+    Default: logits of a large vocabulary would else outweigh the model. On a GPU small chunks are
+    slow: each reads the head three times."""
     max_total_sequence_length: int = Field(default=512, ge=2)
     """Longest prompt with its completion, in tokens. Default: short answers, on one GPU; reasoning
     needs thousands."""
@@ -549,12 +560,12 @@ class GRPOConfig(Section):
     compared with."""
     max_rollout_turns: int = Field(default=1, ge=1)
     """Turns of the policy in one conversation, at most. Default: a question and its answer."""
-    max_num_epochs: int | None = Field(default=None, ge=1)
+    max_num_epochs: Annotated[int | None, LENGTH_MAY_CHANGE] = Field(default=None, ge=1)
     """Passes over the tasks; null: one, or what `max_num_steps` takes. They settle the number
     of steps; dynamic sampling, which leaves groups out, takes fewer, and ends when the tasks of all
     passes are used up. Default: a limit of steps is meant; without one the data says when it is
     over."""
-    max_num_steps: int = Field(default=UNLIMITED_STEPS, ge=0)
+    max_num_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=UNLIMITED_STEPS, ge=0)
     """Steps at most. Default: in effect no limit."""
     num_iterations: int = Field(default=1, ge=1)
     """Times that each batch of rollouts is learned from. Default: on-policy: the ratio is 1, and no
@@ -562,7 +573,7 @@ class GRPOConfig(Section):
     max_staleness: int = Field(default=0, ge=0)
     """Steps that generation may run ahead of training: 0 is synchronous. Default: the policy learns
     from what its current weights sampled."""
-    stop_patience_seconds: float = Field(default=5.0, ge=0)
+    stop_patience_seconds: Annotated[float, MAY_CHANGE] = Field(default=5.0, ge=0)
     """After a stop signal, rollouts that run ahead have this time to finish. Unfinished ones are
     dropped and sampled again when the run resumes, with newer weights than an uninterrupted run
     would have used. Default: a scheduler's grace period has to hold the save, too."""
@@ -590,31 +601,31 @@ class GRPOConfig(Section):
     """Tasks per batch of generation, in steps' worth, with dynamic sampling."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    max_bad_steps: int = Field(default=3, ge=1)
+    max_bad_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=3, ge=1)
     """Successive steps with a loss or gradient that is not finite before the run stops. Default:
     one bad batch is an accident, three in a row are a fault."""
-    val_period: OffPeriod = Field(default=10, ge=0)
+    val_period: Annotated[OffPeriod, LENGTH_MAY_CHANGE] = Field(default=10, ge=0)
     """Steps between validations; 0: only at the start, at the end and for ranking checkpoints.
     Default: as often as it is saved, so every checkpoint has its figure."""
-    val_at_start: bool = False
+    val_at_start: Annotated[bool, LENGTH_MAY_CHANGE] = False
     """Validate before the first step (logged at step 0). Default: it costs a validation; worth it
     to know where a run began."""
-    val_at_end: bool = True
+    val_at_end: Annotated[bool, LENGTH_MAY_CHANGE] = True
     """Validate after the last step. Default: so the last checkpoint can be the best one."""
     max_val_samples: int = Field(default=256, ge=1)
     """Validation tasks, at most; all where there are fewer. Default: the standard error of an
     accuracy is then 0.03 at most."""
-    val_batch_size: int = Field(default=256, ge=1)
+    val_batch_size: Annotated[int, MAY_CHANGE] = Field(default=256, ge=1)
     """Validation tasks that are answered side by side. Default: all of them at once."""
     val_num_generations_per_prompt: int = Field(default=1, ge=1)
     """Completions of each validation task; above 1, pass@k is measured. Default: the cheapest
     unbiased figure."""
-    stop_at_validation_metric: str | None = None
+    stop_at_validation_metric: Annotated[str | None, LENGTH_MAY_CHANGE] = None
     """End the run, saved, when this validation metric reaches the threshold: `reward_mean` (or
     `accuracy`), `pass_k` or `env/<name>/accuracy`."""
-    stop_at_validation_threshold: float | None = None
+    stop_at_validation_threshold: Annotated[float | None, LENGTH_MAY_CHANGE] = None
     """What `stop_at_validation_metric` has to reach."""
-    health: HealthConfig = HealthConfig()
+    health: Annotated[HealthConfig, MAY_CHANGE] = HealthConfig()
     seed: int = Field(default=42, ge=0)
     """Seeds the order of the tasks and every completion."""
 
@@ -795,11 +806,11 @@ class GRPORun(Section):
     policy: GRPOPolicyConfig = GRPOPolicyConfig()
     data: TaskDataConfig = TaskDataConfig()
     env: EnvironmentsConfig = EnvironmentsConfig()
-    checkpointing: CheckpointingConfig = CheckpointingConfig(
+    checkpointing: Annotated[CheckpointingConfig, LENGTH_MAY_CHANGE] = CheckpointingConfig(
         checkpoint_dir="results/grpo", save_period=10
     )
-    logger: LoggerConfig = LoggerConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
+    cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
 
     @field_validator("policy")
     @classmethod

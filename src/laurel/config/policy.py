@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from laurel.config.yaml_tree import Section, foreign
+from laurel.config.yaml_tree import MAY_CHANGE, Section, foreign
 
 Precision = Literal["float32", "bfloat16", "float16"]
 """The floating-point type of a model's weights or of its computation."""
@@ -131,9 +131,9 @@ class TokenizerConfig(Section):
     template itself."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables given to the template at every rendering, e.g. `{enable_thinking: false}`."""
-    pad_token: str | None = None
-    """The padding token; `auto` picks one that never ends a sequence. Null keeps the tokenizer's
-    own or picks one if there is none, and refuses the end-of-sequence token."""
+    pad_token: Annotated[str | None, MAY_CHANGE] = "auto"
+    """The padding token. `auto`: the tokenizer's own; one that ends no sequence is picked if there
+    is none, or if a reward model's is the end-of-sequence token. Null refuses that one."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -210,21 +210,21 @@ class DTensorConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DTensorConfig")
 
-    enabled: bool = True
+    enabled: Annotated[bool, MAY_CHANGE] = True
     """Always true: there is one backend."""
-    cpu_offload: bool = False
+    cpu_offload: Annotated[bool, MAY_CHANGE] = False
     """Keep parameters on the host between uses."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, MAY_CHANGE] = False
     """Shard activations over the tensor-parallel ranks."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """Recompute activations in the backward pass: less memory, about a third more arithmetic.
     Default: memory is bought with time only where it is short."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Ranks that share each layer."""
-    context_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Ranks that divide the tokens of each micro-batch, for long conversations; a divisor of the
     attention heads. Default: none do, as data parallelism is quicker where a sequence fits."""
-    custom_parallel_plan: str | dict[str, Any] | None = None
+    custom_parallel_plan: Annotated[str | dict[str, Any] | None, MAY_CHANGE] = None
     """Import path or mapping of a tensor-parallel plan."""
     lora_cfg: LoraConfig = LoraConfig()
     """Adapters."""
@@ -313,7 +313,7 @@ class PolicyConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: int = Field(default=128, ge=1)
     """Groups (pairs) of one optimizer step."""
-    train_micro_batch_size: int = Field(default=1, ge=1)
+    train_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Groups of one forward pass where packing is off; with packing on it scales the budget."""
     max_total_sequence_length: int = Field(default=8192, ge=2)
     """Longest conversation in tokens."""
@@ -322,8 +322,8 @@ class PolicyConfig(Section):
     Default: half the memory of activations, and tensor cores."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
-    sequence_packing: PackingConfig = PackingConfig()
-    dynamic_batching: BatchingConfig = BatchingConfig()
+    sequence_packing: Annotated[PackingConfig, MAY_CHANGE] = PackingConfig()
+    dynamic_batching: Annotated[BatchingConfig, MAY_CHANGE] = BatchingConfig()
     """Where packing is off: padded micro-batches of similar lengths up to a token budget."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm; null leaves them. Default: one odd batch cannot throw
@@ -371,7 +371,7 @@ class CheckpointingConfig(Section):
 
     enabled: bool = True
     """Save at all."""
-    checkpoint_dir: str = "results/rm"
+    checkpoint_dir: Annotated[str, MAY_CHANGE] = "results/rm"
     """Directory that holds `step_<N>` directories."""
     metric_name: str | None = "auto"
     """The metric of the best checkpoint: `validation-<set>_<metric>` or `train_<metric>`, also

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,13 @@ from laurel.config.policy import (
     PolicyConfig,
     RewardModelConfig,
 )
-from laurel.config.yaml_tree import OffPeriod, Section, foreign
+from laurel.config.yaml_tree import (
+    LENGTH_MAY_CHANGE,
+    MAY_CHANGE,
+    OffPeriod,
+    Section,
+    foreign,
+)
 
 
 class LossConfig(Section):
@@ -83,7 +89,7 @@ class EarlyStoppingConfig(Section):
     metric_name: str | None = None
     """The validation metric that is watched, named as in `checkpointing.metric_name`; `auto` is the
     loss of the first validation set. Null: no run ends early."""
-    patience: int = Field(default=3, ge=1)
+    patience: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=3, ge=1)
     """Validations of `rm.val_period` in a row without a new best value before the run ends."""
     min_delta: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """How much better than the best value so far a value must be to be a new best."""
@@ -108,25 +114,25 @@ class EarlyStoppingConfig(Section):
 class RewardTrainingConfig(Section):
     """The `rm` section: the length of the run, its validation, and the loss."""
 
-    max_num_epochs: int = Field(default=1, ge=1)
+    max_num_epochs: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=1, ge=1)
     """Passes over the training set."""
-    max_num_steps: int = Field(default=-1, ge=-1)
+    max_num_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=-1, ge=-1)
     """Optimizer steps at most; -1 is no limit."""
-    val_period: OffPeriod = Field(default=16, ge=0)
+    val_period: Annotated[OffPeriod, LENGTH_MAY_CHANGE] = Field(default=16, ge=0)
     """Steps between validations; 0: only at the start, at the end and for ranking checkpoints."""
     val_batches: int = -1
     """Batches of each validation set that are used; 0 or less is all."""
     val_global_batch_size: int = Field(default=32, ge=1)
     """Groups of one validation batch."""
-    val_micro_batch_size: int = Field(default=1, ge=1)
+    val_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Groups of one forward pass in validation where packing is off."""
-    val_at_start: bool = False
+    val_at_start: Annotated[bool, LENGTH_MAY_CHANGE] = False
     """Validate before the first step (logged at step 0)."""
-    val_at_end: bool = True
+    val_at_end: Annotated[bool, LENGTH_MAY_CHANGE] = True
     """Validate after the last step, which is always saved."""
     seed: int = Field(default=42, ge=0)
     """Seeds the head, the order of the data and dropout."""
-    max_bad_steps: int = Field(default=3, ge=1)
+    max_bad_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=3, ge=1)
     """Successive steps with a loss or gradient that is not finite before the run stops."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     loss: LossConfig = LossConfig()
@@ -140,9 +146,9 @@ class RewardTrainingRun(Section):
     rm: RewardTrainingConfig = RewardTrainingConfig()
     policy: PolicyConfig = PolicyConfig(reward_model_cfg=RewardModelConfig(enabled=True))
     data: DataConfig = DataConfig()
-    checkpointing: CheckpointingConfig = CheckpointingConfig()
-    logger: LoggerConfig = LoggerConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    checkpointing: Annotated[CheckpointingConfig, LENGTH_MAY_CHANGE] = CheckpointingConfig()
+    logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
+    cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> RewardTrainingRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,13 @@ from laurel.config.policy import (
     OptimizerCall,
     PolicyConfig,
 )
-from laurel.config.yaml_tree import OffPeriod, Section, foreign
+from laurel.config.yaml_tree import (
+    LENGTH_MAY_CHANGE,
+    MAY_CHANGE,
+    OffPeriod,
+    Section,
+    foreign,
+)
 
 # ------------------------------------------------------------------------------------------- data
 
@@ -32,8 +38,6 @@ class DemonstrationSetConfig(TextSetConfig):
     decide."""
     chat_key: str = "messages"
     """Column of whole conversations."""
-    system_key: str | None = None
-    """Column of the system message of a conversation that has none of its own."""
     system_prompt: str | None = None
     """System message of conversations that have none of their own."""
 
@@ -47,8 +51,6 @@ class DemonstrationDataConfig(TextDataConfig):
     """See `DemonstrationSetConfig.dataset_name`; null with no path is squad."""
     chat_key: str = "messages"
     """See `DemonstrationSetConfig.chat_key`."""
-    system_key: str | None = None
-    """See `DemonstrationSetConfig.system_key`."""
     system_prompt: str | None = None
     """See `DemonstrationSetConfig.system_prompt`."""
     train: DemonstrationSetConfig | list[DemonstrationSetConfig] | None = None
@@ -83,12 +85,12 @@ class SFTPolicyConfig(PolicyConfig):
     """Hub name or directory of a causal language model. Null with `policy.scratch`."""
     train_global_batch_size: int = Field(default=32, ge=1)
     """Conversations of one optimizer step."""
-    train_micro_batch_size: int = Field(default=1, ge=1)
+    train_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Conversations of one forward pass without packing; with packing it scales the budget."""
     max_total_sequence_length: int = Field(default=1024, ge=2)
     """Longest conversation in tokens."""
-    logprob_chunk_size: int | None = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null: about 16M logits."""
+    logprob_chunk_size: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    """Tokens whose logits are in memory at a time; null: 16M logits on a CPU, 268M on a GPU."""
     optimizer: OptimizerCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 5e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
@@ -99,27 +101,27 @@ class SFTPolicyConfig(PolicyConfig):
 class SFTConfig(Section):
     """The `sft` section: the length of the run and its validation."""
 
-    max_num_epochs: int = Field(default=1, ge=1)
+    max_num_epochs: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=1, ge=1)
     """Passes over the training set."""
-    max_num_steps: int = Field(default=-1, ge=-1)
+    max_num_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=-1, ge=-1)
     """Optimizer steps at most; -1 is no limit."""
-    val_period: OffPeriod = Field(default=10, ge=0)
+    val_period: Annotated[OffPeriod, LENGTH_MAY_CHANGE] = Field(default=10, ge=0)
     """Steps between validations; 0: only at the start, at the end and for ranking checkpoints."""
     val_batches: int = -1
     """Batches of the validation set that are used; 0 or less is all."""
     val_global_batch_size: int = Field(default=32, ge=1)
     """Conversations of one validation batch."""
-    val_micro_batch_size: int = Field(default=1, ge=1)
+    val_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """Conversations of one forward pass in validation where packing is off."""
-    val_at_start: bool = True
+    val_at_start: Annotated[bool, LENGTH_MAY_CHANGE] = True
     """Validate before the first step (logged at step 0)."""
-    val_at_end: bool = True
+    val_at_end: Annotated[bool, LENGTH_MAY_CHANGE] = True
     """Validate after the last step, which is always saved."""
     only_unmask_final: bool = False
     """Learn only the last turn of the assistant in each conversation, not all of them."""
     seed: int = Field(default=42, ge=0)
     """Seeds the order of the data and dropout."""
-    max_bad_steps: int = Field(default=3, ge=1)
+    max_bad_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=3, ge=1)
     """Successive steps with a loss or gradient that is not finite before the run stops."""
 
 
@@ -132,11 +134,11 @@ class SFTRun(Section):
     sft: SFTConfig = SFTConfig()
     policy: SFTPolicyConfig = SFTPolicyConfig()
     data: DemonstrationDataConfig = DemonstrationDataConfig()
-    checkpointing: CheckpointingConfig = CheckpointingConfig(
+    checkpointing: Annotated[CheckpointingConfig, LENGTH_MAY_CHANGE] = CheckpointingConfig(
         checkpoint_dir="results/sft", save_period=10
     )
-    logger: LoggerConfig = LoggerConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
+    cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> SFTRun:

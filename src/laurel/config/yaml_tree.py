@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, no_file_at
 
 KeyPath = tuple[str | int, ...]
 """The path from the root to a value: keys of mappings and indices in lists."""
@@ -249,6 +249,8 @@ def _laid_over(parent: YamlNode, child: YamlNode) -> YamlNode:
 
 
 def _read_bytes(path: Path, named_by: str) -> bytes:
+    if (problem := no_file_at(path)) is not None:
+        raise ConfigError(f"{named_by}{problem}")
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -368,6 +370,24 @@ OffPeriod = Annotated[int, MINUS_1_IS_OFF]
 
 NO_ITEMS_IS_NONE = BeforeValidator(lambda value: None if value == [] else value)
 """Marks a key that takes no list, but an empty one, which means the same as null."""
+
+
+@dataclass(frozen=True, slots=True)
+class MayChange:
+    """Marks a key, with everything below it, that may change when a run resumes.
+
+    Such a key says where, how fast, or how long a run computes, not what it learns or measures.
+    Every other key identifies the run (`config.resuming`). Of nested marks the innermost counts.
+    """
+
+    in_sweeps: bool
+    """False if a sweep, which compares its trials, must go on with the same value."""
+
+
+MAY_CHANGE = MayChange(in_sweeps=True)
+"""Marks places, addresses, processes, limits of memory and time, and what is printed."""
+LENGTH_MAY_CHANGE = MayChange(in_sweeps=False)
+"""Marks the length of a run, and when it validates and saves."""
 
 
 @cache

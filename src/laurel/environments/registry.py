@@ -15,6 +15,7 @@ from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
+from laurel.observe.forks import ForkGuard
 from laurel.observe.user_code import check_form, error_with_line, import_object
 from laurel.protocols import Environment
 from laurel.types import ToolSchemas
@@ -305,7 +306,8 @@ def imported(path: str, where: str) -> Callable[..., Any]:
 def _called(where: str, call: NamedCall) -> Any:
     make = imported(call.name, where)
     try:
-        return make(**call.kwargs)
+        with ForkGuard():
+            return make(**call.kwargs)
     except TypeError as error:
         given = ", ".join(f"{key}={value!r}" for key, value in call.kwargs.items())
         given = given or "no arguments"

@@ -36,6 +36,7 @@ from laurel.models.tool_calls import (
     form_of,
     needed_form,
 )
+from laurel.observe.forks import ForkGuard, guarded
 from laurel.protocols import MessageLog
 from laurel.types import Observation, ToolSchemas
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
@@ -279,9 +280,10 @@ def prepare_calls(
             wrong = f"Error: {item['name']} does not take these arguments: {'; '.join(problems)}"
             return Reply("wrong_arguments", wrong)
         try:
-            result = function(**arguments)
-            if inspect.iscoroutine(result):
-                result = asyncio.run(result)
+            with ForkGuard():
+                result = function(**arguments)
+                if inspect.iscoroutine(result):
+                    result = asyncio.run(guarded(result))
             if not isinstance(result, str):
                 result = json.dumps(result, ensure_ascii=False, default=str)
         except (Exception, SystemExit) as error:  # of a user's function

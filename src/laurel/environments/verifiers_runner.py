@@ -36,6 +36,7 @@ from verifiers.v1.utils.loaders import default_harness_id, load_environment, res
 from laurel.config.environments import VerifiersEnvironmentConfig
 from laurel.errors import ConfigError, WorkerError
 from laurel.models.tool_calls import MalformedCall, ReadCall
+from laurel.observe.forks import guarded
 from laurel.observe.user_code import error_with_line, line_of
 from laurel.protocols import MessageLog
 
@@ -523,7 +524,7 @@ class EpisodeRunner:
             self._by_trace[trace.id] = conversation
 
         try:
-            episode = await self._env.run_episode(task, CONTEXT, on_trace=watch)
+            episode = await guarded(self._env.run_episode(task, CONTEXT, on_trace=watch))
             conversation.news.put_nowait(self._end_of(conversation.trace, episode))
         except Exception as error:  # of their runner, which promises to raise none
             conversation.news.put_nowait(error_with_line(error))

@@ -29,7 +29,7 @@ from laurel.models.checkpoint.export import (
 )
 from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy, make_probe
 from laurel.models.loading.pretrained import DTYPES
-from laurel.models.scoring import ScoringContract
+from laurel.models.scoring import FORMAT, ScoringContract
 from laurel.models.spec import ModelSpec, hub_name
 from laurel.observe.console import format_parameters
 from laurel.rewards.open import load_scorer, read_rules
@@ -186,7 +186,12 @@ def write_reward_model(
         facts = facts.model_copy(update={"notes": (*facts.notes, note)})
     contract = _contract(scorer, options, say)
     # Golden conversations alone may be of one length: padding would not be tested.
-    probes = [golden.messages for golden in contract.rules.golden]
+    # Other programs tokenise the control tokens that a message spells otherwise; the card says so.
+    probes = [
+        golden.messages
+        for golden in contract.rules.golden
+        if not any(contract.control_token_in(one.content) for one in golden.messages)
+    ]
     probes += [probe for probe in probes_for(contract) if probe not in probes]
     expected_NK = _scores(scorer, probes)
     card = reward_model_card(facts, contract, evaluations=tables, place=options.push_to_hub or HERE)
@@ -272,6 +277,12 @@ def _remove_bias(scorer: LocalScorer) -> float:
 def _contract(scorer: LocalScorer, options: ExportOptions, say: Say) -> ScoringContract:
     """Return the scoring contract with golden scores in the data type that is written."""
     contract = scorer.contract
+    if not contract.rules.has_plain_contents:
+        contract = contract.with_rules(format=FORMAT)
+        say(
+            "note    contents of messages are plain text from here on, as of format 2 of "
+            "scoring.json: scores of conversations that spell a control token change"
+        )
     # The golden scores are computed anew: those of the checkpoint are of its own precision.
     kept = [golden.messages for golden in contract.rules.golden]
     if options.without_conversations:

@@ -34,6 +34,7 @@ from laurel.grpo.advantages import (
 )
 from laurel.grpo.metrics import (
     HealthWatch,
+    control_token_metrics,
     end_batch,
     environment_metrics,
     failures_with,
@@ -339,7 +340,9 @@ class GRPO(TrainingLoop):
         groups = batch.groups
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
         rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
-        train = {**advantages.metrics, **rollouts, **unended_metrics(batch.stats), **figures}
+        spelled = control_token_metrics(groups, self.parts.source.chat)
+        unended = unended_metrics(batch.stats)
+        train = {**advantages.metrics, **rollouts, **spelled, **unended, **figures}
         note = unended_note(batch.stats, max_turns=self.settings.grpo.max_rollout_turns)
         if note is not None and not self._noted_unended:
             self._noted_unended = True

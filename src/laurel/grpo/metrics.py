@@ -21,9 +21,12 @@ from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.interface import invalid_return, value_kind
 from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import RolloutStats, described
+from laurel.models.plain_contents import FOREIGN_MARK
 from laurel.observe.console import completion_text, shorten_middle
 from laurel.observe.files import replace_file
+from laurel.observe.forks import ForkGuard
 from laurel.observe.health import (
+    CONTROL_TOKENS,
     FAILURES,
     LENGTH_CORRELATION,
     REPETITION,
@@ -37,6 +40,7 @@ from laurel.rewards.remote.replica import failure_reason
 from laurel.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
+    from laurel.grpo.rollouts import Chat
     from laurel.types import TokenIds
 
 # NeMo RL's environments write such prefixes before their metrics, e.g. `reward_model_env/`.
@@ -97,6 +101,24 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         part = [r.components[name] for r in scored if name in r.components]
         figures |= {f"rewards/{name}/mean": np.mean(part), f"rewards/{name}/std": np.std(part)}
     return {name: float(value) for name, value in figures.items()}
+
+
+def control_token_metrics(groups: Sequence[RolloutGroup], chat: Chat) -> dict[str, float]:
+    """Return the share of completions in which the policy spells a control token as text.
+
+    Control tokens are those of the policy, and the marks of common chat templates, which a judge or
+    a reward model may have. The contents of messages are plain text, so nothing is gained by them;
+    a share that rises shows that a policy tries to end its turn before its judge.
+    """
+    said = [
+        "\n".join(m.content for m in rollout.messages if m.role == "assistant")
+        for group in groups
+        for rollout in group.rollouts_G
+    ]
+    if not said:
+        return {}
+    spelled = sum(bool(chat.control_token_in(text) or FOREIGN_MARK.search(text)) for text in said)
+    return {CONTROL_TOKENS.removeprefix("train/"): spelled / len(said)}
 
 
 def judging_metrics(stats: RolloutStats) -> dict[str, float]:
@@ -231,7 +253,8 @@ def _own_code(environment: str, doing: str, method: Callable[..., Any]) -> Itera
     # Any exception can come out of an environment's own code: the message names it.
     failed = f"the environment {environment!r} could not {doing} its batch"
     try:
-        yield
+        with ForkGuard():
+            yield
     except EnvironmentFailedError as error:
         raise EnvironmentFailedError(f"{failed}: {error}") from error
     except Exception as error:

@@ -79,6 +79,9 @@ class Chat(Protocol):
             tools: The functions that the prompt showed.
         """
 
+    def control_token_in(self, text: str, /) -> str | None:
+        """Return the first control token of the policy that a text spells; None if none."""
+
     def token_ends(self, turn_ids: TokenIds, text: str, ends: Sequence[int], /) -> list[int]:
         """Return the number of a turn's tokens up to each of several places in its text.
 

@@ -29,7 +29,7 @@ from laurel.generation.waiting import BackgroundLoop, cancel_others
 from laurel.grpo.advantages import component_weights, scaled, slope
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import failure_counts
-from laurel.grpo.rollouts import CLOSING_SECONDS, Rollouts
+from laurel.grpo.rollouts import CLOSING_SECONDS, Chat, Rollouts
 from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
 from laurel.types import RolloutGroup, SamplingParams, Task
@@ -281,6 +281,11 @@ class RolloutSource:
         self._nothing_left: NothingLeft | None = None
         self._background = BackgroundLoop("rollouts")
         self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def chat(self) -> Chat:
+        """The policy's chat format."""
+        return self._rollouts.chat
 
     @property
     def tasks(self) -> Tasks:

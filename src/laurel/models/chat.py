@@ -12,24 +12,24 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from laurel.config.yaml_tree import nearest
 from laurel.errors import DataError, ModelError
+from laurel.models.plain_contents import QUOTED, PlainContents, PlainText
 from laurel.models.tokenizer import (
     TextStream,
     bind_variables,
     close_ends,
+    fields_of,
     pin_date,
     plain_text,
     refuse_left_out,
-    render,
 )
 from laurel.types import (
     USUAL_ROLES,
@@ -51,8 +51,7 @@ _ANOTHER = (
     "Choose a template that only appends (policy.tokenizer.chat_template=chatml, or a path "
     "ending in .jinja)"
 )
-_MARK, _CUT = "laurelmark", "laurelcut"
-_QUOTED = re.compile(r"""['"](\w+)['"]""")
+_MARK = "laurelmark"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -73,7 +72,7 @@ class Demonstration:
 
 class _Piece(NamedTuple):
     ids: list[int]
-    is_assistant: bool
+    is_learned: bool
 
 
 class ChatFormat:
@@ -105,7 +104,7 @@ class ChatFormat:
         close_ends(tokenizer, append_eos=False)
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
-        self._before = _splitter(tokenizer)
+        self._contents = PlainContents(tokenizer, template_kwargs)
         self._closing, self._end_text = self._probe()
         given = generation_end_ids
         more = [] if given is None else [given] if isinstance(given, int) else list(given)
@@ -153,15 +152,15 @@ class ChatFormat:
         """
         where = [f"{source}: " for source in sources] or [""] * len(conversations)
         shown = tools or [()] * len(conversations)
-        texts: list[str] = []
+        texts: list[PlainText] = []
         for place, conversation, functions in zip(where, conversations, shown, strict=True):
             try:
-                texts.append(self.render(conversation, prompt=True, tools=functions))
+                texts.append(self._contents.render(conversation, prompt=True, tools=functions))
             except DataError as error:
                 raise DataError(f"{place}{error}") from error
         if not texts:
             return []
-        rows = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        rows, _ = self._contents.tokenize(texts)
         for place, row in zip(where, rows, strict=True):
             if not row:
                 raise DataError(f"{place}the prompt has no token")
@@ -177,6 +176,8 @@ class ChatFormat:
     ) -> TokenIds:
         """Tokenise an environment's messages, up to the policy's next turn: int32 [L].
 
+        Control tokens that the messages spell are plain text.
+
         Args:
             observation: The `role` and `content` of the environment's message, or several messages.
                 With the role `environment` the text of a single one continues the policy's turn;
@@ -191,9 +192,10 @@ class ChatFormat:
         """
         said = [Message(one["role"], one["content"]) for one in messages_of(observation)]
         if len(said) == 1 and said[0].role == ENVIRONMENT:
-            return np.asarray(self._ids(said[0].content), dtype=np.int32)
+            text = self._contents.plain(said[0].content)
+            return np.asarray(self._contents.ids(text, continues=True), dtype=np.int32)
         # Templates such as ChatML render any role, so that nothing else would report `usr`.
-        named_by_template = _QUOTED.findall(self.tokenizer.chat_template)
+        named_by_template = QUOTED.findall(self.tokenizer.chat_template)
         for role in (message.role for message in said):
             if role in (*USUAL_ROLES, *named_by_template):
                 continue
@@ -202,16 +204,14 @@ class ChatFormat:
                 f"the role {role!r} of an observation is none that the chat template names, and "
                 f"none of {', '.join(USUAL_ROLES)}" + (f"; did you mean {near!r}?" if near else "")
             )
-        mark, cut = _MARK, _CUT
-        while any(one in message.content for message in (*history, *said) for one in (mark, cut)):
-            mark, cut = mark + "k", cut + "t"
-        # What a tool or an environment says forges no turn: where it spells a control token, its
-        # characters become tokens apart, so that no other control token is left of it either.
-        apart = partial(self._control.sub, lambda found: cut.join(("", *found[0], "")))
-        said = [Message(one.role, apart(one.content)) for one in said]
+        mark = _MARK
+        while any(mark in message.content for message in (*history, *said)):
+            mark += "k"
         asked = tuple(history) or (Message("user", "a"),)
-        text = self.render((*asked, Message("assistant", mark), *said), prompt=True, tools=tools)
-        after = text.rpartition(mark)[2] if mark in text else ""
+        talk = (*asked, Message("assistant", mark), *said)
+        row = self._contents.render(talk, prompt=True, tools=tools)
+        start = row.text.rfind(mark) + len(mark) if mark in row.text else len(row.text)
+        after = row.text[start:]
         for role, content in ((message.role, message.content) for message in said):
             # Llama's template writes what a tool answers as a JSON string.
             written = (content.strip(), json.dumps(content, ensure_ascii=False))
@@ -225,8 +225,7 @@ class ChatFormat:
             )
         ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self.end_ids
         ids = [] if ended else [self.end_ids[0]]
-        for part in after.removeprefix(self._end_text).split(cut):
-            ids += self._ids(part)
+        ids += self._contents.ids(row, len(row.text) - len(after.removeprefix(self._end_text)))
         return np.asarray(ids, dtype=np.int32)
 
     def token_ends(
@@ -292,9 +291,11 @@ class ChatFormat:
         Raises:
             DataError: The template cannot render the conversation.
         """
-        return render(
-            self.tokenizer, conversation, self.template_kwargs, prompt=prompt, tools=tools
-        )
+        return self._contents.render(conversation, prompt=prompt, tools=tools).text
+
+    def control_token_in(self, text: str) -> str | None:
+        """Return the first control token that a text spells; None if it spells none."""
+        return self._contents.control_token_in(text)
 
     # --------------------------------------------------------------------------------- imitation
 
@@ -309,7 +310,7 @@ class ChatFormat:
     ) -> Demonstration | None:
         """Tokenise a conversation, and mark the tokens that the loss is computed on.
 
-        These are the assistant's turns and the tokens that end them.
+        These are the assistant's turns and the tokens that end them, where a turn is to be learned.
 
         Args:
             conversation: A conversation with at least one assistant turn.
@@ -322,11 +323,12 @@ class ChatFormat:
             The demonstration; None if no token for the loss is left, such as after truncation.
 
         Raises:
-            DataError: The template renders a turn differently if another turn follows.
+            DataError: The template renders a turn differently if another turn follows, or leaves
+                out the thoughts of the last.
         """
         pieces = self._pieces(conversation, only_final=only_final, tools=tools)
         ids = [token for piece in pieces for token in piece.ids]
-        mask = np.asarray([piece.is_assistant for piece in pieces for _ in piece.ids], dtype=bool)
+        mask = np.asarray([piece.is_learned for piece in pieces for _ in piece.ids], dtype=bool)
         truncated = max_length is not None and len(ids) > max_length
         mask = mask[:max_length]
         learned = np.flatnonzero(mask)
@@ -347,22 +349,22 @@ class ChatFormat:
     def _pieces(
         self, conversation: Conversation, *, only_final: bool, tools: ToolSchemas
     ) -> list[_Piece]:
-        text = self.render(conversation, tools=tools)
+        row = self._contents.render(conversation, tools=tools)
+        text = row.text
         if _GENERATION.search(self.tokenizer.chat_template):
-            text, spans = self._marked_spans(conversation, tools)
+            spans = self._marked_spans(conversation, row, tools)
         else:
             spans = self._found_spans(conversation, text, only_final=only_final, tools=tools)
         pieces: list[_Piece] = []
         position = 0
         for start, end in spans[-1:] if only_final else spans:
-            said = text[start:end].removesuffix(self._closing)
-            end = start + len(said)
-            pieces.append(_Piece(self._ids(text[position:start], first=position == 0), False))
-            ids = self._ids(said, first=start == 0)
+            pieces.append(_Piece(self._contents.ids(row, position, start), False))
             has_end = bool(self._end_text) and text.startswith(self._end_text, end)
-            pieces.append(_Piece([*ids, self.end_ids[0]], True))
+            pieces.append(_Piece([*self._contents.ids(row, start, end), self.end_ids[0]], True))
             position = end + (len(self._end_text) if has_end else 0)
-        return pieces
+        _refuse_lost_thoughts(conversation[-1], text)
+        learned = [message.learned for message in conversation if message.role == "assistant"]
+        return _with_weights(pieces, learned[-1:] if only_final else learned)
 
     def _found_spans(
         self, conversation: Conversation, text: str, *, only_final: bool, tools: ToolSchemas
@@ -390,28 +392,34 @@ class ChatFormat:
         return spans
 
     def _marked_spans(
-        self, conversation: Conversation, tools: ToolSchemas
-    ) -> tuple[str, list[tuple[int, int]]]:
+        self, conversation: Conversation, row: PlainText, tools: ToolSchemas
+    ) -> list[tuple[int, int]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # its annotation says str, and it gives a pair
         texts, spans = render(
-            conversations=[[{"role": m.role, "content": m.content} for m in conversation]],
+            conversations=[[fields_of(one, self.tokenizer.chat_template) for one in conversation]],
             chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
             **({**self.template_kwargs, "tools": list(tools)} if tools else self.template_kwargs),
         )
-        ends = (self._closing, self._end_text)
         text = str(texts[0])
+        if text != row.text:
+            raise DataError(
+                "the chat template writes other text where a message spells one of its control "
+                "tokens, so which tokens are the assistant's cannot be determined. Remove it from "
+                f"the message. {_ANOTHER}"
+            )
         found: list[tuple[int, int]] = []
         for start, end in spans[0]:
-            for closing in filter(None, ends):
-                if text[start:end].endswith(closing):
+            for closing in filter(None, (self._closing, self._end_text)):
+                is_said = any(end - len(closing) < cut < end for cut in row.cuts)
+                if text[start:end].endswith(closing) and not is_said:
                     end -= len(closing)
                     break
             found.append((start, end))
-        return text, found
+        return found
 
     # ------------------------------------------------------------------------------ the template
 
@@ -428,28 +436,6 @@ class ChatFormat:
         blank = closing[: len(closing) - len(first)] if end else ""
         return closing, blank + end
 
-    @cached_property
-    def _control(self) -> re.Pattern[str]:
-        # Matches special tokens, and added ones that the template writes around messages. It need
-        # not spell them ('<|' + role + '|>'), and spells others, which messages may hold honestly:
-        # `<tool_call>` shows a policy the form of a call.
-        asked, said = Message("user", _MARK), Message("assistant", _MARK)
-        roles = dict.fromkeys((*USUAL_ROLES, *_QUOTED.findall(self.tokenizer.chat_template)))
-        # Nothing ends in the assistant's turn, whose opening may hold `<think>`.
-        talks = [(asked, said, Message(role, _MARK)) for role in roles if role != said.role]
-        written: set[int] = set()
-        for talk in ((Message("system", _MARK), asked), *talks):
-            with suppress(DataError):  # a template need not take every role
-                text = self.render(talk).replace(_MARK, " ")
-                written.update(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        known = {
-            token.content
-            for token_id, token in self.tokenizer.added_tokens_decoder.items()
-            if token.special or (token_id in written and token.content.strip())
-        }
-        longest_first = sorted(map(re.escape, known), key=len, reverse=True)
-        return re.compile("|".join(longest_first) or "(?!)")
-
     @property
     def asks_as_it_answers(self) -> bool:
         """Whether a rendered assistant turn begins with the text that opens it in a prompt.
@@ -462,26 +448,35 @@ class ChatFormat:
         whole = self.render((*asked, Message("assistant", "b")))
         return whole.startswith(self.render(asked, prompt=True))
 
-    def _ids(self, text: str, *, first: bool = False) -> list[int]:
-        if not text:
-            return []
-        if first or self._before is None:
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return list(self.tokenizer(self._before + text, add_special_tokens=False)["input_ids"][1:])
+
+def _with_weights(pieces: Sequence[_Piece], learned: Sequence[bool]) -> list[_Piece]:
+    """Return pieces of which only those of turns that are to be learned are learned."""
+    if all(learned):
+        return list(pieces)
+    turns = [index for index, piece in enumerate(pieces) if piece.is_learned]
+    if len(turns) != len(learned):
+        raise DataError(
+            f"the chat template marks {len(turns)} turns of the assistant's {len(learned)}, so "
+            f"which of them has a weight of 0 cannot be determined. {_ANOTHER}"
+        )
+    is_learned = dict(zip(turns, learned, strict=True))
+    return [
+        piece._replace(is_learned=is_learned.get(index, False))
+        for index, piece in enumerate(pieces)
+    ]
 
 
-def _splitter(tokenizer: Any) -> str | None:
-    # Tokenizers of the SentencePiece kind put a blank before all text at the start of a sequence.
-    # Behind a special token it is not the start, so text that continues is put behind one.
-    token = tokenizer.eos_token or tokenizer.bos_token
-    if token is None:
-        return None
-    added = tokenizer.added_tokens_decoder.get(tokenizer.convert_tokens_to_ids(token))
-    if added is None or added.rstrip:
-        return None
-    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
-    behind = tokenizer(f"{token}a", add_special_tokens=False)["input_ids"]
-    return str(token) if behind[1:] != alone else None
+def _refuse_lost_thoughts(last: Message, text: str) -> None:
+    """Refuse a conversation if its template leaves out the thoughts of its last answer."""
+    thoughts, ended, _ = last.content.partition("</think>")
+    begun = thoughts.lstrip()
+    if ended and begun.startswith("<think>") and begun[len("<think>") :].strip() not in text:
+        raise DataError(
+            "the chat template leaves out the thoughts of the last answer, which would be learned "
+            "without them. Choose a template that writes them "
+            "(policy.tokenizer.chat_template=chatml, or a path ending in .jinja), or take the "
+            "thoughts out of the row"
+        )
 
 
 def _where_they_part(one: str, other: str) -> str:

@@ -23,7 +23,16 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from laurel.errors import CheckpointError, DataError, ModelError, key_of, speaking, terms_in_use
+from laurel.errors import (
+    CheckpointError,
+    DataError,
+    ModelError,
+    key_of,
+    setting_of,
+    speaking,
+    terms_in_use,
+)
+from laurel.models.plain_contents import FOREIGN_MARK, PlainContents, PlainText
 from laurel.models.tokenizer import (
     bind_variables,
     close_ends,
@@ -34,7 +43,16 @@ from laurel.models.tokenizer import (
 from laurel.types import Conversation, Group, Message, SentTurn, TokenGroup, group_of
 
 FILE_NAME = "scoring.json"
-FORMAT = 1
+FORMAT = 2
+"""The version of the file's format. Since 2, contents of messages are plain text: with 1, a message
+that spells a control token holds it, as other programs read it."""
+FORMATS = (1, FORMAT)
+OLD_CONTENTS = (
+    "its scoring.json is of format 1: where a message spells a control token, such as <|im_end|>, "
+    "it holds one, so a policy can forge turns. Models that are trained anew, or written anew by "
+    "`laurel export`, read it as plain text; their other scores stay"
+)
+"""The note of a model that an earlier version saved."""
 
 TrainedIds = list[int]
 
@@ -85,7 +103,8 @@ class ScoringRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: int = FORMAT
-    """The version of the file format."""
+    """The version of the file format: 2 if contents of messages are plain text; 1 if a control
+    token that a message spells is one."""
     template_sha256: str
     """The hash of the chat template that is saved with the tokenizer."""
     template_kwargs: dict[str, Any] = {}
@@ -144,19 +163,20 @@ class ScoringRules(BaseModel):
             rules = cls.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if rules.format != FORMAT:
+        if rules.format not in FORMATS:
             raise CheckpointError(
-                f"{path} has format {rules.format}; this version reads {FORMAT}. Load it with the "
-                "version of Laurel that wrote it"
+                f"{path} has format {rules.format}; this version reads up to {FORMAT}. Load it "
+                "with the version of Laurel that wrote it"
             )
         return rules
 
+    @property
+    def has_plain_contents(self) -> bool:
+        """Whether contents of messages are plain text, whatever control tokens they spell."""
+        return self.format > 1
+
 
 _PROBE, _ANSWER = "What a user says here", "What an assistant says here"
-# Marks that the templates of common models write, and that users rarely type.
-_FOREIGN_MARK = re.compile(
-    r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^<>]{2,30}\uff5c>"
-)
 
 
 class ScoringContract:
@@ -165,6 +185,7 @@ class ScoringContract:
     def __init__(self, tokenizer: Any, rules: ScoringRules) -> None:
         self.tokenizer = tokenizer
         self.rules = rules
+        self._contents = PlainContents(tokenizer, rules.template_kwargs)
         self._headers: dict[tuple[str, str], str] = {}
         self._terms = terms_in_use()
         """The key names of the caller that opened the model, for errors in other threads and
@@ -271,15 +292,29 @@ class ScoringContract:
         Raises:
             DataError: The template cannot render the conversation.
         """
+        return self._rendered(conversation).text
+
+    def control_token_in(self, text: str) -> str | None:
+        """Return the first control token that a text spells; None if it spells none.
+
+        In the contents of messages it is plain text (`ScoringRules.has_plain_contents`). In text
+        that another program has rendered, it cannot be distinguished from the template's own.
+        """
+        return self._contents.control_token_in(text)
+
+    def _rendered(self, conversation: Conversation) -> PlainText:
         with speaking(*self._terms) if self._terms else nullcontext():
-            return render(self.tokenizer, conversation, self.rules.template_kwargs)
+            if self.rules.has_plain_contents:
+                return self._contents.render(conversation)
+            return PlainText(render(self.tokenizer, conversation, self.rules.template_kwargs))
 
     def encode(
         self, groups: Sequence[Group], *, sources: Sequence[str] = (), exact_steps: bool = False
     ) -> list[TokenGroup]:
         """Tokenise groups, each a prompt with its completions.
 
-        Each conversation is tokenised as one text, so a token may span two messages. The tokens
+        Each conversation is tokenised as one text, so a token may span two messages; only around
+        the characters of control tokens that messages spell, it is divided. The tokens
         that all conversations of a group share at the start are stored once, as the trunk; at least
         one token of each conversation is left for its own branch.
 
@@ -297,22 +332,21 @@ class ScoringContract:
                 the steps of an answer cannot be found. The message names the source of the group.
         """
         where = sources or [group.id for group in groups]
-        texts: list[str] = []
+        texts: list[PlainText] = []
         for source, group in zip(where, groups, strict=True):
             try:
                 texts.extend(
-                    self.render(group.conversation(i)) for i in range(len(group.completions_G))
+                    self._rendered(group.conversation(i)) for i in range(len(group.completions_G))
                 )
             except DataError as error:
                 raise DataError(f"{source}: {error}") from error
         if not texts:
             return []
-        found = self.tokenizer(
+        ids_N, offsets_N = self._contents.tokenize(
             texts,
             add_special_tokens=self.rules.pooled == "model",
-            return_offsets_mapping=self.rules.steps is not None,
+            with_offsets=self.rules.steps is not None,
         )
-        ids_N = found["input_ids"]
         encoded: list[TokenGroup] = []
         first = 0
         for source, group in zip(where, groups, strict=True):
@@ -326,8 +360,8 @@ class ScoringContract:
                         ()
                         if tokens.truncated_G[i]
                         else read_positions(
-                            found["offset_mapping"][first + i],
-                            self._step_ends(texts[first + i], group.completions_G[i].messages),
+                            offsets_N[first + i],
+                            self._step_ends(texts[first + i].text, group.completions_G[i].messages),
                             exact=exact_steps,
                         )
                         for i in range(len(rows))
@@ -381,81 +415,179 @@ class ScoringContract:
     def encode_rendered(self, row: str | Sequence[int] | SentTurn) -> TokenGroup:
         """Tokenise one conversation that the caller has rendered by the template of this contract.
 
+        The tokens are those of the conversation's messages, so its last turn is rendered again:
+        trainers remove the end of a turn, or send what the policy sampled in its place, and some
+        templates ask for an answer with other text than they write before a given one. Padding is
+        removed, and BOS is there once if the template writes it.
+
         Args:
-            row: The text, the ids of its tokens, or a prompt and a response (`SentTurn`). If a
-                text lacks the BOS token, the BOS token is added: many inference servers add it
-                themselves, so their clients omit it.
+            row: The text, the ids of its tokens, or a prompt and a response (`SentTurn`).
 
         Raises:
-            DataError: The conversation has no token, or one that the tokenizer does not know; or it
-                cannot be determined whether the template rendered the prompt of a `SentTurn`.
+            DataError: The conversation has no token, or one that the tokenizer does not know; or
+                its last turn cannot be found, or holds a mark of the template; or it cannot be
+                determined whether the template rendered the prompt of a `SentTurn`.
         """
-        if self.rules.steps is not None and not (
-            isinstance(row, SentTurn) and not self._was_rendered(row)
-        ):
+        if isinstance(row, SentTurn) and not self._was_rendered(row):
+            said = row.prompt
+            prompt = (Message("user", said),) if isinstance(said, str) else said
+            answer = self._without_end(row.response, in_rendered_text=False)
+            return self.encode([group_of(prompt, (answer,), group_id="")])[0]
+        if self.rules.steps is not None:
             raise DataError(
                 "a process reward model finds the steps of an answer in its message, which "
                 "rendered text does not show. Send messages"
             )
         if isinstance(row, SentTurn):
-            if not self._was_rendered(row):
-                said = group_of((Message("user", row.prompt),), (row.response,), group_id="")
-                return self.encode([said])[0]
-            text = self._as_in_a_conversation(row.prompt) + row.response
-            # Trainers remove all or part of the end of a turn, but the reward is read from the last
-            # token.
-            end = self._end_of_turn
-            kept = next((n for n in range(len(end), 0, -1) if text.endswith(end[:n])), 0)
-            row = text + end[kept:]
-        if isinstance(row, str):
-            ids = self.tokenizer(row, add_special_tokens=self.rules.pooled == "model")["input_ids"]
-            bos = self.opening_bos
-            if ids and bos is not None and ids[0] != bos:
-                ids = [bos, *ids]
+            assert isinstance(row.prompt, str), "messages are not rendered"
+            ids = self._ids_of(self._completed(row.prompt, row.response))
+        elif isinstance(row, str):
+            ids = self._ids_of(self._completed(row))
         else:
-            ids = list(row)
-            known = len(self.tokenizer)
-            if any(not 0 <= one < known for one in ids):
-                raise DataError(f"a token id is beyond the {known} of the vocabulary")
+            ids = self._completed_ids(list(row))
         if not ids:
             raise DataError("a conversation without a single token has no score")
         return token_group("", [self._finish(ids)])
 
     def _was_rendered(self, turn: SentTurn) -> bool:
         # A prompt with marks of another template is refused, because it is unclear what it is.
+        if not isinstance(turn.prompt, str):
+            return False
         if turn.is_rendered is not None:
             return turn.is_rendered
         if self._asks_for_an_answer and turn.prompt.endswith(self._asks_for_an_answer):
             return True
-        mark = next((one for one in self._special_texts if one in turn.prompt), None)
-        if mark is None and (found := _FOREIGN_MARK.search(turn.prompt)):
-            mark = found[0]
+        mark = self._marks.search(turn.prompt) or FOREIGN_MARK.search(turn.prompt)
         if mark is None:
             return False
         raise DataError(
-            f"the prompt holds {mark!r}, as rendered text does, but it does not end as prompts of "
-            f"this model's chat template do ({' or '.join(map(repr, self._asks_for_an_answer))}). "
-            "Send the messages; or add ?rendered=1 if the template has made it, ?rendered=0 if it "
-            "is what the user says"
+            f"the prompt holds {mark[0]!r}, as rendered text does, but it does not end as prompts "
+            f"of this model's chat template do ({self._ways_to_ask}). Send the messages; or add "
+            "?rendered=1 if the template has made it, ?rendered=0 if it is what the user says"
         )
 
-    def _as_in_a_conversation(self, prompt: str) -> str:
-        # Some templates end a prompt with other text than they write before a given answer (Qwen 3
-        # with and without thinking), so the end of the prompt is replaced by the latter.
-        if not self._asks_for_an_answer:
-            return prompt
-        in_conversation, *others = self._asks_for_an_answer
-        if prompt.endswith(in_conversation):
-            return prompt
-        other = next((text for text in others if prompt.endswith(text)), None)
-        return prompt if other is None else prompt.removesuffix(other) + in_conversation
+    def _completed(self, prompt: str, response: str | None = None) -> str:
+        # Returns a conversation as the template writes it. Without a response the answer is what
+        # follows the last request for one.
+        prompt = self._opened(prompt)
+        text = prompt + (response or "")
+        asks = self._asks_for_an_answer
+        if response is None:
+            start = max((text.rfind(one) for one in asks), default=0)
+        else:
+            start = len(prompt) - max((len(one) for one in asks if prompt.endswith(one)), default=0)
+        if start < 0:
+            raise DataError(
+                "the text holds no answer: this model's chat template asks for one with "
+                f"{self._ways_to_ask}. Render it with this template, or send the messages"
+            )
+        ask = max((one for one in asks if text.startswith(one, start)), key=len, default="")
+        if ask and response is None and start + len(ask) == len(text):
+            raise DataError(
+                f"the text ends with {ask!r}, which asks for an answer, and holds none. Render the "
+                "conversation with its answer, and without add_generation_prompt"
+            )
+        answer = self._without_end(text[start + len(ask) :], in_rendered_text=True)
+        is_known = response is not None or ask
+        if is_known and (mark := self._marks.search(answer)) is not None:
+            raise DataError(
+                f"the answer holds {mark[0]!r}, which in rendered text cannot be distinguished "
+                "from what the chat template writes. Send the messages: what they say is text"
+            )
+        if not ask:
+            return text[:start] + answer + self._end_of_turn
+        last = (Message("user", _PROBE), Message("assistant", answer))
+        return text[:start] + self.render(last).partition(_PROBE)[2]
+
+    def _completed_ids(self, ids: TrainedIds) -> TrainedIds:
+        known = len(self.tokenizer)
+        if any(not 0 <= one < known for one in ids):
+            raise DataError(f"a token id is beyond the {known} of the vocabulary")
+        rules = self.rules
+        if rules.pooled == "model":  # nothing is read at the end
+            return ids
+        before = {rules.bos_id, rules.pad_id}
+        first = next((index for index, one in enumerate(ids) if one not in before), len(ids))
+        ids = ids[first:]
+        if not ids:
+            return ids
+        if self.opening_bos is not None:
+            ids = [self.opening_bos, *ids]
+        text = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        marks = self._marks.findall(text)
+        mark_ids = set(self.tokenizer.convert_tokens_to_ids(marks))
+        are_spelled = len(marks) != sum(one in mark_ids for one in ids)
+        asks = self._asks_for_an_answer
+        are_cut = len(ids) >= rules.max_length
+        if are_spelled or (asks and not any(one in text for one in asks)):
+            # The text does not show where the answer begins, but the ids may be complete: those of
+            # a conversation that was cut, or whose messages spell marks in plain tokens.
+            end = self._ids_of(self._end_of_turn)
+            if are_cut or ids[len(ids) - len(end) :] == end:
+                return ids
+            raise DataError(
+                f"the token ids do not end as this model's chat template ends an answer ({end}). "
+                "Render the conversation with this template, or send the messages"
+            )
+        try:
+            completed = self._completed(text)
+        except DataError:
+            if are_cut:
+                return ids
+            raise
+        return ids if completed == text else self._ids_of(completed)
+
+    def _ids_of(self, text: str) -> TrainedIds:
+        return list(
+            self.tokenizer(text, add_special_tokens=self.rules.pooled == "model")["input_ids"]
+        )
+
+    def _opened(self, text: str) -> str:
+        # Callers leave out BOS, which many servers add, or send two; and the padding of a batch.
+        tokenizer = self.tokenizer
+        removed = (tokenizer.bos_token, tokenizer.cls_token, tokenizer.pad_token)
+        while mark := next((one for one in removed if one and text.startswith(one)), None):
+            text = text.removeprefix(mark)
+        bos, opening = tokenizer.bos_token, self._around_probes[0]
+        if bos and opening.startswith(bos):
+            text = bos + text
+        day = self.rules.pinned_date
+        if day is None or day not in opening:
+            return text
+        before, _, after = opening.partition(day)
+        printed = rf"\A({re.escape(before)}).{{1,40}}?({re.escape(after[:2])})"
+        return re.sub(printed, lambda found: f"{found[1]}{day}{found[2]}", text)
+
+    def _without_end(self, answer: str, *, in_rendered_text: bool) -> str:
+        # Removes what ends a turn: what the template writes, what policies sample, and padding.
+        end = self._end_of_turn
+        tokenizer = self.tokenizer
+        marks = [mark for word in end.split() for mark in self._marks.findall(word) or [word]]
+        marks += filter(None, (tokenizer.eos_token, tokenizer.pad_token, tokenizer.sep_token))
+        length = len(answer)
+        while True:
+            stop = length
+            while stop and answer[stop - 1].isspace():
+                stop -= 1
+            mark = next((one for one in marks if answer.endswith(one, 0, stop)), None)
+            if mark is None:
+                break
+            length = stop - len(mark)
+        blank = end[: len(end) - len(end.lstrip())]
+        if length < len(answer):
+            return answer[:length].removesuffix(blank)
+        kept = 0
+        if in_rendered_text:
+            kept = next(n for n in range(len(blank), -1, -1) if answer.endswith(blank[:n]))
+        return answer[: len(answer) - kept]
 
     @cached_property
     def _asks_for_an_answer(self) -> tuple[str, ...]:
         # The texts between a user's turn and the answer: within a conversation, and at the end of a
         # prompt. The result is empty if the template's text is too short to be recognised.
-        text = self.render((Message("user", _PROBE), Message("assistant", _ANSWER)))
-        found = [text.partition(_PROBE)[2].partition(_ANSWER)[0]]
+        found = [self._around_probes[1]]
         with suppress(DataError):  # a template may refuse a conversation without an answer
             asked = (Message("user", _PROBE),)
             asking = render(self.tokenizer, asked, self.rules.template_kwargs, prompt=True)
@@ -464,17 +596,29 @@ class ScoringContract:
             return ()
         return tuple(dict.fromkeys(found))
 
-    @cached_property
-    def _end_of_turn(self) -> str:
-        text = self.render((Message("user", _PROBE), Message("assistant", _ANSWER)))
-        return text.rpartition(_ANSWER)[2]
+    @property
+    def _ways_to_ask(self) -> str:
+        return " or ".join(map(repr, self._asks_for_an_answer))
 
     @cached_property
-    def _special_texts(self) -> list[str]:
-        # These include tokens that only the vocabulary marks as special.
+    def _around_probes(self) -> tuple[str, str, str]:
+        # What the template writes before a question, between it and its answer, and at the end.
+        text = self.render((Message("user", _PROBE), Message("assistant", _ANSWER)))
+        opening, _, rest = text.partition(_PROBE)
+        return opening, rest.partition(_ANSWER)[0], text.rpartition(_ANSWER)[2]
+
+    @property
+    def _end_of_turn(self) -> str:
+        return self._around_probes[2]
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        # Matches special tokens, also those that only the vocabulary marks as special.
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        special = [str(token.content) for token in added if token.special]
-        return [text for text in {*self.tokenizer.all_special_tokens, *special} if len(text) > 2]
+        special = {str(token.content) for token in added if token.special}
+        known = (one for one in special.union(self.tokenizer.all_special_tokens) if len(one) > 2)
+        longest_first = sorted(map(re.escape, known), key=len, reverse=True)
+        return re.compile("|".join(longest_first) or "(?!)")
 
     @cached_property
     def opening_bos(self) -> int | None:
@@ -621,11 +765,16 @@ def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
     return limit
 
 
-def check_rendering(contract: ScoringContract) -> None:
+def check_rendering(contract: ScoringContract, *, own_pad: int | None = None) -> None:
     """Check the template of a contract by a sample conversation.
 
     The template must render every message. If the score is read from the last token, that token
     must not be the padding token.
+
+    Args:
+        contract: The contract.
+        own_pad: The padding token of a model that was trained elsewhere, which transformers looks
+            for to find the last token; None if it does not matter.
 
     Raises:
         ModelError: A message does not appear in the text that would be scored, or other programs
@@ -641,6 +790,14 @@ def check_rendering(contract: ScoringContract) -> None:
             f"the chat template ends a conversation with the padding token "
             f"{contract.tokenizer.pad_token!r}: other programs would read this model's score one "
             f"token too early. Name another: {key_of('policy.tokenizer.pad_token')}=..."
+        )
+    if rules.pooled == "last" and last == own_pad:
+        token = contract.tokenizer.convert_ids_to_tokens(last)
+        named = setting_of("policy.tokenizer.pad_token", repr(contract.tokenizer.pad_token))
+        raise ModelError(
+            f"the model's config.json pads with {token!r}, which also ends every conversation, so "
+            "transformers reads its score from the token before, and Laurel would read it from the "
+            f"last. If it was trained to be read there, say so by naming its padding: {named}"
         )
 
 

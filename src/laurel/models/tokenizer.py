@@ -15,9 +15,9 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from laurel.config.policy import TokenizerConfig
-from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of
+from laurel.errors import ConfigError, DataError, ModelError, key_of, no_file_at, setting_of
 from laurel.observe.hub import check_fetchable
-from laurel.types import Conversation, ToolSchemas
+from laurel.types import Conversation, Message, ToolSchemas
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -67,6 +67,9 @@ PAD_CANDIDATES = (
     "<pad>",
     "[PAD]",
     "<|padding|>",
+    "<\uff5c\u2581pad\u2581\uff5c>",
+    "<|vision_pad|>",
+    "<|fim_pad|>",
     "<|endoftext|>",
     "<unk>",
 )
@@ -97,7 +100,12 @@ _PINNED = "macro strftime_now("
 
 
 def load_tokenizer(
-    config: TokenizerConfig, *, model_name: str, trust_remote_code: bool, pad_may_end: bool = False
+    config: TokenizerConfig,
+    *,
+    model_name: str,
+    trust_remote_code: bool,
+    pad_may_end: bool = False,
+    notes: list[str] | None = None,
 ) -> Any:
     """Load a tokenizer, and set its chat template and padding token.
 
@@ -106,6 +114,7 @@ def load_tokenizer(
         model_name: The model whose tokenizer is read if the configuration names no other.
         trust_remote_code: Whether Python code that comes with the tokenizer may run.
         pad_may_end: Whether padding may be the end-of-sequence token (`settle_padding`).
+        notes: Receives a remark if another padding token is picked.
 
     Raises:
         ModelError: There is no tokenizer or no chat template, or padding would end sequences.
@@ -127,7 +136,9 @@ def load_tokenizer(
             f"{setting_of(key, name)}: no tokenizer could be loaded ({first_line(error)}). {hint}"
         ) from error
     settle_template(tokenizer, config.chat_template)
-    settle_padding(tokenizer, config.pad_token, may_end=pad_may_end)
+    note = settle_padding(tokenizer, config.pad_token, may_end=pad_may_end)
+    if note is not None and notes is not None:
+        notes.append(note)
     return tokenizer
 
 
@@ -150,9 +161,8 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
     elif choice.endswith(".jinja"):
         path = Path(choice)
         if not path.is_file():
-            raise ModelError(
-                f"{setting_of('policy.tokenizer.chat_template', choice)}: there is no such file"
-            )
+            why = no_file_at(path) or "there is no such file"
+            raise ModelError(f"{setting_of('policy.tokenizer.chat_template', choice)}: {why}")
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     elif choice != "default":
         if "{" not in choice:
@@ -181,7 +191,7 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
         tokenizer.chat_template = named["default"]
 
 
-def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False) -> None:
+def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False) -> str | None:
     """Set the padding token of a tokenizer, so that it is not the end-of-sequence token.
 
     Hugging Face's own reward head reads the score at the last token that is not padding. If padding
@@ -194,11 +204,15 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
         may_end: Whether EOS is allowed if the configuration names no other token; for language
             models, nothing depends on the padding token.
 
+    Returns:
+        A remark for the user if another token takes the place of EOS.
+
     Raises:
         ModelError: The padding token is the end-of-sequence token, or is not in the vocabulary.
     """
     vocabulary = tokenizer.get_vocab()
-    eos = tokenizer.eos_token
+    own, eos = tokenizer.pad_token, tokenizer.eos_token
+    is_refused = own == eos and not may_end
     if choice not in (None, "auto"):
         if choice not in vocabulary:
             raise ModelError(
@@ -207,7 +221,7 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
                 "that is, or auto to have one picked"
             )
         tokenizer.pad_token = choice
-    elif choice == "auto" or tokenizer.pad_token is None:
+    elif own is None or (choice == "auto" and is_refused):
         free = [
             t for t in PAD_CANDIDATES if t in vocabulary and t not in (eos, tokenizer.bos_token)
         ]
@@ -225,6 +239,12 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
             f"{key_of('policy.tokenizer.pad_token')}=auto to pick "
             "another, or name a token."
         )
+    if own is None or tokenizer.pad_token == own or own != eos:
+        return None
+    return (
+        f"the tokenizer pads with {own!r}, which ends texts: {tokenizer.pad_token!r} is the "
+        f"padding token instead ({setting_of('policy.tokenizer.pad_token', choice)})"
+    )
 
 
 def pin_date(template: str, today: date) -> tuple[str, str | None]:
@@ -334,7 +354,7 @@ def render(
     try:
         return str(
             tokenizer.apply_chat_template(
-                [{"role": m.role, "content": m.content} for m in conversation],
+                [fields_of(message, tokenizer.chat_template) for message in conversation],
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **({**template_kwargs, "tools": list(tools)} if tools else template_kwargs),
@@ -349,6 +369,24 @@ def render(
             "change the "
             "conversations."
         ) from error
+
+
+_THOUGHTS = re.compile(r"<think>\n?(.*?)\n?</think>\n*(.*)", re.DOTALL)
+_TAKES_THOUGHTS = re.compile(r"""(?:\.|\[?['"])(reasoning_content|thinking)\b""")
+
+
+def fields_of(message: Message, template: str) -> dict[str, str]:
+    """Return a message as a template reads it.
+
+    Thoughts at the beginning of an answer, in `<think>`, get a key of their own if the template has
+    one for them and does not look for `</think>` itself.
+    """
+    fields = {"role": message.role, "content": message.content}
+    if message.role == "assistant" and "</think>" not in template:
+        key, found = _TAKES_THOUGHTS.search(template), _THOUGHTS.fullmatch(message.content)
+        if key is not None and found is not None:
+            fields |= {"content": found[2], key[1]: found[1]}
+    return fields
 
 
 def refuse_left_out(conversation: Conversation, text: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from laurel.config.yaml_tree import nearest
 from laurel.errors import ConfigError, UserError
+from laurel.observe.forks import ForkGuard
 
 _FORM = re.compile(r"[^.:]+(\.[^.:]+)*[.:][^.:]+(\.[^.:]+)*")
 _LAUREL = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -86,7 +87,8 @@ def import_object(
     for length in range(longest, 0, -1):
         module_name = ".".join(names[:length])
         try:
-            found: Any = importlib.import_module(module_name)
+            with ForkGuard():
+                found: Any = importlib.import_module(module_name)
         except Exception as error:  # in a file of the user, whose line the message names
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is not None and f"{module_name}.".startswith(f"{missing}."):

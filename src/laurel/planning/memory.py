@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from laurel.config.policy import Precision
 from laurel.errors import ConfigError
@@ -207,11 +208,31 @@ RUNTIME_BYTES = 1536 * MIB
 """Bytes of a GPU's memory for the CUDA context, the libraries' workspaces and NCCL's buffers."""
 MASTER_BYTES = 4
 """Bytes of each trained weight, its gradient and each of its optimizer states: all are float32."""
-CHUNK_LOGITS = 2**24
+CHUNK_LOGITS: Mapping[Literal["cpu", "cuda"], int] = {"cpu": 2**24, "cuda": 2**28}
+"""Logits of one chunk of the language head, by kind of device, if no size is configured.
+
+They are 64 MiB on a CPU. On a GPU they are 1 GiB: each chunk reads the weights of the head three
+times and adds to their gradient once, so that small chunks move more bytes than all layers do.
+"""
 LOGITS_BYTES = 3 * 4
 """Bytes for each logit that is in memory: the logit, its exponential and its gradient, in
 float32."""
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def chunk_tokens(vocabulary: int, device: Literal["cpu", "cuda"], *, num_tokens: int) -> int:
+    """Return how many tokens have their logits in memory at a time, if no size is configured.
+
+    Args:
+        vocabulary: The number of logits of a token on one rank.
+        device: `cpu` or `cuda`.
+        num_tokens: The number of tokens of a micro-batch. On a GPU its chunks are equally long.
+    """
+    most = max(1, CHUNK_LOGITS[device] // vocabulary)
+    if device == "cpu":
+        return most
+    num_chunks = -(-num_tokens // most)
+    return max(1, -(-num_tokens // max(1, num_chunks)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +302,13 @@ def _on_policy(
     if role is None or shape is None:
         return
     tokens = plan.batch("policy").tokens
-    own = training_memory(request.training, shape, role.mesh, tokens=tokens)
+    own = training_memory(
+        request.training,
+        shape,
+        role.mesh,
+        tokens=tokens,
+        device="cpu" if request.device == "cpu" else "cuda",
+    )
     judge = _judging(request, plan, shapes, shares_with="policy")
     guest = {"reward model": judge["weights"]} if judge else {}
     yield MemoryPhase(name="training", slots_of="policy", parts={**own, **guest})
@@ -322,7 +349,12 @@ def _on_own_slots(
 
 
 def training_memory(
-    training: TrainingRequest, shape: ModelShape, mesh: Mesh, *, tokens: int
+    training: TrainingRequest,
+    shape: ModelShape,
+    mesh: Mesh,
+    *,
+    tokens: int,
+    device: Literal["cpu", "cuda"] = "cuda",
 ) -> dict[str, int]:
     """Return the bytes that training takes on one rank, by kind (`weights`, `gradients`, ...).
 
@@ -333,6 +365,7 @@ def training_memory(
             If tp does not divide the vocabulary, embeddings and head are divided by the other axes
             only.
         tokens: Tokens of a micro-batch, before context parallelism divides them.
+        device: Kind of device, on which the number of logits in memory depends.
     """
     width = COMPUTE_BYTES[training.precision]
     adapters = adapter_parameters(training.adapters, shape)
@@ -368,7 +401,8 @@ def training_memory(
         parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size
     if training.has_logits:
         entries = shape.vocab_size // (1 if shape.undivided(mesh.tp) else mesh.tp)
-        chunk = min(tokens, training.chunk_tokens or max(1, CHUNK_LOGITS // entries))
+        usual = chunk_tokens(entries, device, num_tokens=tokens)
+        chunk = min(tokens, training.chunk_tokens or usual)
         parts["logits"] = LOGITS_BYTES * chunk * entries
     return parts
 
@@ -439,11 +473,14 @@ def _drawing(
     each = key_value_bytes(shape, role.mesh, compute_bytes=width)
     weights = (width if drawing.uses_vllm else MASTER_BYTES) * shape.num_parameters
     weights //= role.mesh.group_size
+    rounded = 0 if drawing.uses_vllm or width == MASTER_BYTES else width * shape.num_parameters
     needed = plan.batch("generation").tokens * each
     if drawing.uses_vllm and device_memory is not None:
         pool = int(drawing.memory_share * device_memory)
         needed = max(drawing.longest * each, pool - weights)
     parts = {"weights": weights, "keys and values": needed}
+    if rounded:
+        parts["rounded weights"] = rounded // role.mesh.group_size
     if drawing.conversation_bytes:
         parts["keys and values between turns"] = drawing.conversation_bytes
     return parts

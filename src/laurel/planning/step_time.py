@@ -438,7 +438,7 @@ def _generation(
     assert drawing is not None
     mesh, precision = role.mesh, drawing.precision
     width = COMPUTE_BYTES[precision]
-    weights = (width if drawing.uses_vllm else MASTER_BYTES) * shape.num_parameters
+    weights = width * shape.num_parameters
     token_bytes = key_value_bytes(shape, mesh, compute_bytes=width)
     prompt, completion = workload.prompt_tokens, workload.completion_tokens
     prompts = replace(

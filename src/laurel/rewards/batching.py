@@ -30,8 +30,9 @@ from laurel.rewards.preparing import (
     filter_readable,
     is_text,
     rendered_rows,
+    texts_of,
 )
-from laurel.types import Group, Message, Score, SentTurn, TokenGroup
+from laurel.types import Group, Message, Score, TokenGroup
 from laurel.workers.replica_set import ReplicaSet, TakesDownError
 
 if TYPE_CHECKING:
@@ -255,8 +256,7 @@ def _prepare_rows(encoder: Backend, rows: Sequence[Rendered | None]) -> Prepared
         try:
             if row is None:
                 raise DataError("it is neither a list of token ids nor a prompt with its response")
-            texts = [row] if isinstance(row, str) else row[:2] if isinstance(row, SentTurn) else []
-            if not all(map(is_text, texts)):
+            if not all(map(is_text, texts_of(row))):
                 raise DataError(_UNPAIRED_SURROGATE)
             found.append(encoder.prepare_rendered(row))
         except DataError as error:

@@ -22,6 +22,7 @@ from typing import Any
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError
 from laurel.models.spec import ModelSpec
+from laurel.observe.forks import ForkGuard, guarded
 from laurel.observe.user_code import import_object, member_of, own_line_of
 from laurel.rewards.remote.replica import failed
 from laurel.types import Group, Score
@@ -138,7 +139,7 @@ class FunctionScorer:
             try:
                 async with asyncio.timeout(limit) as clock:
                     if self._is_async:
-                        result = await self._function(**arguments)
+                        result = await guarded(self._function(**arguments))
                     elif self._hung >= MAX_HUNG:
                         reason = (
                             f"timeout: {self._hung} calls of the function hang in threads, which "
@@ -150,7 +151,14 @@ class FunctionScorer:
                         result = await self._in_thread(arguments)
             except _RaisedError as error:
                 return (score_of_error(error.raised),) * count
-            except Exception as error:  # a TimeoutError may be the function's own
+            except asyncio.CancelledError as error:
+                # The function may raise one of its own, when nobody has cancelled this.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                return (score_of_error(error),) * count
+            # A TimeoutError may be the function's own; its sys.exit() must not end the loop.
+            except (Exception, SystemExit) as error:
                 return (late(limit) if clock.expired() else score_of_error(error),) * count
             return verdicts_of(result, count=count, judges_groups=self.judges_groups)
 
@@ -257,19 +265,16 @@ def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], An
 
     def score(asked: dict[str, Any]) -> list[dict[str, Any]]:
         try:
-            result = function(**asked["arguments"], **served)
-            if is_async(function):
-                result = asyncio.run(_await(result))
+            with ForkGuard():
+                result = function(**asked["arguments"], **served)
+                if is_async(function):
+                    result = asyncio.run(guarded(result))
             found = verdicts_of(result, count=asked["count"], judges_groups=config.group)
         except BaseException as error:  # raised by the function, SystemExit too
             found = (score_of_error(error),) * int(asked["count"])
         return [dataclasses.asdict(one) for one in found]
 
     return score
-
-
-async def _await(result: Any) -> Any:
-    return await result
 
 
 # --------------------------------------------------------------------------------------------------
@@ -318,7 +323,8 @@ def _from_file(place: str, where: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with ForkGuard():
+            spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise ConfigError(f"{where}: {file} cannot be run: {_text_of(error)}") from error
@@ -360,7 +366,7 @@ def served_arguments(function: Function, config: FunctionConfig, *, where: str) 
         from laurel.models.loading.pretrained import find_tokenizer
 
         name = served["reward_model_tokenizer"]
-        served["reward_model_tokenizer"] = find_tokenizer(ModelSpec(name=name))
+        served["reward_model_tokenizer"] = find_tokenizer(ModelSpec(name=name), pad_may_end=True)
     return served
 
 

@@ -42,7 +42,7 @@ from laurel.models.loading.reward_model import (
     load_reward_model,
 )
 from laurel.models.parallel.mesh import ParallelShape
-from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
+from laurel.models.scoring import FILE_NAME, OLD_CONTENTS, ScoringContract, ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries
 from laurel.observe.hub import check_not_missing
@@ -647,6 +647,8 @@ def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmSc
     if rules is not None and rules.golden:
         tokenizer = find_tokenizer(replace(spec.model, name=place.name))
         contract = ScoringContract.load(Path(place.name), tokenizer)
+        if not contract.rules.has_plain_contents:
+            say(f"note    {OLD_CONTENTS}")
     else:
         # A model without golden scores is loaded by Hugging Face's own class first, which computes
         # some; its memory is free again before vLLM starts.

@@ -218,7 +218,9 @@ def _message(row: Rendered) -> Message:
     if isinstance(row, str):
         return Message(_RENDERED, row)
     if isinstance(row, SentTurn):
-        return Message(_SENT_TURN, json.dumps([row.prompt, row.response, row.is_rendered]))
+        prompt = row.prompt
+        said = prompt if isinstance(prompt, str) else [[one.role, one.content] for one in prompt]
+        return Message(_SENT_TURN, json.dumps([said, row.response, row.is_rendered]))
     return Message(_TOKEN_IDS, " ".join(map(str, row)))
 
 
@@ -246,12 +248,23 @@ def rendered_rows(group: Group) -> list[Rendered | None] | None:
 
 def _turn(text: str) -> SentTurn | None:
     try:
-        prompt, response, is_rendered = json.loads(text)
+        said, response, is_rendered = json.loads(text)
+        prompt = said if isinstance(said, str) else tuple(Message(*one) for one in said)
     except (ValueError, TypeError, RecursionError):
         return None
-    if not isinstance(prompt, str) or not isinstance(response, str):
-        return None
-    return SentTurn(prompt, response, None if is_rendered is None else bool(is_rendered))
+    turn = SentTurn(prompt, response, None if is_rendered is None else bool(is_rendered))
+    return turn if all(isinstance(one, str) for one in texts_of(turn)) else None
+
+
+def texts_of(row: Rendered) -> list[str]:
+    """Return the texts of a conversation that its client sent."""
+    if isinstance(row, str):
+        return [row]
+    if not isinstance(row, SentTurn):
+        return []
+    if isinstance(row.prompt, str):
+        return [row.prompt, row.response]
+    return [text for one in row.prompt for text in (one.role, one.content)] + [row.response]
 
 
 def _ids(text: str) -> tuple[int, ...] | None:

@@ -7,21 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.environments import (
-    LOADED_JUDGE_KEYS,
-    AskingConfig,
-    CodeEnvironmentConfig,
-    FunctionConfig,
-    JudgeConfig,
-    ReasoningGymEnvironmentConfig,
-    RewardModelEnvironmentConfig,
-    SandboxConfig,
-    SessionsConfig,
-    ToolsConfig,
-)
 from laurel.config.grpo import GRPORun
 from laurel.config.load import to_yaml
-from laurel.config.yaml_tree import Section
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
@@ -38,8 +25,14 @@ from laurel.run.context import (
 )
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.model import resolve_model
-from laurel.run.policy import describe_policy, load_policy_to_train, policy_settings
-from laurel.run.request import judge_notes, loaded_judges, sampling_notes, uses_reward_model
+from laurel.run.policy import describe_policy, load_policy_to_train
+from laurel.run.request import (
+    judge_notes,
+    loaded_judges,
+    sampling_notes,
+    uses_reward_model,
+    why_not_validated,
+)
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline, Position
@@ -112,17 +105,29 @@ def check_grpo_run(config: GRPORun) -> Selection:
         UserError: A setting cannot be used; the first problem is reported.
     """
     check_available(config.logger)
-    validates = config.grpo.val_period > 0 or config.grpo.val_at_end
-    has_data = bool(config.data.validation_sets() or config.data.split_validation_size)
+    return policy_selection(config)
+
+
+def policy_selection(config: GRPORun) -> Selection:
+    """Return how the best checkpoint of a run is chosen.
+
+    Raises:
+        ConfigError: The run does not measure what chooses it, or what would end the run.
+    """
+    has_sets = bool(config.data.validation_sets() or config.data.split_validation_size)
+    why_not = why_not_validated(config, has_sets=has_sets)
     measured: dict[str, Any] = {
-        "has_validation": validates and has_data,
+        "has_validation": not why_not,
         "environments": config.env.names(),
+        "why_not": why_not,
     }
     policy_goal(config.grpo, **measured)
+    if not config.checkpointing.enabled:
+        return Selection(key=None)
     return select_policy_by(
         config.checkpointing.metric_name,
         config.checkpointing.higher_is_better,
-        sets=config.data.validation_names(),
+        sets=[name for name in config.data.validation_names() if name],
         **measured,
     )
 
@@ -257,7 +262,6 @@ def load_policy_bundle(
         context,
         seed=config.grpo.seed,
         texts=texts,
-        identity=grpo_identity(config),
         temperature=config.policy.generation.temperature,
         needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         samples_from_copy=config.grpo.max_staleness > 0,
@@ -270,7 +274,7 @@ def load_policy_bundle(
     )
     for environment in environments.values():
         environment.use_tokenizer(chat.tokenizer)
-    fit_prompts(data, chat, config, environments)
+    fit_prompts(data, chat, config, lambda name: environments[name].spec.tools)
     num_steps = grpo_total_steps(config, len(data.endless or data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)
@@ -296,6 +300,7 @@ def _with_policy(
     from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
     from laurel.observe.health import Alarms
     from laurel.training.loop import Schedule
+    from laurel.training.state import TRAINING_DATA, VALIDATION_DATA
 
     model, parts = found.model, found.parts
     run_dir = choose_run_dir(context)
@@ -303,11 +308,13 @@ def _with_policy(
         parts.learner,
         source=parts.source,
         environments=environments,
-        identity=grpo_identity(config),
         alarms=Alarms(
             config.grpo.health, members=members_of(config.env), settings=config.model_dump()
         ),
-        data_fingerprint=fingerprint_of_tasks(data.train),
+        rows={
+            TRAINING_DATA: fingerprint_of_tasks(data.train),
+            VALIDATION_DATA: fingerprint_of_tasks(data.validation),
+        },
         config_yaml=to_yaml(config),
         card=facts_of_policy(
             context,
@@ -384,95 +391,6 @@ def grpo_total_steps(config: GRPORun, num_tasks: int) -> int:
     """Return the number of steps of the run: those of all epochs, or the limit if it is lower."""
     grpo = config.grpo
     return min(grpo.max_num_steps, max(1, grpo.num_epochs * num_tasks // grpo.num_prompts_per_step))
-
-
-def _all_but(section: type[Section], *left_out: str) -> dict[str, bool]:
-    return {name: True for name in section.model_fields if name not in left_out}
-
-
-def grpo_identity(config: GRPORun) -> dict[str, object]:
-    """Return the settings, by dotted name, that a resumed run must share with the original."""
-    left_out = {
-        "max_num_epochs",
-        "max_num_steps",
-        "val_period",
-        "val_at_start",
-        "val_at_end",
-        "max_val_samples",
-        "val_batch_size",
-        "val_num_generations_per_prompt",
-        "max_bad_steps",
-        "stop_at_validation_metric",
-        "stop_at_validation_threshold",
-        "stop_patience_seconds",
-        "health",
-    }
-    sampled = {"temperature", "top_p", "top_k", "max_new_tokens", "stop_strings", "stop_token_ids"}
-    rewarding: dict[str, Any] = {
-        "math": {"verifier_type", "stop_strings", "forbid_unevaluated"},
-        "code": _all_but(CodeEnvironmentConfig, "num_workers", "deadline_seconds")
-        | {
-            "sandbox": _all_but(
-                SandboxConfig, "num_workers", "min_tier", "allow_unsafe", "cgroup", "backlog"
-            )
-        },
-        "reward_model": _scoring_keys(config.env.reward_model),
-        "composite": True,
-        "custom": True,
-    }
-    if config.env.tools.functions:
-        rewarding["tools"] = _all_but(ToolsConfig, "num_workers", "timeout_seconds")
-    # The checkpoints of earlier versions do not have them.
-    if config.env.reasoning_gym != ReasoningGymEnvironmentConfig():
-        rewarding["reasoning_gym"] = True
-    if config.env.verifiers:
-        rewarding["verifiers"] = True
-    if config.env.openenv:
-        rewarding["openenv"] = _session_keys(config.env.openenv)
-    if config.env.openreward:
-        rewarding["openreward"] = _session_keys(config.env.openreward)
-    grpo = config.grpo.model_dump(mode="json", exclude=left_out)
-    if not config.grpo.adv_estimator.per_step:
-        del grpo["adv_estimator"]["per_step"]
-    return policy_settings(
-        config.policy,
-        grpo=grpo,
-        loss_fn=config.loss_fn.model_dump(mode="json", exclude={"entropy"}),
-        generation=config.policy.generation.model_dump(mode="json", include=sampled),
-        data=config.data.model_dump(mode="json", include={"shuffle", "max_input_seq_length"}),
-        env=config.env.model_dump(mode="json", include=rewarding),
-    )
-
-
-def _session_keys(servers: Mapping[str, SessionsConfig]) -> dict[str, dict[str, bool]]:
-    # A server may move between the runs.
-    address = ("url", "api_key_env", "connect_patience", "step_timeout")
-    return {name: _all_but(type(one), *address) for name, one in servers.items()}
-
-
-def _judge_keys_left_out(config: RewardModelEnvironmentConfig) -> tuple[str, ...]:
-    engine = ("backend", "vllm_cfg", "batch_tokens", "max_concurrent")
-    asking = ("urls", *engine, *AskingConfig.model_fields)
-    if any(source.loads_judge for source in config.sources):
-        return asking
-    # The checkpoints of earlier versions, which only asked servers, do not have them.
-    return (*asking, *(key for key in LOADED_JUDGE_KEYS if key not in asking))
-
-
-def _scoring_keys(config: RewardModelEnvironmentConfig) -> dict[str, Any]:
-    """Return the settings that affect scores, without addresses and time limits of servers."""
-    one: dict[str, Any] = {
-        **dict.fromkeys(("model_name", "checkpoint_path", "max_model_len", "tokenizer"), True),
-        "judge": _all_but(JudgeConfig, *_judge_keys_left_out(config)),
-        "function": _all_but(FunctionConfig, "timeout"),
-    }
-    if config.urls is not None:
-        one |= dict.fromkeys(("url_protocol", "url_model", "reward_key"), True)
-    if config.models is None:
-        return one | {"transform": True}
-    own = dict.fromkeys(("name", "weight", "normalize", "mean", "std", "url_protocol"), True)
-    several = {"models": {"__all__": one | own}, "combine": True, "uncertainty_penalty": True}
-    return {"transform": True} | several
 
 
 # ------------------------------------------------------------------------------------------- parts

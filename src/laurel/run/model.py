@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from laurel.config.load import to_yaml
+from laurel.config.resuming import changes
+from laurel.config.yaml_tree import Section, plain_values, read_document
+from laurel.errors import CheckpointError, ConfigError
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
 from laurel.observe.console import format_parameters, quiet_libraries, say_on
 from laurel.observe.hub import check_fetchable
@@ -36,7 +40,6 @@ def load_trained_model(
     *,
     load: Load,
     seed: int,
-    identity: Mapping[str, object],
     load_reference: Load | None = None,
     with_entropy: bool = False,
     check_room: Callable[[torch.device], None] | None = None,
@@ -47,7 +50,6 @@ def load_trained_model(
         context: The context of the run.
         load: A function that loads the model, as `LearnerWorker` takes it.
         seed: The seed of dropout.
-        identity: The settings that must not change when a run resumes.
         load_reference: A function that loads the frozen reference model, if there is one.
         with_entropy: Whether the learner also measures entropies.
         check_room: A function that checks, given the device, that the model fits there; it is
@@ -55,6 +57,7 @@ def load_trained_model(
 
     Raises:
         ConfigError: torch lacks the optimizer or scheduler, or refuses its arguments.
+        CheckpointError: The checkpoint to resume from belongs to a run with other settings.
     """
     policy, cluster = context.config.policy, context.config.cluster
     with context.console.status("loading torch and the model"):
@@ -62,13 +65,12 @@ def load_trained_model(
 
         from laurel.training.learner_group import LearnerWorker
         from laurel.training.optimizers import build_optimizer, build_scheduler
-        from laurel.training.state import check_same_run
         from laurel.workers.process import choose_device
         from laurel.workers.rendezvous import RankPlace
 
         quiet_libraries()
         if context.resume_from:
-            check_same_run(context.resume_from, identity)
+            check_same_settings(context.resume_from, context.config)
         # Settings that torch refuses are reported before anything is loaded.
         optimizer = build_optimizer(policy.optimizer, list(nn.Linear(1, 1).named_parameters()))
         build_scheduler(policy.scheduler, optimizer)
@@ -93,6 +95,28 @@ def load_trained_model(
                 learner=worker.learner, facts=worker.describe(), in_process=worker.learner.model
             )
     return _spread(context, load, settings)
+
+
+def check_same_settings(directory: Path, config: Section) -> None:
+    """Refuse to resume from the checkpoint of a run with other settings.
+
+    Raises:
+        CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
+    """
+    from laurel.training.state import CONFIG, another_run, check_same_rows
+
+    check_same_rows(directory, {})
+    path = directory / CONFIG
+    try:
+        before = read_document(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    # Both are read the same way, so that no value changes by how it is written.
+    now = read_document(to_yaml(config), "this run")
+    found = changes(type(config), plain_values(before), plain_values(now))
+    changed = [(one.key, one.before, one.now) for one in found]
+    if changed:
+        raise another_run(directory, changed)
 
 
 def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> TrainedModel:

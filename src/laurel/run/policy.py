@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from laurel.config.policy import PolicyConfig
 from laurel.data.report import TextReport
@@ -26,7 +26,6 @@ def load_policy_to_train(
     *,
     seed: int,
     texts: Iterable[str],
-    identity: Mapping[str, object],
     temperature: float = 1.0,
     needs_reference: bool = False,
     samples_from_copy: bool = False,
@@ -38,7 +37,6 @@ def load_policy_to_train(
         context: The context of the run.
         seed: The seed of adapters, a model from scratch and dropout.
         texts: The texts on which a tokenizer from scratch is trained.
-        identity: The settings that must not change when a run resumes.
         temperature: The temperature at which completions are sampled.
         needs_reference: Whether a frozen copy of the policy before training is kept.
         samples_from_copy: Whether the generator keeps a copy of the weights.
@@ -63,34 +61,10 @@ def load_policy_to_train(
         context,
         load=resumed,
         seed=seed,
-        identity=identity,
         check_room=check_room,
         load_reference=load if needs_reference else None,
         with_entropy=with_entropy,
     )
-
-
-def policy_settings(policy: PolicyConfig, **sections: Mapping[str, Any]) -> dict[str, object]:
-    """Return the policy's settings, by dotted name, that must not change when a run resumes.
-
-    `sections` are further settings, by the name of their section.
-    """
-    from laurel.training.state import leaves
-
-    names = {
-        "model_name",
-        "scratch",
-        "hf_config_overrides",
-        "tokenizer",
-        "train_global_batch_size",
-        "precision",
-        "optimizer",
-        "scheduler",
-        "max_total_sequence_length",
-    }
-    chosen = policy.model_dump(mode="json", include=names)
-    chosen["dtensor_cfg"] = {"lora_cfg": policy.dtensor_cfg.lora_cfg.model_dump(mode="json")}
-    return dict(leaves("", {"policy": chosen, **sections}))
 
 
 def describe_policy(

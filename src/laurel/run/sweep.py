@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.load import load_config, to_yaml
 from laurel.config.overrides import Override, parse_override
+from laurel.config.resuming import Change, changes
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.yaml_tree import YamlNode, plain_values
 from laurel.data.preferences import Fold
@@ -528,9 +529,6 @@ class Sweep:
             study.enqueue_trial(params, skip_if_exists=True)
 
     def _identity(self) -> dict[str, Any]:
-        # Where a run writes decides nothing, and neither does how many trials there are.
-        left_out = {"checkpointing": {"checkpoint_dir"}, "logger": {"log_dir"}}
-        config = self.base.model_dump(mode="json", exclude=left_out)
         found = {
             "searched": sorted(one.override.text for one in self.dimensions),
             "folds": self.options.num_folds,
@@ -539,24 +537,25 @@ class Sweep:
             "higher_is_better": self.selection.higher_is_better,
             "search": "grid" if self.grid else self.options.search,
             "pruning": self.options.prunes,
-            "configuration": config,
+            "configuration": self.base.model_dump(mode="json"),
         }
         return dict(json.loads(json.dumps(found)))
 
     def _check_same(self, path: Path, identity: Mapping[str, Any]) -> None:
-        from laurel.training.state import leaves
-
         try:
             saved = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+            settings = saved["configuration"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        before, now = dict(leaves("", saved)), dict(leaves("", dict(identity)))
-        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        changed = [
+            Change(key=key, before=saved.get(key), now=value)
+            for key, value in identity.items()
+            if key != "configuration" and saved.get(key) != value
+        ]
+        # The length of a run counts as well, because trials are compared.
+        changed += changes(type(self.base), settings, identity["configuration"], in_sweep=True)
         if changed:
-            shown = "; ".join(
-                f"{key.removeprefix('configuration.')}: {before.get(key)} then, {now.get(key)} now"
-                for key in changed[:3]
-            )
+            shown = "; ".join(f"{one.key}: {one.before} then, {one.now} now" for one in changed[:3])
             raise ConfigError(
                 f"--output {path.parent} holds another sweep ({shown}). Name another directory, or "
                 "restore what changed"

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,11 @@ from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, Token
 TRAINING = "training"
 """The directory in a checkpoint that only resuming needs."""
 RUN = "run.json"
-"""The file in `TRAINING` with the run's log directory, and the settings that identify the run."""
+"""The file in `TRAINING` with the run's log directory, and the fingerprints of its rows."""
 TRAINING_DATA = "training data"
+VALIDATION_DATA = "validation data"
 CONFIG = "config.yaml"
+"""The file in a checkpoint with the resolved configuration."""
 
 
 class RunState(ABC):
@@ -41,7 +43,7 @@ class RunState(ABC):
         self,
         learner: Learner,
         *,
-        identity: Mapping[str, object],
+        rows: Mapping[str, str],
         config_yaml: str,
         run_dir: Path,
         save_optimizer: bool,
@@ -51,18 +53,20 @@ class RunState(ABC):
 
         Args:
             learner: The model with its optimizer.
-            identity: Settings by dotted name that must be unchanged for the run to be resumed.
+            rows: Fingerprints of the rows, which must be unchanged for the run to be resumed.
             config_yaml: The resolved configuration.
             run_dir: The log directory of this run.
             save_optimizer: Whether checkpoints hold what resuming needs.
             saves_in_background: Whether training goes on while a checkpoint is written.
         """
         self.learner = learner
-        self.identity = identity
+        self.rows = rows
         self.run_dir = run_dir
         self.saves_in_background = saves_in_background
         self._config_yaml = config_yaml
         self._save_optimizer = save_optimizer
+        self.hurries = False
+        """Whether a signal has broken a validation off, so that there is little time to save."""
 
     @abstractmethod
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
@@ -105,7 +109,7 @@ class RunState(ABC):
         if not self._save_optimizer:
             return
         (directory / TRAINING).mkdir()
-        run = {"run_dir": str(self.run_dir), "identity": self.identity}
+        run = {"run_dir": str(self.run_dir), "identity": dict(self.rows)}
         (directory / TRAINING / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
         self.learner.save_state(
             directory / TRAINING,
@@ -128,7 +132,7 @@ class RunState(ABC):
         Raises:
             CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
         """
-        check_same_run(directory, self.identity)
+        check_same_rows(directory, self.rows)
         extra = self.learner.load_state(directory / TRAINING)
         self.restore_more(extra.get("more", {}))
         return Position(
@@ -142,12 +146,12 @@ class RunState(ABC):
         )
 
 
-def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
-    """Refuse to resume from the checkpoint of a run with other settings.
+def check_same_rows(directory: Path, rows: Mapping[str, str]) -> None:
+    """Refuse to resume from the checkpoint of a run with other rows.
 
     Args:
         directory: The checkpoint.
-        identity: The settings as in `RunState`, and the training data if it is known already.
+        rows: The fingerprints as in `RunState`.
 
     Raises:
         CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
@@ -161,29 +165,40 @@ def check_same_run(directory: Path, identity: Mapping[str, object]) -> None:
         )
     try:
         saved = json.loads(path.read_bytes())["identity"]
-        names = [n for n in {**saved, **identity} if n != TRAINING_DATA or n in identity]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        # The checkpoints of earlier versions do not know the rows of validation.
+        changed = [(n, saved[n], now) for n, now in rows.items() if saved.get(n, now) != now]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    changed = sorted((n for n in names if saved.get(n) != identity.get(n)), key=_weight)
     if changed:
-        named = [
-            f"{name}: {_shown(saved.get(name))} then, {_shown(identity.get(name))} now"
-            for name in changed[:_MOST_NAMED]
-        ]
-        if len(changed) > _MOST_NAMED:
-            named.append(
-                f"and {len(changed) - _MOST_NAMED} more; {directory / CONFIG} has what was set then"
-            )
-        raise CheckpointError(
-            f"{directory} is of another run ({'; '.join(named)}). Give this run another "
-            "checkpointing.checkpoint_dir, or restore what changed."
+        raise another_run(directory, changed)
+
+
+def another_run(directory: Path, changed: Sequence[tuple[str, object, object]]) -> CheckpointError:
+    """Return the error for a checkpoint of a run with other settings or rows.
+
+    Args:
+        directory: The checkpoint.
+        changed: What changed: its name, its value then, and its value now.
+    """
+    weightiest = sorted(changed, key=lambda one: _weight(one[0]))
+    named = [
+        f"{name}: {_shown(before)} then, {_shown(now)} now"
+        for name, before, now in weightiest[:_MOST_NAMED]
+    ]
+    if len(changed) > _MOST_NAMED:
+        named.append(
+            f"and {len(changed) - _MOST_NAMED} more; {directory / CONFIG} has what was set then"
         )
+    return CheckpointError(
+        f"{directory} is of another run ({'; '.join(named)}). Give this run another "
+        "checkpointing.checkpoint_dir, or restore what changed."
+    )
 
 
-# The number of changed settings that the message names.
+# The number of changes that the message names.
 _MOST_NAMED = 4
 # The most important changes come first; the others follow in the order of the file.
-_WEIGHTIEST = ("policy.model_name", TRAINING_DATA, "policy.scratch", "policy.optimizer", "data.")
+_WEIGHTIEST = ("policy.model_name", "policy.scratch", "policy.optimizer", "data.")
 
 
 def _weight(name: str) -> int:
@@ -198,15 +213,6 @@ def _shown(value: object) -> str:
 
 # The number of characters of a value that are shown.
 _LONGEST = 80
-
-
-def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the values of nested mappings, by dotted name."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from leaves(f"{name}.{key}" if name else str(key), inner)
-    else:
-        yield name, value
 
 
 def read_run_dir(directory: Path) -> Path | None:
@@ -239,6 +245,8 @@ def write_bad_rows(
 
 NUM_REFERENCE_GROUPS = 64
 """The number of training groups for reference statistics if there is no validation set."""
+FEW_REFERENCE_GROUPS = 8
+"""The same if a signal has broken the validation off, after which little time is left."""
 NUM_GOLDEN_GROUPS = 3
 
 
@@ -253,8 +261,8 @@ class RewardRunState(RunState):
         path: Literal["forest", "padded"],
         weights_dtype: str,
         train: Sequence[PreferenceSample],
+        validation: Sequence[PreferenceSample],
         golden: Sequence[Group],
-        identity: Mapping[str, object],
         config_yaml: str,
         card: CardFacts,
         run_dir: Path,
@@ -270,8 +278,8 @@ class RewardRunState(RunState):
             path: The layout of batches: token forests or padded rows.
             weights_dtype: The dtype of the weights, e.g. `float32`.
             train: The training set.
+            validation: All rows of preferences that the model is validated on.
             golden: The groups whose scores the contract holds as golden scores.
-            identity: The settings that identify the run.
             config_yaml: The resolved configuration.
             card: The facts of the model card besides the checkpoint's metrics.
             run_dir: The log directory of this run.
@@ -281,7 +289,10 @@ class RewardRunState(RunState):
         """
         super().__init__(
             learner,
-            identity={**identity, TRAINING_DATA: samples_fingerprint(train)},
+            rows={
+                TRAINING_DATA: samples_fingerprint(train),
+                VALIDATION_DATA: samples_fingerprint(validation),
+            },
             config_yaml=config_yaml,
             run_dir=run_dir,
             save_optimizer=save_optimizer,
@@ -325,7 +336,8 @@ class RewardRunState(RunState):
             )
         measured_at, scores = self._reference
         if measured_at != step or not scores:
-            tokens = [sample.tokens for sample in self._train[:NUM_REFERENCE_GROUPS]]
+            count = FEW_REFERENCE_GROUPS if self.hurries else NUM_REFERENCE_GROUPS
+            tokens = [sample.tokens for sample in self._train[:count]]
             values_NK = self._scores(self.learner.outputs, tokens, batch_tokens=self._batch_tokens)
             counts = [count for group in tokens for count in group.num_reads_G]
             scores = [self.contract.scalar(row) for row in by_completion(values_NK, counts)]
@@ -447,8 +459,7 @@ class PolicyRunState(RunState):
         self,
         learner: Learner,
         *,
-        identity: Mapping[str, object],
-        data_fingerprint: str,
+        rows: Mapping[str, str],
         config_yaml: str,
         card: CardFacts,
         run_dir: Path,
@@ -457,7 +468,7 @@ class PolicyRunState(RunState):
     ) -> None:
         super().__init__(
             learner,
-            identity={**identity, TRAINING_DATA: data_fingerprint},
+            rows=rows,
             config_yaml=config_yaml,
             run_dir=run_dir,
             save_optimizer=save_optimizer,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 from laurel.errors import LaurelError, WorkerError
+from laurel.observe.forks import ForkGuard
 from laurel.protocols import Pending
 
 ENDING = 10.0
@@ -89,7 +90,8 @@ def attempt(target: Any, call: WorkerCall, *, rank: int) -> Outcome:
     """Call a method of a worker, or the worker's class itself where the method is ''."""
     try:
         function = getattr(target, call.method) if call.method else target
-        return Success(function(*call.args, **call.kwargs))
+        with ForkGuard():
+            return Success(function(*call.args, **call.kwargs))
     except (Exception, SystemExit) as error:
         return failure_of(error, rank=rank)
 

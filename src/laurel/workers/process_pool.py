@@ -33,6 +33,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple
 
 from laurel.errors import ConfigError, EnvironmentFailedError, LaurelError, UserError
+from laurel.observe.forks import ForkGuard
 
 START_SECONDS = 120.0
 """Seconds for a process to become ready: it may import a large library from a slow disk."""
@@ -172,7 +173,7 @@ class _Process(NamedTuple):
     link: Connection
     # Reports data to receive; a connection's own `poll` costs ten times as much.
     answers: select.poll
-    # Numbers its items from 1.
+    # Numbers its items from 1; a reply has the number of its item.
     items: Iterator[int]
 
 
@@ -191,16 +192,18 @@ class _Processes:
 
     def result(self, message: bytes) -> Any:
         for _ in range(self._spec.attempts):
-            process, reply = self._given(message), None
+            (process, number), reply = self._given(message), None
             is_late = not process.answers.poll(self._spec.timeout_seconds * 1e3)
             if not is_late:
                 # It is gone; or an item that runs code has written its reply, which then may say
                 # anything, but does not let the process live longer.
                 with suppress(OSError, EOFError, ValueError, RecursionError):
                     reply = _receive(process.link)
-            if not (isinstance(reply, dict) and {"result", "is_full"} <= reply.keys()):
+            if not isinstance(reply, dict) or not {"result", "is_full"} <= reply.keys():
                 reply = None
-            is_used_up = next(process.items) == self._spec.items_of_a_life
+            # That of another item would shift all that follow.
+            reply = reply if reply is not None and reply.get("number") == number else None
+            is_used_up = number == self._spec.items_of_a_life
             if reply is None or is_used_up or reply["is_full"]:
                 self.end(process)
             else:
@@ -213,19 +216,20 @@ class _Processes:
             raise self.closed_error()
         raise ProcessDiedError(f"{self._spec.name}: the process died")
 
-    def _given(self, message: bytes) -> _Process:
+    def _given(self, message: bytes) -> tuple[_Process, int]:
         while True:
             try:
                 process, is_fresh = self.idle.pop(), False
             except IndexError:
                 process, is_fresh = self.start(), True
+            number = next(process.items)
             try:
-                process.link.send_bytes(message)
+                process.link.send_bytes(b"[%d, %b]" % (number, message))
             except OSError:
                 if not is_fresh:  # it died while it had nothing to do, and no item is to blame
                     self.end(process)
                     continue
-            return process
+            return process, number
 
     def start(self) -> _Process:
         for _ in range(2):  # the second with a new zygote, where the first was killed
@@ -354,7 +358,8 @@ def be_zygote(descriptor: int, parent: int) -> None:
     control, own, living = Connection(descriptor), os.getpid(), set[int]()
     asked = _receive(control)
     try:
-        opening = pkgutil.resolve_name(asked["prepare"])(asked["settings"])
+        with ForkGuard():
+            opening = pkgutil.resolve_name(asked["prepare"])(asked["settings"])
     except BaseException as error:
         _send(control, _refusal(error))
         return
@@ -412,17 +417,22 @@ def _be_process(
                 return
             if memory_limit is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
+        # What an item forks cannot answer in its place, nor hide its death.
+        os.register_at_fork(after_in_child=link.close)
         try:
-            work = opening()
+            with ForkGuard():
+                work = opening()
         except BaseException as error:
             _send(link, _refusal(error))
             return
         _send(link, {"refused": None})
         while True:
-            result = work(_receive(link))
+            number, item = _receive(link)
+            with ForkGuard():
+                result = work(item)
             filled = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             is_full = filled > (memory_limit or sys.maxsize) // 2
-            _send(link, {"result": result, "is_full": is_full})
+            _send(link, {"number": number, "result": result, "is_full": is_full})
     finally:
         os._exit(1)
 

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from laurel.errors import ConfigError, MissingDependencyError
+from laurel.observe.forks import ForkGuard
 from laurel.workers.reservations import SETTLING, Resources, refusal, room
 
 try:
@@ -223,7 +224,8 @@ class Holder:
         self._trace: TracebackType | None = None
         try:
             make, args, kwargs = cloudpickle.loads(payload)
-            self._held = make(*args, **kwargs)
+            with ForkGuard():
+                self._held = make(*args, **kwargs)
         except Exception as error:  # Ray would put an error of its own in its place
             self._failure, self._trace = error, error.__traceback__
 
@@ -245,7 +247,8 @@ def _actor_class(held: type) -> type[Holder]:
 def _forwarded(method: str) -> Callable[..., Any]:
     def call(self: Holder, *args: Any, **kwargs: Any) -> Any:
         if self._failure is None:
-            return getattr(self._held, method)(*args, **kwargs)
+            with ForkGuard():
+                return getattr(self._held, method)(*args, **kwargs)
         if method != "shutdown":  # there is nothing to shut down
             raise self._failure.with_traceback(self._trace)
         return None

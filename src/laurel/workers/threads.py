@@ -11,6 +11,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NoReturn, TypeVar
 
+from laurel.observe.forks import ForkGuard
+
 T = TypeVar("T")
 CallEnd = Callable[[], T]
 """Returns the result of a call that has ended, or raises what it raised.
@@ -39,7 +41,8 @@ class DaemonThread:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                result = function(*arguments)
+                with ForkGuard():
+                    result = function(*arguments)
             except BaseException as error:
                 future.set_result(partial(_raise, error))
             else:

@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.cli.plan import command_of_file, read_shapes, run_plan
@@ -20,6 +22,7 @@ from laurel.models.spec import ModelSpec
 from laurel.planning.memory import Shapes
 from laurel.run.options import PlanOptions
 from laurel.run.request import judge_notes, sampling_notes
+from laurel.run.train import trained
 from model_directories import save_model
 from planned import fitted
 from saved_steps import save_step
@@ -292,3 +295,20 @@ def test_a_cut_distribution_is_said():
     assert notes() == notes(top_p=1.0, val_top_p=0.5) == notes(temperature=0, top_k=1) == []
     (both,) = notes(top_p=0.9, top_k=50)
     assert both.startswith("policy.generation.top_p=0.9 and policy.generation.top_k=50: ")
+
+
+@pytest.mark.parametrize("kind", ["rm", "sft", "grpo"])
+def test_the_plan_and_the_run_refuse_the_same_metric_and_name_what_switches_it_off(kind):
+    named = ["data.train_data_path=t.jsonl", "data.val_data_path=v.jsonl", "policy.scratch={}"]
+    metric = {"rm": "validation-default_loss", "sft": "val_loss", "grpo": "val:accuracy"}[kind]
+    asked = [*named, f"checkpointing.metric_name={metric}"]
+    off = [*asked, f"{kind}.val_period=0", f"{kind}.val_at_end=false"]
+    options = PlanOptions(kind=kind, as_json=True)
+    words = rf"Validation is off: {kind}\.val_period=0, {kind}\.val_at_end=false"
+    with pytest.raises(ConfigError, match=words):
+        run_plan(None, off, options)
+    with pytest.raises(ConfigError, match=words):
+        trained(kind, None, off, Console(file=io.StringIO()))
+    assert run_plan(None, asked, options)
+    # Nobody asks for the metric of a run that saves nothing.
+    assert run_plan(None, [*off, "checkpointing.enabled=false"], options)

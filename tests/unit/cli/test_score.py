@@ -180,7 +180,7 @@ def test_words_that_name_columns_are_no_file(score, checkpoint, tmp_path):
         assert second["scores"] == [None]
     done = CliRunner().invoke(app, [*command, str(path), "data.shuffle=true"])
     assert isinstance(done.exception, ConfigError)
-    assert "data.rejected_key=COLUMN; or set data.on_bad_row=skip" in str(done.exception)
+    assert "data.system_key=COLUMN; or set data.on_bad_row=skip" in str(done.exception)
     with pytest.raises(DataError, match=r"keys Frage, .*data\.prompt_key=COLUMN"):
         score(checkpoint, [row])
 
@@ -320,8 +320,9 @@ def test_a_contract_settles_the_length(score, checkpoint):
 def test_padding_that_ends_sequences_is_mended_by_a_setting(score, tmp_path, key):
     write_foreign_model(tmp_path, pad_is_eos=True)
     with pytest.raises(ModelError, match=r"pad_token=auto.*--set tokenizer\.pad_token=auto"):
-        score(tmp_path)
-    assert score(tmp_path, settings=(f"{key}=auto",)).code == 0
+        score(tmp_path, settings=(f"{key}=null",))
+    found = score(tmp_path)
+    assert (found.code, "pads with '<|im_end|>'" in found.err) == (0, True)
 
 
 def test_settings_that_cannot_be(score, foreign):

@@ -294,13 +294,16 @@ def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("reply", "how"),
     [
-        ('{"is_full": true, "result": {"score": 100.0}}', "crashes"),
-        ('{"is_full": true, "result": {"score": NaN}}', "crashes"),
-        ('{"is_full": true, "result": {"score": "1"}}', "crashes"),
-        ('{"is_full": true, "result": {"failure": "error: a broken scorer"}}', "unreadable"),
-        ('{"is_full": true, "result": "failure"}', "crashes"),
-        ('{"is_full": true, "result": null}', "crashes"),
-        ('{"is_full": true}', "crashes"),
+        ('{"number": 1, "is_full": true, "result": {"score": 100.0}}', "crashes"),
+        ('{"number": 1, "is_full": true, "result": {"score": NaN}}', "crashes"),
+        ('{"number": 1, "is_full": true, "result": {"score": "1"}}', "crashes"),
+        (
+            '{"number": 1, "is_full": true, "result": {"failure": "error: a broken scorer"}}',
+            "unreadable",
+        ),
+        ('{"number": 1, "is_full": true, "result": "failure"}', "crashes"),
+        ('{"number": 1, "is_full": true, "result": null}', "crashes"),
+        ('{"number": 1, "is_full": true}', "crashes"),
         ("[]", "crashes"),
         ("no JSON", "crashes"),
     ],

@@ -9,14 +9,13 @@ import pytest
 
 import tiny_tokenizers as made
 from environment_batches import batch_of, log_of, total
-from laurel.config.environments import EnvironmentsConfig, ToolsConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.environments.registry import create_environment, create_environments, shown_tools
 from laurel.environments.tool_environment import ToolEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError, ModelError
 from laurel.models.tool_calls import FORMS, ToolCall
-from laurel.run.grpo import grpo_identity
 from laurel.run.request import uses_reward_model
 from laurel.run.tasks import needs_of
 from tool_templates import FORM_OF, TOKENIZERS
@@ -286,11 +285,3 @@ def test_a_loaded_reward_model_may_judge():
 def test_a_run_with_tools_needs_turns():
     with pytest.raises(ConfigError, match=r"grpo\.max_rollout_turns=1"):
         run_of("grpo.max_rollout_turns=1")
-
-
-def test_what_changes_results_identifies_a_run():
-    one = grpo_identity(run_of())
-    assert one == grpo_identity(run_of("env.tools.timeout_seconds=3", "env.tools.num_workers=1"))
-    for change in ("env.tools.max_calls=3", "env.tools.graded_by=code", "env.tools.form=llama"):
-        assert one != grpo_identity(run_of(change))
-    assert ToolsConfig().functions == []

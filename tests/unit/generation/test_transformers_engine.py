@@ -8,10 +8,12 @@ import gc
 import itertools
 import threading
 import time
+from collections import Counter, deque
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 import tiny_tokenizers
@@ -27,10 +29,13 @@ from generators import (
     talk,
 )
 from laurel.config.policy import LoraConfig
+from laurel.data.forest import to_forest
 from laurel.errors import EngineError, ModelError
+from laurel.generation.transformers.batch import ContinuousBatch, Ticket
 from laurel.generation.transformers.engine import TransformersEngine
+from laurel.generation.transformers.rounded_weights import rounded_weights
 from laurel.models.loading.adapters import adapted_layers, add_adapters
-from laurel.types import Weights
+from laurel.types import TokenGroup, Weights
 
 
 def engine_of(policy, **options):
@@ -210,6 +215,46 @@ def test_dropout_is_off_while_drawing_and_the_model_is_as_before_afterwards():
         assert not frozen.training
         for one in found:
             assert one.logprobs_L == pytest.approx(full_logprobs(policy, wanted, one), abs=1e-5)
+
+
+class Rounded(TorchDispatchMode):
+    """Counts the matrices that are rounded to a lower precision, by their number of entries."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.to):
+            self.seen[made.numel()] += made.dtype == torch.bfloat16 != args[0].dtype
+        return made
+
+
+def test_weights_are_rounded_once_for_all_tokens_and_completions_stay_those_of_autocast():
+    policy, _ = policy_and_tokenizer(precision=torch.bfloat16)
+    linear = [m for m in policy.causal_lm.base_model.modules() if isinstance(m, torch.nn.Linear)]
+    weights = [layer.weight for layer in linear]
+    asked = request("p" * 20, seeds=range(3), max_new_tokens=5)
+    batch = ContinuousBatch(policy, tiny_tokenizers.chatml(), end_ids=[], max_concurrent=8)
+    found = []
+    with Rounded() as rounded, batch.drawing():
+        finished = batch.admit(deque([Ticket(asked, found.append)]))
+        while not batch.is_idle:
+            # A checkpoint that is saved meanwhile holds the weights that are trained.
+            assert all(layer.weight is own for layer, own in zip(linear, weights, strict=True))
+            assert all(value.dtype == torch.float32 for value in policy.state_dict().values())
+            finished += batch.step()
+    sizes = Counter(weight.numel() for weight in weights)
+    assert {size: rounded.seen[size] for size in sizes} == sizes
+    assert all(type(layer) is torch.nn.Linear for layer in linear)
+    assert not any("rounded" in vars(layer) for layer in linear)
+    assert len(finished) == 3
+    trunk, *branches = (np.arange(start, start + 5, dtype=np.int32) for start in (2, 30, 60))
+    forest = to_forest([TokenGroup(id="a", trunk_ids=trunk, branches_ids_G=tuple(branches))])
+    plain = policy.logprobs(forest)
+    with rounded_weights(policy):
+        assert torch.equal(policy.logprobs(forest), plain)
 
 
 def test_after_an_abort_the_model_is_free_at_once():

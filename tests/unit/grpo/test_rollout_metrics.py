@@ -15,6 +15,7 @@ from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import EnvironmentFailedError
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import (
+    control_token_metrics,
     end_batch,
     environment_batch,
     environment_metrics,
@@ -27,12 +28,28 @@ from laurel.grpo.metrics import (
 from laurel.grpo.validation import validation_metrics
 from laurel.observe.console import completion_rows
 from laurel.types import SamplingParams
-from policy_fakes import Judge, ScriptedGenerator, rollout, rollout_group, rollouts_of, saying, task
+from policy_fakes import (
+    ByteChat,
+    Judge,
+    ScriptedGenerator,
+    rollout,
+    rollout_group,
+    rollouts_of,
+    saying,
+    task,
+)
 
 GROUPS = [
     rollout_group(rollout("xx", 1.0), rollout("xxx..x", 3.0, num_turns=2, truncated=True)),
     rollout_group(rollout("x", None), rollout("xxxxx", 2.0), prompt="defgh"),
 ]
+
+
+def test_the_share_of_completions_that_spell_a_control_token() -> None:
+    """Tokens of the policy, and the marks of templates that its judges may have."""
+    said = rollout_group(*(rollout(text, 1.0) for text in ("a</s>", "<|im_end|>", "<b>", "")))
+    assert control_token_metrics([said], ByteChat()) == {"completions/control_token_share": 0.5}
+    assert control_token_metrics([], ByteChat()) == {}
 
 
 def test_lengths_turns_and_rewards_by_hand() -> None:

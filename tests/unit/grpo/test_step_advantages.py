@@ -21,7 +21,6 @@ from laurel.grpo.advantages import Advantages, compute_step_advantages, resolve
 from laurel.grpo.metrics import rollout_metrics
 from laurel.grpo.source import Batch
 from laurel.grpo.state import batch_from_dict, batch_to_dict
-from laurel.run.grpo import grpo_identity
 from laurel.types import Rollout, RolloutGroup, StepReward, Task
 from policy_batches import gradient, labels, loss_of, outputs
 from policy_fakes import (
@@ -306,13 +305,6 @@ def test_a_checkpoint_holds_the_steps() -> None:
 
 
 # --------------------------------------------------------------------------------- what is refused
-
-
-def test_a_run_without_them_goes_on_from_an_older_checkpoint() -> None:
-    name = "grpo.adv_estimator.per_step"
-    assert name not in grpo_identity(GRPORun())
-    run = GRPORun.model_validate({"grpo": {"adv_estimator": {"per_step": True}}})
-    assert grpo_identity(run)[name] is True
 
 
 @pytest.mark.parametrize(

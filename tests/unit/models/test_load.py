@@ -250,10 +250,27 @@ def test_a_tokenizer_without_a_template(save):
 def test_padding_that_ends_sequences(save):
     tokenizer = made.make_tokenizer(pad="</s>", more=("<|pad|>",))
     directory = save(tiny.tiny_classifier("qwen3"), tokenizer)
-    assert "policy.tokenizer.pad_token=auto" in refused(directory)
-    loaded = load(directory, tokenizer={"pad_token": "auto"})
+    assert "policy.tokenizer.pad_token=auto" in refused(directory, tokenizer={"pad_token": None})
+    loaded = load(directory)
+    assert any("'<|pad|>' is the padding token instead" in note for note in loaded.notes)
     assert loaded.contract.tokenizer.pad_token == "<|pad|>"
     assert loaded.contract.rules.pad_id != loaded.contract.rules.eos_id
+
+
+def test_a_head_that_transformers_reads_before_the_end_is_not_read_at_the_end_in_silence(save):
+    """Its configuration pads with the token that ends every conversation."""
+    template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+    tokenizer = made.make_tokenizer(pad="</s>", more=("<|pad|>",), template=template)
+    classifier = tiny.tiny_classifier("qwen3", pad_token_id=tokenizer.eos_token_id)
+    directory = save(classifier, tokenizer)
+    text = refused(directory)
+    assert "reads its score from the token before" in text
+    assert "policy.tokenizer.pad_token='<|pad|>'" in text
+    loaded = load(directory, tokenizer={"pad_token": "<|pad|>"})
+    assert loaded.contract.rules.pad_id != loaded.contract.rules.eos_id
+    model = tiny.tiny_language_model("qwen3")
+    model.config.pad_token_id = tokenizer.eos_token_id
+    assert load(save(model, tokenizer, name="new head")).has_new_head
 
 
 def test_nothing_there(tmp_path):

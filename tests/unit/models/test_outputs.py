@@ -11,7 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from laurel.data.forest import to_forest, to_padded
 from laurel.errors import DataError
-from laurel.models.forest.outputs import CHUNK_LOGITS, all_logits, predictors, token_logprobs
+from laurel.models.forest.outputs import (
+    all_logits,
+    gradients_on_gpu,
+    predictors,
+    reduce_on_gpu,
+    token_logprobs,
+)
+from laurel.planning.memory import CHUNK_LOGITS, chunk_tokens
 
 HEADS = {
     "plain": {},
@@ -170,12 +177,46 @@ def test_no_tensor_is_larger_than_a_chunk_forward_or_backward(kind, with_entropy
         assert largest.numel == expected
 
 
-def test_a_chunk_is_about_16_million_logits_where_nobody_says():
-    vocabulary = CHUNK_LOGITS // 4
+def test_a_chunk_is_about_16_million_logits_on_a_cpu():
+    vocabulary = CHUNK_LOGITS["cpu"] // 4
     weight, targets = torch.zeros(vocabulary, 1), torch.zeros(9, dtype=torch.int64)
     with Largest() as largest, torch.no_grad():
         token_logprobs(torch.zeros(9, 1), targets, weight)
     assert largest.numel == 4 * vocabulary == 2**24
+
+
+def test_chunks_on_a_gpu_hold_16_times_as_much_and_are_equally_long():
+    """2**28 // 151,936 = 1,766 tokens at most: 4,096 tokens are 3 chunks of 1,366 or fewer."""
+    assert chunk_tokens(151_936, "cpu", num_tokens=4096) == 110
+    assert chunk_tokens(151_936, "cuda", num_tokens=4096) == 1366
+    assert chunk_tokens(151_936, "cuda", num_tokens=1766) == 1766
+    assert chunk_tokens(2**29, "cuda", num_tokens=5) == 1
+    assert chunk_tokens(32_768, "cuda", num_tokens=0) == 1
+    # Meta tensors stand for those of a GPU.
+    hidden, weight = (torch.empty(*shape, device="meta") for shape in ((4096, 2), (151_936, 2)))
+    with Largest() as largest, torch.no_grad():
+        token_logprobs(hidden, torch.empty(4096, dtype=torch.int64, device="meta"), weight)
+    assert largest.numel == 1366 * 151_936
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped"])
+def test_the_reductions_of_a_gpu_are_those_of_the_plain_formula(kind):
+    hidden, weight, _, targets = drawn()
+    products = (hidden @ weight.T).detach().requires_grad_()
+    cap = HEADS[kind].get("softcap")
+    finished = products if cap is None else cap * torch.tanh(products / cap)
+    whole = finished.log_softmax(-1)
+    expected = whole.gather(1, targets[:, None])[:, 0]
+    entropy = torch.empty(len(targets), dtype=torch.float64)
+    logprobs, logsum = reduce_on_gpu(finished.detach().clone(), targets, entropy)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(logsum, finished.logsumexp(1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(1), rtol=0, atol=1e-12)
+    by_logprobs = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
+    slopes = None if cap is None else 1 - (finished.detach() / cap) ** 2
+    found = gradients_on_gpu(finished.detach().clone(), targets, by_logprobs, slopes)
+    (wanted,) = torch.autograd.grad(expected, products, by_logprobs)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 SHAPES = st.lists(

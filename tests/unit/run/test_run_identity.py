@@ -1,119 +1,211 @@
-"""What must be the same when a GRPO run goes on, of whatever gives its scores."""
+"""What must be the same when a run goes on: every key that is not marked as free."""
 
-from typing import Any
+import json
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from laurel.config.environments import (
-    CodeEnvironmentConfig,
-    EnvironmentsConfig,
-    RewardModelEnvironmentConfig,
-)
-from laurel.config.grpo import GRPORun
-from laurel.run.grpo import grpo_identity
-from laurel.training.state import leaves
+from laurel.config.load import load_config, to_yaml
+from laurel.config.resuming import changes
+from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
+from laurel.config.schemas import SCHEMAS
+from laurel.config.yaml_tree import MayChange, Section
+from laurel.errors import CheckpointError
+from laurel.run.model import check_same_settings
 
 URL, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:9000"
-JUDGE: dict[str, Any] = {"judge": {"urls": [URL], "model": "m"}}
-WRITTEN: dict[str, Any] = {"judge": {"model": "m"}}
-LOADED: dict[str, Any] = {"judge": {"model": "m", "read_out": "log_probability"}}
-FUNCTION: dict[str, Any] = {"function": {"path": "m:f"}}
-MODELS: dict[str, Any] = {
-    "models": [{"name": "a", "model_name": "x"}, {"name": "b", "urls": [URL], "normalize": "none"}]
-}
 
 
-def identity(settings):
-    reward_model = RewardModelEnvironmentConfig(**settings)
-    config = GRPORun()
-    env = config.env.model_copy(update={"reward_model": reward_model})
-    return dict(leaves("", grpo_identity(config.model_copy(update={"env": env}))))
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_every_key_is_refused_with_both_values_unless_its_field_is_marked(kind):
+    """No key is named here: one that is added later is walked as well."""
+    config = whole(SCHEMAS[kind])
+    before = dumped(config)
+    num_free = num_fixed = 0
+    for key, mark, one, other, changed in variants(config):
+        found = [(c.key, c.before, c.now) for c in changes(type(config), before, dumped(changed))]
+        assert found == ([] if mark else [(key, one, other)])
+        num_free += mark is not None
+        num_fixed += mark is None
+    assert num_free > 50
+    assert num_fixed > 50
 
 
-def changed(settings, path, value):
-    key, _, rest = path.partition(".")
-    if isinstance(settings, list):
-        index = int(key)
-        return [*settings[:index], changed(settings[index], rest, value), *settings[index + 1 :]]
-    inner = changed(settings.get(key, {}), rest, value) if rest else value
-    return settings | {key: inner}
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_sweep_compares_the_length_of_its_runs_too(kind):
+    config = whole(SCHEMAS[kind])
+    before = dumped(config)
+    for key, mark, *_, changed in variants(config):
+        found = [c.key for c in changes(type(config), before, dumped(changed), in_sweep=True)]
+        assert found == ([] if mark and mark.in_sweeps else [key])
 
 
-@pytest.mark.parametrize(
-    ("settings", "path", "value"),
-    [
-        (JUDGE, "judge.urls", [OTHER]),
-        (JUDGE, "judge.api_key_env", "KEY"),
-        (LOADED, "judge.backend", "vllm"),
-        (
-            changed(LOADED, "judge.backend", "vllm"),
-            "judge.vllm_cfg",
-            {"gpu_memory_utilization": 0.5},
-        ),
-        (WRITTEN, "judge.max_concurrent", 3),
-        (LOADED, "judge.batch_tokens", 4096),
-        (FUNCTION, "function.timeout", 3.0),
-        (FUNCTION, "num_workers", 2),
-        ({"urls": [URL]}, "urls", [OTHER]),
-        ({"urls": [URL]}, "connect_patience", 3.0),
-        (MODELS, "models.1.urls", [OTHER]),
-        ({"model_name": "x"}, "use_reward_loop", False),
-    ],
-)
-def test_where_and_how_fast_may_change(settings, path, value):
-    assert identity(changed(settings, path, value)) == identity(settings)
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_what_an_earlier_version_did_not_know_had_its_default(kind):
+    schema = SCHEMAS[kind]
+    config = load_config(schema, None, []).config
+    assert not list(changes(schema, {}, dumped(config)))
+    older = dumped(config) | {"gone": 1, kind: dumped(config)[kind] | {"gone": {"x": 1}}}
+    assert not list(changes(schema, older, dumped(config)))
+
+
+RM, GRPO, ENV = "rm", "grpo", "env.reward_model"
 
 
 @pytest.mark.parametrize(
-    ("settings", "path", "value"),
+    ("kind", "key", "value"),
     [
-        (JUDGE, "judge.model", "n"),
-        (JUDGE, "judge.template", "{{ response }}"),
-        (JUDGE, "judge.seed", 1),
-        (LOADED, "judge.read_out", "written"),
-        (LOADED, "judge.precision", "float32"),
-        (LOADED, "judge.max_model_len", 512),
-        (LOADED, "judge.words", ["good", "bad"]),
-        (FUNCTION, "function.path", "m:g"),
-        (FUNCTION, "function.kwargs", {"a": 1}),
-        ({"urls": [URL]}, "url_protocol", "slime"),
-        ({"model_name": "x"}, "model_name", "y"),
-        (MODELS, "models.0.weight", 2.0),
-        (MODELS, "combine", "min"),
-        (MODELS, "models.0.model_name", "y"),
+        (RM, "policy.max_grad_norm", 2.0),
+        (RM, "policy.trust_remote_code", True),
+        (RM, "rm.val_batches", 3),
+        (GRPO, f"{ENV}.reward_model_cfg.attribute_weights", [1.0]),
+        (GRPO, f"{ENV}.reward_model_cfg.step_aggregate", "mean"),
+        (GRPO, f"{ENV}.precision", "float32"),
+        (GRPO, f"{ENV}.url_model", "m"),
+        (GRPO, f"{ENV}.models[0].url_model", "m"),
+        (GRPO, f"{ENV}.models[0].reward_key", "k"),
+        (GRPO, f"{ENV}.model_version", "v2"),
+        (GRPO, "env.code.sandbox.cpu_seconds", 1.0),
+        (GRPO, "policy.generation.val_temperature", 0.0),
     ],
 )
-def test_what_decides_scores_may_not(settings, path, value):
-    assert identity(changed(settings, path, value)) != identity(settings)
-
-
-def of_code(**settings):
-    env = GRPORun().env.model_copy(update={"code": CodeEnvironmentConfig(**settings)})
-    return dict(leaves("", grpo_identity(GRPORun().model_copy(update={"env": env}))))
+def test_what_decides_rewards_and_metrics_is_fixed(kind, key, value):
+    assert mark_of(kind, key) is None
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("kind", "key"),
     [
-        {"reward": "fraction"},
-        {"max_attempts": 2},
-        {"comparison": "apps"},
-        {"stop_strings": None},
-        {"sandbox": {"cpu_seconds": 1.0}},
-        {"sandbox": {"memory_mb": 64}},
+        (RM, "rm.max_num_steps"),
+        (RM, "rm.val_period"),
+        (RM, "checkpointing.save_period"),
+        (RM, "checkpointing.checkpoint_dir"),
+        (RM, "logger.log_dir"),
+        (RM, "cluster.num_nodes"),
+        (RM, "policy.dtensor_cfg.tensor_parallel_size"),
+        (RM, "policy.train_micro_batch_size"),
+        (RM, "data.train_data_path"),  # the rows themselves are compared
+        (GRPO, f"{ENV}.urls"),
+        (GRPO, f"{ENV}.models[0].urls"),
+        (GRPO, f"{ENV}.judge.urls"),
+        (GRPO, f"{ENV}.judge.vllm_cfg.tensor_parallel_size"),
+        (GRPO, f"{ENV}.function.router"),
+        (GRPO, f"{ENV}.num_workers"),
+        (GRPO, f"{ENV}.use_reward_loop"),
+        (GRPO, "env.openenv.x.url"),
+        (GRPO, "env.code.sandbox.min_tier"),
+        (GRPO, "grpo.health.stop_on"),
     ],
 )
-def test_what_a_program_earns_may_not_change_and_where_it_runs_may(settings):
-    assert of_code(**settings) != of_code()
-    sandbox = {"min_tier": "A", "backlog": 3}
-    assert of_code(num_workers=1, deadline_seconds=9.0, sandbox=sandbox) == of_code()
+def test_where_how_fast_and_how_long_may_change(kind, key):
+    assert mark_of(kind, key) is not None
 
 
-@pytest.mark.parametrize("kind", ["openenv", "openreward"])
-def test_a_server_of_sessions_may_move_and_its_rewards_may_not_change(kind):
-    def of_server(**settings):
-        env = EnvironmentsConfig(**{kind: {"x": {"url": URL, **settings}}})
-        return dict(leaves("", grpo_identity(GRPORun().model_copy(update={"env": env}))))
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
+    models = [
+        {"name": "a", "model_name": "x"},
+        {"name": "b", "urls": [URL], "url_protocol": "slime", "normalize": "none"},
+    ]
 
-    assert of_server(url=OTHER, connect_patience=1.0, step_timeout=2.0) == of_server()
-    assert of_server(max_observation_chars=64) != of_server()
+    def run_of(*overrides):
+        first = ["policy.optimizer.kwargs.lr=1e-5", f"{ENV}.models={json.dumps(models)}"]
+        return load_config(SCHEMAS[GRPO], None, [*first, *overrides]).config
+
+    (tmp_path / "config.yaml").write_text(to_yaml(run_of()), encoding="utf-8")
+    check_same_settings(tmp_path, run_of("grpo.max_num_steps=7"))
+    moved = json.dumps([models[0], models[1] | {"urls": [OTHER], "hedge": False}])
+    check_same_settings(tmp_path, run_of(f"{ENV}.models={moved}"))
+    other = json.dumps([models[0], models[1] | {"reward_key": "score"}])
+    with pytest.raises(CheckpointError, match=r"models\[1\]\.reward_key: '' then, 'score' now"):
+        check_same_settings(tmp_path, run_of(f"{ENV}.models={other}"))
+    with pytest.raises(CheckpointError, match="attribute_weights: None then, "):
+        check_same_settings(
+            tmp_path,
+            run_of(
+                f"{ENV}.reward_model_cfg.attributes=[a, b]",
+                f"{ENV}.reward_model_cfg.attribute_weights=[0, -100]",
+            ),
+        )
+    with pytest.raises(CheckpointError, match=r"env\.custom\.mine: None then, \{"):
+        check_same_settings(tmp_path, run_of("+env.custom.mine.name=m.C"))
+
+
+# ------------------------------------------------------ a configuration in which every part exists
+
+
+def dumped(config):
+    return config.model_dump(mode="json", warnings=False)
+
+
+def whole(section):
+    """Make a section with every optional section in it, past the rules of what fits together."""
+    values = {name: present(one) for name, one in section.model_fields.items()}
+    return section.model_construct(**values)
+
+
+def present(field):
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    kinds = kinds_of(field.annotation)
+    if isinstance(default, Section):
+        return whole(type(default))
+    for one in sections_of(kinds):
+        return whole(one)
+    for kind in kinds:
+        for one in sections_of(item_kinds(kind) or ()):
+            return {"x": whole(one)} if is_mapping(kind) else [whole(one)]
+    return "x" if field.is_required() and str in kinds else default
+
+
+def variants(section):
+    """Yield each leaf key with its mark, both values, and the section with the other value."""
+    for name, field in type(section).model_fields.items():
+        mark = next((one for one in field.metadata if isinstance(one, MayChange)), None)
+        value = getattr(section, name)
+        for behind, inner, put in parts(value):
+            for key, own, one, other, changed in variants(inner):
+                copy = section.model_copy(update={name: put(changed)})
+                yield f"{name}{behind}.{key}", own or mark, one, other, copy
+        if not list(parts(value)):
+            other, behind = another(value, kinds_of(field.annotation))
+            copy = section.model_copy(update={name: other})
+            pair = (None, other["x"]) if behind else (value, other)
+            yield f"{name}{behind}", mark, *json.loads(json.dumps(pair)), copy
+
+
+def parts(value):
+    if isinstance(value, Section):
+        yield "", value, lambda changed: changed
+    elif isinstance(value, dict) and isinstance(value.get("x"), Section):
+        yield ".x", value["x"], lambda changed: {"x": changed}
+    elif isinstance(value, list) and value and isinstance(value[0], Section):
+        yield "[0]", value[0], lambda changed: [changed]
+
+
+def another(value: Any, kinds: Any) -> tuple[Any, str]:
+    """Return a value that differs from `value`, and what stands behind the key that differs."""
+    choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
+    if choices:
+        return next(one for one in choices if one != value), ""
+    if isinstance(value, bool):
+        return not value, ""
+    if isinstance(value, int | float):
+        return value + 1, ""
+    if isinstance(value, str):
+        return value + "x", ""
+    if isinstance(value, dict):
+        return {**value, "x": 1}, ".x"
+    if isinstance(value, list):
+        return [*value, "x"], ""
+    assert value is None
+    kind = next(kind for kind in kinds if kind is not NoneType)
+    made = {int: 1, float: 1.0, str: "x", bool: True, dict: {"x": 1}}
+    return made.get(kind, {"x": 1} if is_mapping(kind) else ["x", "y"]), ""
+
+
+def mark_of(kind, key):
+    found = [mark for name, mark, *_ in variants(whole(SCHEMAS[kind])) if name == key]
+    assert len(found) == 1, key
+    return found[0]

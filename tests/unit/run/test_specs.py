@@ -20,7 +20,7 @@ SECTION = {
     "safetensors_only": False,
     "hf_config_overrides": {"attention_dropout": 0.25},
     "scratch": {"hidden_size": 32},
-    "tokenizer": {"pad_token": "auto"},
+    "tokenizer": {"pad_token": "<pad>"},
     "reward_model_cfg": {"reward_model_type": "regression", "attributes": ["helpfulness"]},
     "precision": "float32",
     "sequence_packing": {"enabled": False},

@@ -6,13 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from laurel.config.load import load_config
-from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import CheckpointError
-from laurel.run.reward_model import reward_model_identity
 from laurel.training.state import (
     TRAINING_DATA,
-    check_same_run,
+    VALIDATION_DATA,
+    another_run,
+    check_same_rows,
     read_run_dir,
     samples_fingerprint,
     write_bad_step,
@@ -77,90 +76,42 @@ def test_a_fingerprint_knows_the_order_and_not_the_place():
     assert samples_fingerprint([sample(source="elsewhere:1")]) == samples_fingerprint([one])
 
 
-def settings(*overrides):
-    return reward_model_identity(load_config(RewardTrainingRun, None, list(overrides)).config)
-
-
-@pytest.mark.parametrize(
-    ("override", "name"),
-    [
-        ("rm.seed=1", "rm.seed"),
-        ("rm.loss.type=davidson", "rm.loss.type"),
-        ("policy.model_name=other", "policy.model_name"),
-        ("policy.train_global_batch_size=7", "policy.train_global_batch_size"),
-        ("policy.optimizer.kwargs.lr=0.1", "policy.optimizer.kwargs.lr"),
-        ("+policy.optimizer.kwargs.amsgrad=true", "policy.optimizer.kwargs.amsgrad"),
-        ("~policy.optimizer.kwargs.eps", "policy.optimizer.kwargs.eps"),
-        ("policy.dtensor_cfg.lora_cfg.alpha=1", "policy.dtensor_cfg.lora_cfg.alpha"),
-        ("policy.precision=float32", "policy.precision"),
-        ("data.shuffle=false", "data.shuffle"),
-        ("policy.max_total_sequence_length=99", "data.max_input_seq_length"),
-        ("data.max_input_seq_length=99", "data.max_input_seq_length"),
-    ],
-)
-def test_settings_that_make_another_run(tmp_path, override, name):
-    write_run(tmp_path, settings())
-    check_same_run(tmp_path, settings())
-    with pytest.raises(CheckpointError) as refusal:
-        check_same_run(tmp_path, settings(override))
-    assert f"({name}: " in str(refusal.value)
-    assert str(refusal.value).count(" then, ") == 1
-
-
 def test_of_many_differences_the_weightiest_are_told_and_the_rest_counted(tmp_path):
-    write_run(tmp_path, settings())
-    changes = [
-        "rm.seed=1",
-        "data.shuffle=false",
-        "policy.precision=float32",
-        "policy.model_name=other",
-        "policy.optimizer.kwargs.lr=0.1",
-        "policy.train_global_batch_size=7",
-        "rm.loss.type=davidson",
+    names = [
+        "rm.seed",
+        "data.shuffle",
+        "policy.precision",
+        "policy.model_name",
+        "policy.optimizer.kwargs.lr",
+        "policy.train_global_batch_size",
+        "rm.loss.type",
     ]
-    with pytest.raises(CheckpointError) as refusal:
-        check_same_run(tmp_path, settings(*changes))
-    said = str(refusal.value)
-    assert said.count(" then, ") == 4
+    said = str(another_run(tmp_path, [(name, 1, 2) for name in names]))
+    assert said.count(": 1 then, 2 now") == 4
     order = ["(policy.model_name: ", "policy.optimizer.kwargs.lr: ", "data.shuffle: "]
     assert [said.index(name) for name in order] == sorted(said.index(name) for name in order)
     assert f"and 3 more; {tmp_path / 'config.yaml'} has what was set then)" in said
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "rm.max_num_epochs=9",
-        "rm.max_num_steps=3",
-        "rm.val_period=1",
-        "rm.max_bad_steps=9",
-        "policy.train_micro_batch_size=4",
-        "policy.max_grad_norm=null",
-        "checkpointing.save_period=1",
-        "logger.log_dir=x",
-        "cluster.cpu_threads=1",
-    ],
-)
-def test_settings_that_may_change_in_the_middle(tmp_path, override):
-    write_run(tmp_path, settings())
-    check_same_run(tmp_path, settings(override))
-
-
-def test_the_training_data_count_where_they_are_known(tmp_path):
-    write_run(tmp_path, settings() | {TRAINING_DATA: "abc"})
-    check_same_run(tmp_path, settings())
-    check_same_run(tmp_path, settings() | {TRAINING_DATA: "abc"})
-    with pytest.raises(CheckpointError, match="training data: 'abc' then, 'xyz' now"):
-        check_same_run(tmp_path, settings() | {TRAINING_DATA: "xyz"})
+@pytest.mark.parametrize("name", [TRAINING_DATA, VALIDATION_DATA])
+def test_the_rows_count_where_they_are_known(tmp_path, name):
+    write_run(tmp_path, {name: "abc"})
+    check_same_rows(tmp_path, {})
+    check_same_rows(tmp_path, {name: "abc"})
+    with pytest.raises(CheckpointError, match=f"{name}: 'abc' then, 'xyz' now"):
+        check_same_rows(tmp_path, {name: "xyz"})
+    write_run(tmp_path, {})  # of an earlier version
+    check_same_rows(tmp_path, {name: "xyz"})
 
 
 def test_a_directory_that_cannot_be_resumed(tmp_path):
     with pytest.raises(CheckpointError, match="save_optimizer=false"):
-        check_same_run(tmp_path, {})
-    write_run(tmp_path, {})
-    (tmp_path / "training" / "run.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
-        check_same_run(tmp_path, {})
+        check_same_rows(tmp_path, {})
+    for text in ("[]", '{"identity": []}'):
+        write_run(tmp_path, {})
+        (tmp_path / "training" / "run.json").write_text(text, encoding="utf-8")
+        with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
+            check_same_rows(tmp_path, {TRAINING_DATA: "abc"})
 
 
 def write_run(checkpoint, identity, run_dir=""):

@@ -59,6 +59,15 @@ def forge(reply):
         except OSError:
             pass
 
+def forks_and_leaves(path):
+    if os.fork() == 0:
+        with open(path, "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(1000)
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    os._exit(3)
+
 def raises():
     raise ValueError("nobody catches this")
 
@@ -148,6 +157,14 @@ def test_what_an_item_has_started_ends_with_it(opened, tmp_path):
     wait_until(lambda: is_gone(int(path.read_text())))
 
 
+def test_a_process_that_dies_is_missed_at_once_though_what_it_forked_lives(opened, tmp_path):
+    path = tmp_path / "pid"
+    pool = opened()
+    with pytest.raises(ProcessDiedError):
+        done(pool, "forks_and_leaves", str(path))
+    wait_until(lambda: is_gone(int(path.read_text())))
+
+
 def test_memory_is_limited_and_a_process_that_has_filled_half_is_replaced(opened):
     pool = opened(memory_limit=1 << 30)
     assert done(pool, "swell", 1) == 1 << 20
@@ -169,8 +186,9 @@ def test_a_process_is_replaced_after_its_share_of_items(opened):
 @pytest.mark.parametrize(
     ("reply", "result"),
     [
-        ('{"result": "forged", "is_full": false}', "forged"),
-        ('{"result": "forged"}', None),
+        ('{"number": 1, "result": "forged", "is_full": false}', "forged"),
+        ('{"number": 1, "result": "forged"}', None),
+        ('{"number": 0, "result": "forged", "is_full": false}', None),
         ("[1]", None),
         ("no JSON", None),
         ("[" * 20_000, None),

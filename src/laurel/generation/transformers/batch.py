@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from laurel.errors import EngineError
+from laurel.generation.transformers.rounded_weights import rounded_weights
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
 from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeptTokens, KeyValueStore
@@ -124,7 +125,12 @@ class ContinuousBatch:
             self.conversations.clear()
         self._stamp_of_cached = before
         try:
-            with torch.inference_mode(), self.model.autocast(), self._products(self.model):
+            with (
+                self.model.without_gradients(),
+                self.model.autocast(),
+                rounded_weights(self.model),
+                self._products(self.model),
+            ):
                 yield
         finally:
             for module in in_training:
@@ -307,14 +313,14 @@ class ContinuousBatch:
             self._store.remove_prompt(ticket.prompt)
         ticket.prompt = ticket.hidden_1D = ticket.copied_prompt = None
 
-    @torch.inference_mode()
     def abort(self, ticket: Ticket) -> None:
         """Remove the unfinished completions of a request."""
         if self._partial is ticket:
             self._partial = None
-        for slot in [slot for slot, row in self._rows.items() if row.ticket is ticket]:
-            self._drop(slot)
-        self._forget_prompt(ticket)
+        with self.model.without_gradients():
+            for slot in [slot for slot, row in self._rows.items() if row.ticket is ticket]:
+                self._drop(slot)
+            self._forget_prompt(ticket)
 
     def free_memory(self) -> None:
         """Free the memory of an idle batch, its conversations, and torch's cache on the device."""

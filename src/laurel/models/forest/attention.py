@@ -365,10 +365,22 @@ def _is_gpu(tensor: Tensor) -> bool:
     return tensor.device.type in ("cuda", "meta")
 
 
+VARIANTS = 64
+"""How many compiled variants of one function may exist: one for each layer window, dtype, precision
+of a model, kind of lengths, and with and without gradients."""
+
+
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of FlexAttention; uncompiled, it is slow and has no backward pass."""
-    return torch.compile(function)
+    """Compile a function of FlexAttention; uncompiled, it is slow and has no backward pass.
+
+    The compiler keeps 8 variants of a function and runs it uncompiled after that, with whole
+    matrices of scores and a warning. A Gemma 2 in training and sampling needs 16. More than
+    `VARIANTS` are an error, as the whole function is one graph.
+    """
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, VARIANTS)
+    return torch.compile(function, fullgraph=True)
 
 
 def attend_by_blocks(

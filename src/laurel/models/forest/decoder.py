@@ -77,10 +77,17 @@ class Decoder(nn.Module):
         """
         return self.gathered_dtype or self.weights_dtype
 
+    @property
+    def lowers_precision(self) -> bool:
+        """Whether autocast computes with float32 weights in a lower precision."""
+        return self.weights_dtype == torch.float32 and self.precision != torch.float32
+
     def without_gradients(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context without gradients, in inference mode unless the model is sharded."""
-        # In inference mode a sharded model could not write the weights that it gathers.
-        return torch.inference_mode() if self.mesh is None else torch.no_grad()
+        """Return a context without gradients; on a CPU, inference mode."""
+        # In inference mode a sharded model could not write the weights that it gathers. What a GPU
+        # compiles would have a third variant, beside those with and without gradients.
+        is_plain = self.mesh is None and self.device.type == "cpu"
+        return torch.inference_mode() if is_plain else torch.no_grad()
 
     @contextlib.contextmanager
     def in_full_precision(self) -> Iterator[None]:
@@ -146,8 +153,7 @@ class Decoder(nn.Module):
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that autocasts float32 weights to a lower `precision`, if configured."""
-        is_master = self.weights_dtype == torch.float32
-        if self.precision == torch.float32 or not is_master:
+        if not self.lowers_precision:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
 

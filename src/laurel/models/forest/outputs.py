@@ -22,10 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from laurel.errors import DataError
+from laurel.planning.memory import chunk_tokens
 from laurel.types import PaddedRows, TokenForest
 
-CHUNK_LOGITS = 2**24
-"""The number of logits of one chunk if no size is configured: 64 MiB."""
 CACHED_LOGITS = 2**20
 """The number of logits that are processed at a time, to stay in a processor's cache."""
 
@@ -146,14 +145,18 @@ def token_logprobs(
         temperature: The temperature, above 0.
         softcap: The limit of the logits, which become `softcap * tanh(logits / softcap)`.
         logit_scale: The factor of the logits, before the softcap.
-        chunk_size: The number of tokens whose logits are in memory at a time; None: as many as give
-            about 16M logits.
+        chunk_size: The number of tokens whose logits are in memory at a time; None: as many as
+            `planning.memory.chunk_tokens` gives for the device.
         with_entropy: Whether the entropy is computed too.
         share: The shard of the vocabulary that the weight covers; None: all of it. With a shard,
             all ranks make this call and the backward pass together, with equal hidden states and
             tokens.
     """
-    chunk_size = chunk_size or max(1, CHUNK_LOGITS // weight_VD.shape[0])
+    chunk_size = chunk_size or chunk_tokens(
+        len(weight_VD),
+        "cpu" if weight_VD.device.type == "cpu" else "cuda",
+        num_tokens=len(targets_M),
+    )
     options = _Options(temperature, softcap, logit_scale, chunk_size, with_entropy, share)
     logprobs_M, entropy_M = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_MD, weight_VD, bias_V, targets_M, options
@@ -175,7 +178,7 @@ def all_logits(
     `token_logprobs` describes the arguments.
     """
     options = _Options(1.0, softcap, logit_scale, len(hidden_XD), with_entropy=False, share=share)
-    with torch.no_grad(), torch.autocast(hidden_XD.device.type, enabled=False):
+    with torch.no_grad(), _no_autocast(hidden_XD):
         logits_XV = _Head(weight_VD, bias_V, hidden_XD.dtype, options).logits(hidden_XD)
         return logits_XV if share is None else share.gather(logits_XV)
 
@@ -197,7 +200,8 @@ class _Head:
         self.precise = torch.promote_types(
             torch.promote_types(weight_VD.dtype, hidden), torch.float32
         )
-        self.is_low = weight_VD.is_cuda and weight_VD.dtype == hidden and hidden != self.precise
+        is_gpu = weight_VD.device.type != "cpu"  # meta tensors stand for those of a GPU
+        self.is_low = is_gpu and weight_VD.dtype == hidden and hidden != self.precise
         self.softcap, self.temperature = options.softcap, options.temperature
         # Without a cap, the temperature is one more factor of the logits.
         self.factor = options.logit_scale / (1.0 if self.softcap else self.temperature)
@@ -208,7 +212,7 @@ class _Head:
 
     def chunk(self, hidden_CD: Tensor) -> Tensor:
         # The logits `[C, V]` are valid until the next call overwrites them.
-        if self._space is None and not self.is_low:
+        if self._space is None:
             size = (min(self._chunk_size, len(hidden_CD)), len(self.weight_VD))
             self._space = hidden_CD.new_empty(size, dtype=self.precise)
         space = None if self._space is None else self._space[: len(hidden_CD)]
@@ -230,26 +234,29 @@ class _Head:
         share_CV = logits_CV * (self.temperature / self.softcap)  # what tanh gave
         return share_CV.square_().neg_().add_(1.0).div_(self.temperature)
 
+    def factors(self, by_logits_CV: Tensor) -> Tensor:
+        # The gradients by the bare products, as both products with them take them.
+        return by_logits_CV.to(self.weight_VD.dtype)
+
     def gradient_by_hidden(self, by_logits_CV: Tensor) -> Tensor:
-        # `[C, D]`, from gradients by the bare products of hidden states and weights.
+        # `[C, D]`, from `factors`.
         if self.is_low:
-            low_CV = by_logits_CV.to(self.weight_VD.dtype)
-            return torch.mm(low_CV, self.weight_VD, out_dtype=torch.float32)
+            return torch.mm(by_logits_CV, self.weight_VD, out_dtype=torch.float32)
         return by_logits_CV @ self.weight_VD
 
     def add_gradient_by_weight(
         self, total_VD: Tensor, by_logits_CV: Tensor, hidden_CD: Tensor
     ) -> None:
-        if self.is_low:
-            low_VC = by_logits_CV.T.to(self.weight_VD.dtype)
-            total_VD.add_(torch.mm(low_VC, hidden_CD, out_dtype=torch.float32))
+        if self.is_low:  # summed in place: the product alone would be another matrix [V, D]
+            torch.addmm(total_VD, by_logits_CV.T, hidden_CD, out_dtype=torch.float32, out=total_VD)
         else:
             total_VD.addmm_(by_logits_CV.T, hidden_CD.to(self.precise))
 
     def _multiply(self, hidden_CD: Tensor, space: Tensor | None) -> Tensor:
         if self.is_low:
-            logits = torch.mm(hidden_CD, self.weight_VD.T, out_dtype=torch.float32)
-            logits.mul_(self.factor)
+            logits = torch.mm(hidden_CD, self.weight_VD.T, out_dtype=torch.float32, out=space)
+            if self.factor != 1.0:  # a pass over all logits
+                logits.mul_(self.factor)
             return logits if self.bias_V is None else logits.add_(self.bias_V)
         hidden_CD = hidden_CD.to(self.precise) * self.factor
         if self.bias_V is None:
@@ -267,7 +274,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_M: Tensor,
         options: _Options,
     ) -> tuple[Tensor, Tensor | None]:
-        with torch.autocast(hidden_MD.device.type, enabled=False):
+        with _no_autocast(hidden_MD):
             head = _Head(weight_VD, bias_V, hidden_MD.dtype, options)
             logprobs_M = hidden_MD.new_empty(len(targets_M), dtype=head.precise)
             logsum_M = torch.empty_like(logprobs_M)
@@ -275,6 +282,11 @@ class _TokenLogprobs(torch.autograd.Function):
             for chunk in _slices(len(targets_M), options.chunk_size):
                 logits_CV = head.finish(head.chunk(hidden_MD[chunk]))
                 entropy_C = None if entropy_M is None else entropy_M[chunk]
+                if options.share is None and logits_CV.device.type != "cpu":
+                    logprobs_M[chunk], logsum_M[chunk] = reduce_on_gpu(
+                        logits_CV, targets_M[chunk], entropy_C
+                    )
+                    continue
                 if options.share is None:
                     chosen_C = logits_CV.gather(1, targets_M[chunk, None])[:, 0]
                     peak_C, rest_C = _reduce(logits_CV, entropy_C)
@@ -305,7 +317,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if is_here
             else torch.arange(len(targets_M), device=targets_M.device)
         )
-        with torch.autocast(hidden_MD.device.type, enabled=False):
+        with _no_autocast(hidden_MD):
             head = _Head(weight_VD, bias_V, hidden_MD.dtype, options)
             by_hidden_MD = torch.zeros_like(hidden_MD) if needs_hidden else None
             by_weight_VD = torch.zeros_like(weight_VD, dtype=head.precise) if needs_weight else None
@@ -323,6 +335,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 )
                 if by_bias_V is not None:
                     by_bias_V += by_logits_CV.sum(0)
+                by_logits_CV = head.factors(by_logits_CV)
                 if by_hidden_MD is not None:
                     by_hidden_CD = head.gradient_by_hidden(by_logits_CV)
                     if options.share is not None:
@@ -357,6 +370,44 @@ def _reduce(logits_CV: Tensor, entropy_C: Tensor | None) -> tuple[Tensor, Tensor
     return peak_C, rest_C
 
 
+def reduce_on_gpu(
+    logits_CV: Tensor, targets_C: Tensor, entropy_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability and the log-sum-exp of each token, both [C].
+
+    The time on a GPU is that of the bytes that each pass over the logits moves, and log_softmax is
+    one kernel.
+
+    Args:
+        logits_CV: The finished logits, which are overwritten.
+        targets_C: int64, the tokens.
+        entropy_C: Where the entropies are written; None: they are not computed.
+    """
+    chosen_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
+    scaled_CV = logits_CV.log_softmax(dim=1)
+    logprobs_C = scaled_CV.gather(1, targets_C[:, None])[:, 0]
+    if entropy_C is not None:
+        powers_CV = torch.exp(scaled_CV, out=logits_CV)
+        torch.linalg.vecdot(powers_CV, scaled_CV, dim=1, out=entropy_C).neg_()
+    return logprobs_C, chosen_C - logprobs_C
+
+
+def gradients_on_gpu(
+    logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, slopes_CV: Tensor | None
+) -> Tensor:
+    """Return the gradients [C, V] by the bare products of hidden states and weights.
+
+    Args:
+        logits_CV: The finished logits.
+        targets_C: int64, the tokens.
+        weights_C: The gradients by the log-probabilities, times the factor of the logits.
+        slopes_CV: The derivatives of the cap; None where all are 1.
+    """
+    by_CV = logits_CV.softmax(dim=1).mul_(-weights_C[:, None])
+    by_CV.scatter_add_(1, targets_C[:, None], weights_C[:, None])
+    return by_CV if slopes_CV is None else by_CV.mul_(slopes_CV)
+
+
 def _reduce_shared(
     logits_CV: Tensor, targets_C: Tensor, entropy_C: Tensor | None, share: VocabularyShare
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -388,7 +439,7 @@ def _by_logits(
     by_logprobs_C: Tensor,
     share: VocabularyShare | None,
 ) -> Tensor:
-    # Gradients by the bare products of hidden states and weights, in the memory of the logits. The
+    # Gradients by the bare products of hidden states and weights; overwrites the logits. The
     # derivative of a log-probability by a finished logit is 1 for the token's own, less the
     # probability of that logit's token.
     weights_C = by_logprobs_C.to(logits_CV.dtype) * head.factor
@@ -396,6 +447,8 @@ def _by_logits(
     if share is not None:
         is_mine_C, targets_C = share.mine(targets_C)
         own_C = weights_C.where(is_mine_C, 0.0)
+    if share is None and logits_CV.device.type != "cpu":
+        return gradients_on_gpu(logits_CV, targets_C, weights_C, head.slopes(logits_CV))
     for part in _cached(logits_CV):
         rows, weights = logits_CV[part], weights_C[part, None]
         slopes = head.slopes(rows)
@@ -404,6 +457,12 @@ def _by_logits(
         if slopes is not None:
             rows.mul_(slopes)
     return logits_CV
+
+
+def _no_autocast(like: Tensor) -> torch.autocast:
+    # Meta tensors, which stand for those of a GPU where bytes are counted, have no autocast.
+    kind = like.device.type
+    return torch.autocast("cpu" if kind == "meta" else kind, enabled=False)
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:

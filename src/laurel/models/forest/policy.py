@@ -50,7 +50,7 @@ class PolicyModel(Decoder):
             temperature: The sampling temperature, at which log-probabilities are computed; 0
                 (greedy sampling) counts as 1.
             logprob_chunk_size: The number of tokens whose logits are in memory at a time; None: as
-                many as give about 16M logits.
+                many as give 16M logits on a CPU, 268M on a GPU.
 
         Raises:
             ModelError: The head is not a linear layer over the vocabulary.
@@ -62,6 +62,8 @@ class PolicyModel(Decoder):
         self.logprob_chunk_size = logprob_chunk_size
         self.with_entropy = False
         """Whether the entropy of each token's distribution is computed too."""
+        self.rounded_head_VD: Tensor | None = None
+        """The weights of the head in the decoder's precision while a generator holds them so."""
         if not isinstance(self.head, nn.Linear):
             raise ModelError(
                 f"{type(causal_lm).__name__} has no linear head over a vocabulary, so it cannot be "
@@ -133,7 +135,10 @@ class PolicyModel(Decoder):
 
     def logits(self, hidden_XD: Tensor) -> Tensor:
         """Compute float32 logits `[X, V]` of hidden states, at temperature 1, without gradients."""
-        hidden_XD, weight_VD = self._factors(hidden_XD)
+        if self.rounded_head_VD is None:
+            hidden_XD, weight_VD = self._factors(hidden_XD)
+        else:
+            hidden_XD, weight_VD = hidden_XD.to(self.precision), self.rounded_head_VD
         is_plain = self.softcap is None and self.logit_scale == 1.0
         if is_plain and hidden_XD.dtype == weight_VD.dtype == torch.float32:
             # The layer itself is called, because a generator may have made its product faster.

@@ -60,13 +60,15 @@ def find_tokenizer(
     *,
     resume_from: os.PathLike[str] | None = None,
     pad_may_end: bool = False,
+    notes: list[str] | None = None,
 ) -> Any:
     """Return the tokenizer of a model, with its chat template and padding token set.
 
     The tokenizer is that of the checkpoint `resume_from` if there is one. Otherwise, if
     `spec.scratch` is set, it is trained on `texts`; else it is that of the model.
 
-    `pad_may_end` allows a loaded tokenizer to pad with its end-of-sequence token.
+    `pad_may_end` allows a loaded tokenizer to pad with its end-of-sequence token. A checkpoint's
+    keeps its padding token; `notes` receives a remark if another one is picked.
 
     Raises:
         ModelError: `load_tokenizer` cannot load the tokenizer.
@@ -76,10 +78,11 @@ def find_tokenizer(
         settle_template(tokenizer, spec.tokenizer.chat_template)
         return tokenizer
     return load_tokenizer(
-        spec.tokenizer if resume_from is None else TokenizerConfig(),
+        spec.tokenizer if resume_from is None else TokenizerConfig(pad_token=None),
         model_name=str(resume_from or spec.name),
         trust_remote_code=spec.trust_remote_code,
         pad_may_end=pad_may_end,
+        notes=notes,
     )
 
 

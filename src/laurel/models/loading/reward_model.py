@@ -35,7 +35,14 @@ from laurel.models.loading.pretrained import (
 )
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.parallel.weights import refuse_unspreadable
-from laurel.models.scoring import FILE_NAME, ScoringContract, StepRules, check_rendering
+from laurel.models.scoring import (
+    FILE_NAME,
+    FORMAT,
+    OLD_CONTENTS,
+    ScoringContract,
+    StepRules,
+    check_rendering,
+)
 from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import first_line, render, settle_padding
 from laurel.types import Message
@@ -366,6 +373,7 @@ def load_reward_model(
     resume_from: Path | None = None,
     mesh: DeviceMesh | None = None,
     keeps_bias: bool = False,
+    for_training: bool = False,
 ) -> LoadedRewardModel:
     """Load a reward model, or create one with random weights.
 
@@ -383,6 +391,8 @@ def load_reward_model(
             arguments.
         keeps_bias: Whether to keep the bias of a head that another framework saved (`ValueHead`).
             The bias adds the same number to every score. Laurel's checkpoints cannot store it.
+        for_training: Whether a run trains the model. Where it begins, the contract of a reward
+            model that an earlier version saved becomes one of this version.
 
     Raises:
         ModelError: The model cannot give a reward, or is unsafe to load.
@@ -405,7 +415,16 @@ def load_reward_model(
     head_name = _head_name(read.classifier)
     path = take_path(read.classifier, spec, notes, pools_itself=head_name is None)
     name = str(resume_from or spec.name)
-    contract = _contract(spec, tokenizer, name, read, max_length, truncation_side, notes)
+    contract = _contract(
+        spec,
+        tokenizer,
+        name,
+        read,
+        max_length,
+        truncation_side,
+        notes,
+        begins_training=for_training and resume_from is None,
+    )
     with torch.random.fork_rng(devices=[], enabled=mesh is not None):
         if mesh is not None:
             torch.manual_seed(seed)  # new adapters are alike on every rank
@@ -459,13 +478,23 @@ def load_contract(
     tokenizer = find_tokenizer(spec)
     hf_config = read_config(spec, name)
     has_new_head = for_training and not _is_classifier(hf_config)
+    pad_id = hf_config.get_text_config().pad_token_id
     hf_config.num_labels = _num_outputs(spec)
     factory = _factory(spec)
     with torch.device("meta"):  # its modules show how it pools
         classifier = factory.from_config(hf_config, trust_remote_code=spec.trust_remote_code)
     agree_on_padding(classifier, tokenizer, teaches_padding=False)
-    read = _Read(classifier, has_new_head=has_new_head)
-    contract = _contract(spec, tokenizer, name, read, max_length, truncation_side, notes)
+    read = _Read(classifier, has_new_head=has_new_head, pad_id=pad_id)
+    contract = _contract(
+        spec,
+        tokenizer,
+        name,
+        read,
+        max_length,
+        truncation_side,
+        notes,
+        begins_training=for_training,
+    )
     return contract, notes
 
 
@@ -477,13 +506,14 @@ class _Read:
     """A classifier that was created or loaded, and where its reward head comes from.
 
     `strange_weights` names the weights in the files that the classifier lacks, except those of a
-    language-model head.
+    language-model head. `pad_id` is the padding token of the model's own configuration.
     """
 
     classifier: Any
     has_new_head: bool
     strange_weights: tuple[str, ...] = ()
     foreign: ValueHead | None = None
+    pad_id: int | None = None
 
 
 def _from_files(
@@ -503,7 +533,7 @@ def _from_files(
             f"laurel export --model {source} --output DIR"
         )
     is_theirs = foreign is not None and resume_from is None
-    tokenizer = find_tokenizer(spec, resume_from=resume_from, pad_may_end=is_theirs)
+    tokenizer = find_tokenizer(spec, resume_from=resume_from, pad_may_end=is_theirs, notes=notes)
     if foreign is not None and resume_from is None:
         foreign.settle_tokenizer(tokenizer, notes)
     return tokenizer, _load(spec, source, dtype, mesh, seed, foreign)
@@ -545,6 +575,7 @@ def _load(
     hf_config = read_config(spec, name)
     refuse_hub_name(name, hf_config)
     is_classifier = _is_classifier(hf_config)
+    pad_id = hf_config.get_text_config().pad_token_id
     hf_config.num_labels = _num_outputs(spec)
     model, info = read_weights(
         _factory(spec), spec, name, hf_config, dtype, may_be_empty=mesh is not None
@@ -568,7 +599,7 @@ def _load(
     if has_new_head:
         _init_head(model, seed)
     strange = tuple(foreign_heads(info["unexpected_keys"]))
-    return _Read(model, has_new_head, strange, foreign)
+    return _Read(model, has_new_head, strange, foreign, pad_id)
 
 
 def _factory(spec: ModelSpec) -> Any:
@@ -625,6 +656,8 @@ def _contract(
     max_length: int,
     truncation_side: Literal["left", "right"],
     notes: list[str],
+    *,
+    begins_training: bool,
 ) -> ScoringContract:
     directory = Path(base)
     classifier, foreign = read.classifier, read.foreign
@@ -648,6 +681,10 @@ def _contract(
                 "the model brings its own contract: conversations of more than "
                 f"{rules.max_length:,} tokens {rules.overlong}, as it was trained"
             )
+        if begins_training:
+            return contract.with_rules(format=FORMAT)
+        if not rules.has_plain_contents:
+            notes.append(OLD_CONTENTS)
         return contract
     positions = num_positions(classifier.config)
     if positions is not None and _head_name(classifier) is None:
@@ -689,5 +726,7 @@ def _contract(
             f"the chat template prints the date; it is pinned to {contract.rules.pinned_date}, or "
             "scores would change from day to day"
         )
-    check_rendering(contract)
+    reads_by_padding = foreign is None and not read.has_new_head
+    is_named = spec.tokenizer.pad_token not in (None, "auto")
+    check_rendering(contract, own_pad=read.pad_id if reads_by_padding and not is_named else None)
     return contract if foreign is None else contract.with_rules(**foreign.statistics())

@@ -85,6 +85,12 @@ class LaurelDialect(Dialect):
         return ServerQuery(value=request.model_dump(exclude_unset=True), read=read)
 
 
+FORGED = (
+    "text: a message spells a control token, and this protocol sends text, in which the server "
+    "would take it for one of the chat template's"
+)
+
+
 class RenderedDialect(Dialect):
     """Sends whole conversations that the model's own contract renders in this process."""
 
@@ -159,16 +165,25 @@ class RenderedDialect(Dialect):
         sendable = [i for i, failure in enumerate(failures) if failure is None]
         if self._as_text:
             with self._one_at_a_time:
-                rows: Sequence[Any] = [
-                    self._contract.render(group.conversation(i)) for i in sendable
-                ]
+                rows: Sequence[Any] = [self._text(group.conversation(i)) for i in sendable]
         else:
             trunk = tokens.trunk_ids.tolist()
             rows = [[*trunk, *branch.tolist()] for branch in tokens.branches_ids_G]
         facts = zip(sendable, rows, tokens.lengths_G, tokens.truncated_G, strict=True)
         for i, row, num_tokens, is_cut in facts:
-            line[i] = row, Score(value=None, num_tokens=num_tokens, truncated=is_cut)
+            if row is None:
+                line[i] = None, failed(FORGED)
+            else:
+                line[i] = row, Score(value=None, num_tokens=num_tokens, truncated=is_cut)
         return line
+
+    def _text(self, conversation: Conversation) -> str | None:
+        # In text, nothing tells a control token of the template from one that a message spells.
+        if self._contract.rules.has_plain_contents and any(
+            self._contract.control_token_in(message.content) for message in conversation
+        ):
+            return None
+        return self._contract.render(conversation)
 
 
 class SingleDialect(Dialect):

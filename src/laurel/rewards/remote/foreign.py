@@ -32,6 +32,7 @@ version.
 from __future__ import annotations
 
 import base64
+import re
 import struct
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -539,8 +540,25 @@ class GetRewardReply(GetRewardScores):
     extra_logs: dict[str, Any] = Field(default_factory=dict)
 
 
-class GetRewardRequest(ForeignRequest):
-    """A request of OpenRLHF: whole rendered conversations; the rest is not read."""
+class _FromTrainer(ForeignRequest):
+    """A request of a trainer, whose prompts may have been rendered."""
+
+    _is_rendered: bool | None = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Mapping[str, Any] | None) -> None:
+        """Store whether the URL says that the prompts are rendered."""
+        self._is_rendered = (context or {}).get("rendered")
+
+
+# Tokenizers write BOS, and padding, in front of the prompt of a decoded conversation.
+_SPECIAL_TOKENS = re.compile(r"(?:<[^<>\s]{1,40}>|\[[A-Z]{2,8}\])*")
+
+
+class GetRewardRequest(_FromTrainer):
+    """A request of OpenRLHF: whole conversations, and the prompts that they begin with.
+
+    A conversation that does not begin with its prompt counts as rendered. The labels are not read.
+    """
 
     query: _Texts
     prompts: Any = Field(default=None, json_schema_extra={"type": "array"})
@@ -549,7 +567,18 @@ class GetRewardRequest(ForeignRequest):
     @cached_property
     def as_groups(self) -> Sequence[Group]:
         """Groups to score."""
-        return [rendered_group(self.query)]
+        prompts = self.prompts if isinstance(self.prompts, list) else []
+        if len(prompts) != len(self.query):
+            prompts = [None] * len(self.query)
+        return [rendered_group(list(map(self._row, self.query, prompts)))]
+
+    def _row(self, query: str, prompt: Any) -> Rendered:
+        if not isinstance(prompt, str) or not prompt:
+            return query
+        before, found, response = query.partition(prompt)
+        if not found or _SPECIAL_TOKENS.fullmatch(before) is None:
+            return query
+        return SentTurn(before + prompt, response, self._is_rendered)
 
     def reply(self, scored: ScoredRows) -> GetRewardReply:
         """Answer with the scores under both keys."""
@@ -560,25 +589,19 @@ class GetRewardRequest(ForeignRequest):
 # -------------------------------------------------------------------------------- slime's remote_rm
 
 
-class RemoteRmRequest(ForeignRequest):
+class RemoteRmRequest(_FromTrainer):
     """A request of slime: a prompt and its response; the label is not read."""
 
     prompt: str | Messages
     response: str
     label: Any = None
-    _is_rendered: bool | None = PrivateAttr(default=None)
-
-    def model_post_init(self, context: Mapping[str, Any] | None) -> None:
-        """Store whether the URL says that the prompt is rendered."""
-        self._is_rendered = (context or {}).get("rendered")
 
     @cached_property
     def as_groups(self) -> Sequence[Group]:
         """Groups to score."""
-        if isinstance(self.prompt, str):
-            return [rendered_group([SentTurn(self.prompt, self.response, self._is_rendered)])]
-        prompt = conversation_of(self.prompt, role="user")
-        return _answered((*prompt, Message("assistant", self.response)))
+        prompt = self.prompt
+        said = prompt if isinstance(prompt, str) else conversation_of(prompt, role="user")
+        return [rendered_group([SentTurn(said, self.response, self._is_rendered)])]
 
     def reply(self, scored: ScoredRows) -> float:
         """Answer with the score itself."""

@@ -796,10 +796,13 @@ async def embeddings(request: Request, body: foreign.EmbeddingsRequest) -> Respo
     return await _answer_foreign(request, body)
 
 
-async def get_reward(request: Request, body: foreign.GetRewardRequest) -> Response:
+async def get_reward(
+    request: Request, body: foreign.GetRewardRequest, rendered: Literal["0", "1"] | None = None
+) -> Response:
     """Score conversations as OpenRLHF's remote reward model does.
 
-    `query` has whole conversations that the client has rendered; the rest is not read.
+    `query` has whole conversations. One that begins with its entry of `prompts` is scored as
+    `/remote_rm` scores that prompt and the rest; any other counts as rendered.
     """
     return await _answer_foreign(request, body)
 

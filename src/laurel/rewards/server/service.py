@@ -550,12 +550,13 @@ class NullScorer:
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
         """Tokenise one rendered conversation into bytes."""
         if isinstance(row, SentTurn):
-            if not row.is_rendered:
-                group = group_of((Message("user", row.prompt),), (row.response,), group_id="")
-                tokens, _ = _prepared(group)
+            prompt = row.prompt
+            if not isinstance(prompt, str) or not row.is_rendered:
+                said = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+                tokens, _ = _prepared(group_of(said, (row.response,), group_id=""))
                 assert tokens is not None
                 return tokens
-            row = row.prompt + row.response
+            row = prompt + row.response
         ids = _bytes(row) if isinstance(row, str) else np.asarray(row, dtype=np.int32)
         if not len(ids):
             raise DataError("a conversation without a single token has no score")

@@ -1,0 +1,89 @@
+"""Compares two configurations: a run resumes only if no key changed that identifies it.
+
+Every key identifies the run, unless its field is marked with `MayChange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from laurel.config.schema_info import KeyInfo, Kinds, sections_of, step_into
+from laurel.config.yaml_tree import KeyPath, MayChange, Section, dotted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A key whose value is no longer what it was."""
+
+    key: str
+    before: object
+    now: object
+
+
+def changes(
+    schema: type[Section], before: Any, now: Any, *, in_sweep: bool = False
+) -> Iterator[Change]:
+    """Yield the keys that identify a run and differ between two configurations.
+
+    A key that one of them lacks has its default, because an earlier version did not know it. A key
+    that the schema no longer has is not compared.
+
+    Args:
+        schema: The schema of both.
+        before: The plain values of one, such as a checkpoint's `config.yaml`.
+        now: Those of the other.
+        in_sweep: Whether the length of a run counts, too, as it does where trials are compared.
+    """
+    return _changes((schema,), before, now, (), None, in_sweep=in_sweep)
+
+
+def mark_of(field: FieldInfo) -> MayChange | None:
+    """Return the mark of a field; None if it has none of its own."""
+    return next((one for one in field.metadata if isinstance(one, MayChange)), None)
+
+
+def _changes(
+    kinds: Kinds, before: Any, now: Any, path: KeyPath, mark: MayChange | None, *, in_sweep: bool
+) -> Iterator[Change]:
+    for key, info, one, other in _entries(kinds, before, now):
+        inner = (mark_of(info.field) if info.field else None) or mark
+        if _has_parts(one, other):
+            yield from _changes(info.kinds, one, other, (*path, key), inner, in_sweep=in_sweep)
+        elif one != other and (inner is None or (in_sweep and not inner.in_sweeps)):
+            yield Change(key=dotted((*path, key)), before=one, now=other)
+
+
+def _has_parts(one: Any, other: Any) -> bool:
+    """Report whether two values are compared part by part."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return True
+    are_lists = isinstance(one, list) and isinstance(other, list)
+    return are_lists and len(one) == len(other) and all(isinstance(i, dict) for i in one + other)
+
+
+def _entries(kinds: Kinds, before: Any, now: Any) -> Iterator[tuple[str | int, KeyInfo, Any, Any]]:
+    if isinstance(now, list):
+        for i, (one, other) in enumerate(zip(before, now, strict=True)):
+            yield i, step_into(kinds, i), one, other
+        return
+    keys = dict.fromkeys((*before, *now))
+    # Of a union those sections that have all of the keys.
+    fitting = tuple(one for one in sections_of(kinds) if keys.keys() <= one.model_fields.keys())
+    for key in keys:
+        info = step_into(fitting or kinds, key)
+        if info.standing in ("field", "name"):
+            missing = _default(info)
+            yield key, info, before.get(key, missing), now.get(key, missing)
+
+
+def _default(info: KeyInfo) -> Any:
+    if info.field is None or info.field.is_required():
+        return None
+    value = info.field.get_default(call_default_factory=True)
+    if isinstance(value, Section):
+        return value.model_dump(mode="json")
+    return list(value) if isinstance(value, tuple) else value
