@@ -32,6 +32,7 @@ LENGTH_CORRELATION = "train/completions/reward_length_correlation"
 REPETITION = "train/completions/repetition"
 TRUNCATION = "train/truncation_rate"
 ZERO_SPREAD = "train/frac_reward_zero_std"
+UPDATES = "train/optimizer_steps"
 FAILURES = "train/completions/failure_share"
 CONTROL_TOKENS = "train/completions/control_token_share"
 READ = frozenset(
@@ -43,6 +44,7 @@ READ = frozenset(
         REPETITION,
         TRUNCATION,
         ZERO_SPREAD,
+        UPDATES,
         FAILURES,
         CONTROL_TOKENS,
     }
@@ -219,6 +221,11 @@ class History:
         """Return the median of a metric over the latest window; None before a window is full."""
         values, window = self.latest(name), self.config.window
         return statistics.median(values[-window:]) if len(values) >= window else None
+
+    def most(self, name: str) -> float | None:
+        """Return the largest value of a metric in the latest window; None before it is full."""
+        values, window = self.latest(name), self.config.window
+        return max(values[-window:]) if len(values) >= window else None
 
     @property
     def gold_window(self) -> int:
@@ -665,6 +672,21 @@ def zero_spread_groups(history: History) -> AlarmFinding | None:
     return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
 
 
+def no_updates(history: History) -> AlarmFinding | None:
+    """Check whether no step of a window has changed the policy, whatever the reason."""
+    most = history.most(UPDATES)
+    if most is None or not history.is_fresh(UPDATES):
+        return None
+    return AlarmFinding(
+        is_bad=most <= 0,
+        metric=UPDATES,
+        value=most,
+        threshold=0.0,
+        text=f"in {history.config.window} steps no group had a signal: the policy did not change",
+        evidence="equal",
+    )
+
+
 def missing_rewards(history: History) -> AlarmFinding | None:
     """Check whether many completions have no reward: they are masked, which biases the rest."""
     what = "share of completions without a reward"
@@ -717,6 +739,7 @@ RULES: Mapping[Alarm, Callable[[History], AlarmFinding | None]] = MappingProxyTy
         "control_tokens": control_tokens,
         "format": keeps_format,
         "zero_spread_groups": zero_spread_groups,
+        "no_updates": no_updates,
         "ensemble": ensemble,
         "failures": missing_rewards,
     }

@@ -19,6 +19,7 @@ from laurel.observe.health import (
     REWARD,
     RULES,
     TRUNCATION,
+    UPDATES,
     ZERO_SPREAD,
     Alarms,
 )
@@ -132,6 +133,12 @@ SHARES = [
 def test_a_share_that_is_too_large_from_the_beginning(metric, alarm, share):
     assert told(line(metric, *[share] * 5)) == [(3, alarm, "raised")]
     assert told(line(metric, *[share - 0.01] * 5)) == []
+
+
+def test_a_window_without_an_update_is_told_and_over_after_a_window_with_some():
+    told_of = line(UPDATES, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    assert told(told_of) == [(4, "no_updates", "raised"), (8, "no_updates", "over")]
+    assert told(line(UPDATES, 0.0, 0.0, 1.0, 0.0, 0.0)) == []
 
 
 @pytest.mark.parametrize("metric", [LENGTH, FORMAT])
@@ -342,6 +349,7 @@ def bad_history():
         TRUNCATION: (0.0, 0.9),
         CONTROL_TOKENS: (0.0, 0.9),
         ZERO_SPREAD: (0.1, 1.0),
+        UPDATES: (1.0, 0.0),
         FAILURES: (0.0, 0.9),
         FORMAT: (1.0, 0.1),
         KL: (0.1, 9.0),
@@ -365,6 +373,7 @@ NEEDS: dict[str, set[str]] = {
     "control_tokens": {CONTROL_TOKENS},
     "format": {FORMAT},
     "zero_spread_groups": {ZERO_SPREAD},
+    "no_updates": {UPDATES},
     "ensemble": {f"{PART}left/mean", f"{PART}left/std", f"{PART}right/mean"},
     "failures": {FAILURES},
 }
