@@ -450,7 +450,8 @@ class TaskDataConfig(TextDataConfig):
     """Block form of the training set; a list is a mixture, all rows of all."""
     validation: TaskSetConfig | list[TaskSetConfig] | dict[str, TaskSetConfig] | None = None
     """Block form of the validation set; a list is a mixture. So are several by name, and each has
-    figures of its own besides, `validation-<Name>/...`."""
+    figures of its own besides, `validation-<Name>/...`, as blocks of a list have by their
+    `task_name`."""
     default: TaskSetConfig | None = None
     """Fills the keys that `train` and `validation` leave out."""
 
@@ -467,5 +468,12 @@ class TaskDataConfig(TextDataConfig):
         return validation_sets(self, TaskSetConfig)
 
     def validation_names(self) -> list[str]:
-        """Return the names of those validation sets that have a name."""
-        return list(self.validation) if isinstance(self.validation, dict) else []
+        """Return the name of each validation set, which is empty for one without a name.
+
+        Blocks by name have those, and blocks of a list have their `task_name`.
+        """
+        if isinstance(self.validation, dict):
+            return list(self.validation)
+        if isinstance(self.validation, list):
+            return [block.task_name or "" for block in self.validation_sets()]
+        return []

@@ -613,9 +613,10 @@ def load_tasks(
 def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str]:
     # `load_tasks` puts the set's number into the ids of tasks.
     if len(names) < 2:
-        return {task.id: name for name in names for task in tasks}
+        return {task.id: name for name in names for task in tasks if name}
     starts = {f"validation-{index + 1}": name for index, name in enumerate(names)}
-    return {task.id: starts[task.id.partition(":")[0]] for task in tasks}
+    named = {task.id: starts[task.id.partition(":")[0]] for task in tasks}
+    return {task_id: name for task_id, name in named.items() if name}
 
 
 def _environment_of(config: TaskSetConfig, default: str) -> str:

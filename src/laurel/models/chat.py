@@ -26,6 +26,7 @@ from laurel.models.tokenizer import (
     TextStream,
     bind_variables,
     close_ends,
+    fields_of,
     pin_date,
     plain_text,
     refuse_left_out,
@@ -397,7 +398,7 @@ class ChatFormat:
 
         render: Any = render_jinja_template  # its annotation says str, and it gives a pair
         texts, spans = render(
-            conversations=[[{"role": m.role, "content": m.content} for m in conversation]],
+            conversations=[[fields_of(one, self.tokenizer.chat_template) for one in conversation]],
             chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,

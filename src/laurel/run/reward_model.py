@@ -28,6 +28,7 @@ from laurel.run.context import (
     make_services,
 )
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
+from laurel.run.request import why_not_validated
 from laurel.run.specs import model_spec, step_order
 from laurel.training.selection import EarlyStopping, Selection, select_by
 from laurel.training.stopping import Deadline, Position
@@ -87,9 +88,20 @@ def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         UserError: A setting cannot be used; the first problem is reported.
     """
     check_available(config.logger)
+    return reward_selection(config)
+
+
+def reward_selection(config: RewardTrainingRun) -> tuple[Selection, EarlyStopping | None]:
+    """Return how the best checkpoint of a run is chosen, and what ends it early, if anything does.
+
+    Raises:
+        ConfigError: The run does not measure what they name.
+    """
     select = metric_selector(config)
     saving, stopping = config.checkpointing, config.rm.early_stopping
-    selection = select(saving.metric_name, saving.higher_is_better)
+    selection = Selection(key=None)
+    if saving.enabled:
+        selection = select(saving.metric_name, saving.higher_is_better)
     if stopping.metric_name is None:
         return selection, None
     watched = select(
@@ -98,11 +110,11 @@ def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         setting="rm.early_stopping.metric_name",
     )
     if watched.key is None or not watched.key.startswith("validation"):
-        has_sets = select.keywords["sets"] or select.keywords["benchmarks"]
+        why_not = select.keywords["why_not"]
         raise ConfigError(
             f"rm.early_stopping.metric_name={stopping.metric_name}: early stopping watches a "
             "metric of a validation set, such as validation-default_loss"
-            + ("" if has_sets else "; there is no validation set: name one under data")
+            + (f". {why_not}" if why_not else "")
         )
     if config.rm.val_period == 0:
         raise ConfigError(
@@ -130,13 +142,14 @@ def metric_selector(config: RewardTrainingRun) -> partial[Selection]:
             f"data: {min(twice)!r} is the name of a benchmark and that of the rows which are held "
             "out for validation; call the benchmark otherwise"
         )
-    is_validated = config.rm.val_period > 0 or config.rm.val_at_end
+    why_not = why_not_validated(config, has_sets=bool(sets or benchmarks))
     figures = {name: selectable(one.benchmark) for name, one in benchmarks.items()}
     return partial(
         select_by,
-        sets=sets if is_validated else [],
+        sets=[] if why_not else sets,
         attributes=config.policy.reward_model_cfg.attributes,
-        benchmarks=figures if is_validated else {},
+        benchmarks={} if why_not else figures,
+        why_not=why_not,
         has_steps=config.rm.loss.reads_steps,
     )
 
@@ -446,6 +459,15 @@ def tokenise(
     rules = contract.rules
     reads_steps = rules.steps is not None
     drops_cut = overlong == "drop" or reads_steps
+    if rules.has_plain_contents:
+        groups = ((one.source, one.group) for one in preferences)
+        report.note_control_tokens(
+            (
+                (source, (group.prompt, *(one.messages for one in group.completions_G)))
+                for source, group in groups
+            ),
+            contract.control_token_in,
+        )
     samples: list[PreferenceSample] = []
     num_same = 0
 

@@ -18,8 +18,9 @@ from laurel.run.cards import facts_of_policy
 from laurel.run.context import RunContext, choose_run_dir, make_services
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
+from laurel.run.request import why_not_validated
 from laurel.run.specs import step_order
-from laurel.training.selection import select_demonstrations_by
+from laurel.training.selection import Selection, select_demonstrations_by
 from laurel.training.stopping import Deadline, Position
 
 if TYPE_CHECKING:
@@ -37,13 +38,7 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     check_available(config.logger)
     planned = plan_allocation(config)
-    validates = config.sft.val_period > 0 or config.sft.val_at_end
-    has_validation = bool(config.data.validation_sets() or config.data.split_validation_size)
-    selection = select_demonstrations_by(
-        config.checkpointing.metric_name,
-        config.checkpointing.higher_is_better,
-        sets=["default"] if validates and has_validation else [],
-    )
+    selection = demonstration_selection(config)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack).with_store(selection)
         data = load_demonstration_data(config.data)
@@ -122,6 +117,24 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         return SupervisedFineTuning(config.sft, services, parts).run(position)
 
 
+def demonstration_selection(config: SFTRun) -> Selection:
+    """Return how the best checkpoint of a run is chosen.
+
+    Raises:
+        ConfigError: The run does not measure what chooses it.
+    """
+    if not config.checkpointing.enabled:
+        return Selection(key=None)
+    has_sets = bool(config.data.validation_sets() or config.data.split_validation_size)
+    why_not = why_not_validated(config, has_sets=has_sets)
+    return select_demonstrations_by(
+        config.checkpointing.metric_name,
+        config.checkpointing.higher_is_better,
+        sets=[] if why_not else ["default"],
+        why_not=why_not,
+    )
+
+
 def _fingerprint(rows: Sequence[Demonstration], dialogues: Sequence[Dialogue]) -> str:
     """Return a hash of the tokens, and of the turns that rows keep out of the loss."""
     from laurel.training.state import fingerprint_of_tokens, hash_of
@@ -143,6 +156,9 @@ def tokenise(
     report = data.reports[name]
     dialogues: list[Dialogue] = data.train if name == "train" else data.validation
     longest = config.data.max_input_seq_length or config.policy.max_total_sequence_length
+    report.note_control_tokens(
+        ((dialogue.source, [dialogue.messages]) for dialogue in dialogues), chat.control_token_in
+    )
 
     def encode(some: Sequence[Dialogue]) -> list[Demonstration | None]:
         return [

@@ -208,6 +208,9 @@ def fit_prompts(
         if not tasks:
             continue
         report, skips = data.reports[name], config.data.on_bad_row
+        report.note_control_tokens(
+            ((task.source, [task.prompt]) for task in tasks), chat.control_token_in
+        )
         rows = [
             (task, len(ids))
             for task, ids in encoded(tasks, encode, report=report, on_bad_row=skips)

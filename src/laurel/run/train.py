@@ -18,6 +18,7 @@ from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS, Override
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS, Kind
+from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
@@ -110,6 +111,26 @@ def trained(
     if unsaved is not None:
         raise unsaved
     return outcome
+
+
+def check_selection(config: Run) -> None:
+    """Check that a run measures the metrics that it names, as the run itself does at its start.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if isinstance(config, RewardTrainingRun):
+        from laurel.run.reward_model import reward_selection
+
+        reward_selection(config)
+    elif isinstance(config, SFTRun):
+        from laurel.run.sft import demonstration_selection
+
+        demonstration_selection(config)
+    else:
+        from laurel.run.grpo import policy_selection
+
+        policy_selection(config)
 
 
 def _use_of(kind: Kind, config: Section) -> str:

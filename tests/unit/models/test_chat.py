@@ -589,6 +589,12 @@ QWEN_3 = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Reads thoughts from the content, and writes those of the last answer."""
+KEYED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.thinking %}"
+    "{{ '(' + m.thinking + ')' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Reads thoughts from a key of their own, as gpt-oss does."""
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -613,6 +619,9 @@ def test_thoughts_of_the_last_answer_are_learned_or_the_row_is_refused():
         chat = with_template(template)
         taught = chat.demonstration((asked, thinks), demonstration_id="7")
         assert learned(chat, taught) == ["<think>\n3 and 4 make 7\n</think>\n\n7<|im_end|>"]
+    chat = with_template(KEYED)
+    taught = chat.demonstration((asked, thinks), demonstration_id="7")
+    assert learned(chat, taught) == ["(3 and 4 make 7)7<|im_end|>"]
     forgets = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
     with pytest.raises(DataError, match="leaves out the thoughts"):
         with_template(forgets).demonstration((asked, thinks), demonstration_id="7")
