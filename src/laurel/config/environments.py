@@ -812,6 +812,10 @@ class OpenRewardConfig(SessionsConfig):
     a server of your own."""
 
 
+Bound = Annotated[float, Field(allow_inf_nan=True)]
+"""A bound that may be infinite, and then bounds nothing."""
+
+
 class ScoreTransformConfig(Section):
     """Changes of a reward model's scores before they are rewards, in this order."""
 
@@ -825,9 +829,9 @@ class ScoreTransformConfig(Section):
     """Multiplied."""
     shift: float = 0.0
     """Added."""
-    clip: tuple[float, float] | None = None
-    """Lowest and highest reward. Default: a bound hides what the reward model says of the best
-    answers."""
+    clip: tuple[Bound, Bound] | None = None
+    """Lowest and highest reward; `-.inf` and `.inf` are none. Default: a bound hides what the
+    reward model says of the best answers."""
 
     @model_validator(mode="after")
     def _clip_is_a_range(self) -> ScoreTransformConfig:

@@ -822,6 +822,13 @@ class GRPORun(Section):
     @model_validator(mode="after")
     def _fits(self) -> GRPORun:
         grpo, policy = self.grpo, self.policy
+        if policy.generation.temperature == 0:
+            raise ValueError(
+                "policy.generation.temperature=0 is greedy decoding: all completions of a prompt "
+                "are the same one, and nothing can be learned from comparing them. Set it above 0 "
+                "(1 samples from the policy as it is); policy.generation.val_temperature=0 is for "
+                "greedy validation"
+            )
         samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
         size = policy.train_global_batch_size
         if samples % size:

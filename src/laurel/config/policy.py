@@ -99,10 +99,9 @@ def _not_negative(call: NamedCall) -> NamedCall:
     # No optimizer takes these; torch itself refuses others, when it is loaded.
     for name in ("lr", "eps", "weight_decay"):
         value = call.kwargs.get(name)
-        if isinstance(value, bool | str):
-            raise ValueError(f"kwargs.{name} is {value!r}, and must be a number, 0 or more")
-        if isinstance(value, int | float) and not 0 <= value < inf:
-            raise ValueError(f"kwargs.{name} is {value!r}, and must be 0 or more")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < inf):
+            raise ValueError(f"kwargs.{name} is {value!r}, and must be a finite number, 0 or more")
     return call
 
 
