@@ -18,7 +18,7 @@ from laurel.config.overrides import parse_override
 from laurel.config.policy import PolicyConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTPolicyConfig, SFTRun
-from laurel.errors import ConfigError, Terms, key_of, setting_of, speaking
+from laurel.errors import ConfigError, Terms, counted, key_of, setting_of, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import say_on
 
@@ -91,6 +91,13 @@ def step_order(config: RewardTrainingRun | SFTRun, num_rows: int) -> StepOrder:
     section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
     size = config.policy.train_global_batch_size
     return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed)
+
+
+def batch_notes(key: str, size: int, num_rows: int, *, unit: str = "row") -> list[str]:
+    """Say that a step takes more than there is to learn from, if it does."""
+    if size <= num_rows:
+        return []
+    return [f"{key}={size} exceeds the data: there are {counted(num_rows, unit)} to train on"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from laurel.run.allocation import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
 from laurel.training.stopping import StopRequest, end_unsaved
+from laurel.workers.bounds import check_counts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,6 +94,8 @@ def trained(
             "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
             "it to auto or cpu"
         )
+    if cluster.address is None:
+        check_counts(config)  # of a running cluster, each worker checks its own
     if is_process:
         with suppress(UserError):  # the run itself reports what cannot be planned
             if plan_allocation(config).are_remote:
