@@ -447,6 +447,15 @@ def tokenise(
     from laurel.types import PreferenceSample
 
     reads_steps = contract.rules.steps is not None
+    if contract.rules.has_plain_contents:
+        groups = ((one.source, one.group) for one in preferences)
+        report.note_control_tokens(
+            (
+                (source, (group.prompt, *(one.messages for one in group.completions_G)))
+                for source, group in groups
+            ),
+            contract.control_token_in,
+        )
     samples: list[PreferenceSample] = []
     with console.status(f"tokenising {report.name}") as status:
         for first in range(0, len(preferences), ENCODE_AT_ONCE):

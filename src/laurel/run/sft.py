@@ -147,6 +147,9 @@ def _encode(
     dialogues: list[Dialogue] = data.train if name == "train" else data.validation
     longest = config.data.max_input_seq_length or config.policy.max_total_sequence_length
     rows: list[Demonstration] = []
+    report.note_control_tokens(
+        ((dialogue.source, [dialogue.messages]) for dialogue in dialogues), chat.control_token_in
+    )
     with console.status(f"tokenising {name}"):
         for dialogue in dialogues:
             row = chat.demonstration(

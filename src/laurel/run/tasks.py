@@ -190,6 +190,9 @@ def fit_prompts(
             sources=[task.source for task in tasks],
             tools=[environments[task.environment].spec.tools for task in tasks],
         )
+        data.reports[name].note_control_tokens(
+            ((task.source, [task.prompt]) for task in tasks), chat.control_token_in
+        )
         lengths = [len(row) for row in ids]
         fits = [length <= longest for length in lengths]
         kept = [task for task, it_fits in zip(tasks, fits, strict=True) if it_fits]
