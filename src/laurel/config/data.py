@@ -32,6 +32,9 @@ class SetConfig(Section):
     """Text file with `{}` where the first user message goes."""
     system_prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """Text file put before every conversation as a system message."""
+    system_key: str | None = None
+    """Column of the system message of a conversation that has none of its own. Null: `system`,
+    `system_prompt` or `system_message`, where a row has a text there; `""`: none."""
 
 
 # `laurel rm` names the columns of pairs with these.
@@ -79,13 +82,15 @@ class SetsConfig(Section):
     """See the same key of a set."""
     system_prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """See the same key of a set."""
+    system_key: str | None = None
+    """See the same key of a set."""
     shuffle: bool = True
     """Shuffle the training rows each epoch, from the seed of the run."""
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first training rows, after filtering."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """`error` stops the run with file and line of a malformed row; `skip` leaves it out and counts
-    it."""
+    """`error` stops the run with file and line of a malformed row, or of one that the chat template
+    refuses; `skip` leaves it out and counts it."""
 
 
 class TextDataConfig(SetsConfig):
@@ -239,8 +244,8 @@ class DatasetConfig(SetConfig):
     foreign_keys: ClassVar[frozenset[str]] = foreign("DatasetConfig")
 
     dataset_name: str | None = None
-    """HelpSteer3, Tulu3Preference, PreferenceDataset, BinaryPreferenceDataset, or the dotted import
-    path of your own class."""
+    """HelpSteer3, HelpSteer2, Tulu3Preference, PKU-SafeRLHF, Nectar, SHP, WebGPT,
+    PreferenceDataset, BinaryPreferenceDataset, or the dotted import path of your own class."""
     prompt_key: str = "prompt"
     """Column of the prompt (BinaryPreferenceDataset)."""
     chosen_key: str = "chosen"

@@ -32,6 +32,7 @@ Reason = Literal[
     "empty",
     "no rating",
     "identical sides",
+    "same tokens",
     "tie",
     "duplicate",
     "over-long",

@@ -245,7 +245,7 @@ def load_policy_bundle(
     )
     for environment in environments.values():
         environment.use_tokenizer(chat.tokenizer)
-    fit_prompts(data, chat, config, environments)
+    fit_prompts(data, chat, config, lambda name: environments[name].spec.tools)
     num_steps = grpo_total_steps(config, len(data.endless or data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)

@@ -148,7 +148,7 @@ def _use_of(kind: Kind, config: Section) -> str:
                 said = [
                     f"{key}={column}"
                     for key, column in columns.items()
-                    if f"data.{column}_key" != key
+                    if column is not None and f"data.{column}_key" != key
                 ]
                 if config.data.on_bad_row == "skip":
                     said.append("data.on_bad_row=skip")
