@@ -104,7 +104,11 @@ def batch_notes(key: str, size: int, num_rows: int, *, unit: str = "row") -> lis
 # The options of a command line that say which reward model is meant, and how it is loaded.
 
 OPTIONS = Terms(
-    {"policy.model_name": "--model", "cluster.device": "--device"},
+    {
+        "policy.model_name": "--model",
+        "policy.precision": "--precision",
+        "cluster.device": "--device",
+    },
     hint="(Here, keys of policy are given as --set, e.g. --set tokenizer.pad_token=auto)",
 )
 """Words errors about a model in terms of command-line options, for commands without a file."""
