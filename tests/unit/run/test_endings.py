@@ -2,9 +2,11 @@
 
 import io
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.run import train
-from laurel.run.train import conclude
+from laurel.run.train import conclude, end_children
 from laurel.training.loop import RunOutcome
 
 
@@ -179,6 +181,19 @@ def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path):
     assert "cannot be read" not in told
     assert "warning: the log of the run cannot be read" in stream.getvalue()
     assert "latest  s/1" in stream.getvalue()
+
+
+def test_processes_that_an_environment_left_do_not_keep_a_run_from_ending(capsys):
+    context = multiprocessing.get_context("spawn")
+    ours, left = (context.Process(target=time.sleep, args=(60,)) for _ in range(2))
+    ours.start()
+    left.start()
+    end_children(but=[ours])
+    assert left.exitcode == -signal.SIGKILL
+    assert ours.is_alive()
+    assert "left 1 of them running" in capsys.readouterr().err
+    end_children()
+    assert not ours.is_alive()
 
 
 def test_use_it_names_a_file_that_is_there(tmp_path):
