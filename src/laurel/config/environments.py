@@ -19,7 +19,14 @@ from laurel.config.policy import (
     RewardModelConfig,
     TokenizerConfig,
 )
-from laurel.config.yaml_tree import MAY_CHANGE, Section, foreign
+from laurel.config.yaml_tree import (
+    CALLS,
+    MAY_CHANGE,
+    ONE_PER_CORE,
+    PROCESSES,
+    Section,
+    foreign,
+)
 from laurel.errors import about, key_of
 from laurel.sandbox.comparison import Comparison
 
@@ -37,7 +44,7 @@ class SandboxConfig(Section):
 
     removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("url", "api_key_env"), _NO_SERVER)
 
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Programs at a time; at most one per core, and as many as fit into memory."""
     min_tier: Annotated[Literal["A", "B", "C", "D"], MAY_CHANGE] = "C"
     """Worst isolation for a run to start; `laurel sandbox check` shows this machine's. A:
@@ -100,7 +107,7 @@ _SANDBOX = SandboxConfig()
 class CodeEnvironmentConfig(Section):
     """Programs of the policy, run in a sandbox: scored by tests, or used as a tool."""
 
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Programs at a time on each machine (on Ray: on every node). At most one per core, and as many
     as fit into memory."""
     terminate_on_evaluation: bool = True
@@ -489,7 +496,7 @@ class FunctionConfig(Section):
     tokenizer: str | None = None
     """Hub name or directory of a model whose tokenizer is passed to a parameter
     `reward_model_tokenizer`, as verl does."""
-    max_concurrent: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    max_concurrent: Annotated[int | None, MAY_CHANGE, CALLS] = Field(default=None, ge=1)
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
     max_rpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
@@ -701,7 +708,7 @@ class MathEnvironmentConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("MathEnvironmentConfig")
 
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Processes that check answers; at most one per core is started. Default: as many as
     most machines have cores to spare."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
@@ -845,9 +852,9 @@ class ScoreTransformConfig(Section):
 class ResourcesConfig(Section):
     """The slots of the cluster that are reserved for one role: generation or the reward model."""
 
-    gpus_per_node: int | None = Field(default=None, ge=1)
+    gpus_per_node: int | None = Field(default=None, ge=1, le=1024)
     """Slots reserved on each node."""
-    num_nodes: int | None = Field(default=None, ge=1)
+    num_nodes: int | None = Field(default=None, ge=1, le=16384)
     """Nodes with reserved slots."""
 
 
@@ -881,10 +888,10 @@ class RewardModelEnvironmentConfig(ScorerSource):
     """Score completions while others are still generated; false: the whole batch of a step at its
     end. The scores are equal except for rounding. Default: a step is shorter with it
     (docs/benchmarks.md)."""
-    num_replicas: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
+    num_replicas: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=1, ge=1)
     """Replicas of the model with the loop; several are processes of their own. On Ray the slots of
     `resources`, or of the placement, decide."""
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
+    num_workers: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=0, ge=0)
     """Processes that render and tokenise conversations or run `function`; each of several models
     has its own. 0: threads of this process. On Ray they are actors, spread over the nodes. Default:
     threads do where prompts are short."""
@@ -1019,7 +1026,7 @@ class ToolsConfig(Section):
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Limit of one call, after which its process is killed; the policy reads that, and it is
     counted."""
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=8, ge=1)
     """Calls at a time, each in a process of its own."""
     max_result_chars: int = Field(default=4096, ge=64)
     """Longest result that the policy sees; a longer one loses its middle."""

@@ -549,9 +549,9 @@ class GRPOConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("GRPOConfig")
 
-    num_prompts_per_step: int = Field(default=32, ge=1)
+    num_prompts_per_step: int = Field(default=32, ge=1, le=1_000_000)
     """Tasks of one step. Default: with 16 completions each, one update of 512."""
-    num_generations_per_prompt: int = Field(default=16, ge=1)
+    num_generations_per_prompt: int = Field(default=16, ge=1, le=1_000_000)
     """Completions of each: G. Default: the mean and deviation of fewer say little, and the prompt
     is computed once for all."""
     min_valid_per_group: int = Field(default=2, ge=1)

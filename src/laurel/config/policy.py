@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from laurel.config.yaml_tree import MAY_CHANGE, Section, foreign
+from laurel.config.yaml_tree import MAY_CHANGE, THREADS, Section, foreign
 
 Precision = Literal["float32", "bfloat16", "float16"]
 """The floating-point type of a model's weights or of its computation."""
@@ -470,18 +470,22 @@ class LoggerConfig(Section):
     """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
 
 
+MOST_SLOTS = 131_072
+"""The largest number of slots that a cluster may have; no cluster has more GPUs."""
+
+
 class ClusterConfig(Section):
     """The devices and processes of the run."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("ClusterConfig")
 
-    gpus_per_node: int = Field(default=1, ge=1)
+    gpus_per_node: int = Field(default=1, ge=1, le=1024)
     """Slots of each node: GPUs, or CPU processes where there are none."""
-    num_nodes: int = Field(default=1, ge=1)
+    num_nodes: int = Field(default=1, ge=1, le=16384)
     """Nodes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU where there is one."""
-    cpu_threads: int | None = Field(default=None, ge=1)
+    cpu_threads: Annotated[int | None, THREADS] = Field(default=None, ge=1)
     """Threads on a CPU; null: one per core of this process."""
     backend: Literal["auto", "local", "ray"] = "auto"
     """`local`: everything in this process; `ray`: a process for each rank of each role. `auto`:
@@ -498,6 +502,16 @@ class ClusterConfig(Section):
     labels: dict[str, list[int]] = Field(default_factory=dict)
     """Labels of nodes (counted from 0) for placements, e.g. `{"pool=train": [0, 1]}`. On Ray those
     of `ray start --labels`."""
+
+    @model_validator(mode="after")
+    def _is_a_cluster(self) -> ClusterConfig:
+        slots = self.num_nodes * self.gpus_per_node
+        if slots > MOST_SLOTS:
+            raise ValueError(
+                f"num_nodes={self.num_nodes} x gpus_per_node={self.gpus_per_node} are {slots} "
+                f"slots; at most {MOST_SLOTS} are planned"
+            )
+        return self
 
     @field_validator("labels")
     @classmethod

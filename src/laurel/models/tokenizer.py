@@ -136,6 +136,9 @@ def load_tokenizer(
         raise ModelError(
             f"{setting_of(key, name)}: no tokenizer could be loaded ({first_line(error)}). {hint}"
         ) from error
+    for how_loaded in ("is_local", "local_files_only"):
+        # transformers saves them: a resumed run, which loads its own checkpoint, would differ.
+        tokenizer.init_kwargs.pop(how_loaded, None)
     settle_template(tokenizer, config.chat_template, day=config.date)
     note = settle_padding(tokenizer, config.pad_token, may_end=pad_may_end)
     if note is not None and notes is not None:

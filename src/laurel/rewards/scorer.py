@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laurel.data.forest import bin_pack, pack_padded, to_forest, to_padded
-from laurel.errors import ScoringContractError
+from laurel.errors import ScoringContractError, setting_of
 from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
@@ -553,9 +553,15 @@ def check_golden_by(
         for value, expected in zip(values_K, golden.values_K, strict=True):
             difference = abs(value - expected) / max(1.0, abs(expected))
             if not difference <= tolerance:
+                cause = why(values_K, golden.values_K)
+                if dtype != (saved := contract.rules.golden_dtype):
+                    cause = (
+                        f"it was saved in {saved} and is loaded in {dtype}; load it with "
+                        f"{setting_of('policy.precision', saved)}. If that does not help, {cause}"
+                    )
                 raise ScoringContractError(
                     f"a golden conversation scores {value:.6g} here and scored {expected:.6g} when "
-                    f"the model was saved: {why(values_K, golden.values_K)}"
+                    f"the model was saved: {cause}"
                 )
             worst = max(worst, difference)
     return worst

@@ -33,6 +33,7 @@ from laurel.run.request import (
     uses_reward_model,
     why_not_validated,
 )
+from laurel.run.specs import batch_notes
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline, Position
@@ -331,6 +332,10 @@ def _with_policy(
     position = state.restore(resume_from) if resume_from else Position()
     describe_policy(context, model.facts, data.reports, run_dir)
     _describe_step(config, found.chat, parts, console)
+    size, tasks = config.grpo.num_prompts_per_step, data.train
+    if data.endless is None:
+        for note in batch_notes("grpo.num_prompts_per_step", size, len(tasks), unit="task"):
+            console.print(f"note    {note}")
     if resume_from:
         console.print(f"resuming from {resume_from}, after step {position.step}")
     has_validation = parts.validation is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -26,6 +27,7 @@ from laurel.run.allocation import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
 from laurel.training.stopping import StopRequest, end_unsaved
+from laurel.workers.bounds import check_counts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +53,7 @@ def run_training(
     A run that a signal or its time budget ended has saved its state and exits with 0; Ctrl-C exits
     with 130. With `as_json`, the outcome is also written as JSON to the stream of `json_output`.
     """
+    before = multiprocessing.active_children()
     console = message_console(stderr=False)
     last = console if as_json else make_console()
     try:
@@ -63,8 +66,23 @@ def run_training(
         sys.exit(130)
     if as_json:
         write_json(asdict(outcome))
+    end_children(but=before)
     if outcome.signal == "SIGINT":
         sys.exit(130)
+
+
+def end_children(but: Sequence[multiprocessing.process.BaseProcess] = ()) -> None:
+    """End the processes that a user's code left running, for which this process would wait."""
+    left = [child for child in multiprocessing.active_children() if child not in but]
+    if left:
+        print(
+            f"warning: an environment or a function started processes and left {len(left)} of them "
+            "running; they are ended",
+            file=sys.stderr,
+        )
+    for child in left:
+        child.kill()
+        child.join()
 
 
 def trained(
@@ -94,6 +112,8 @@ def trained(
             "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
             "it to auto or cpu"
         )
+    if cluster.address is None:
+        check_counts(config)  # of a running cluster, each worker checks its own
     if is_process:
         with suppress(UserError):  # the run itself reports what cannot be planned
             if plan_allocation(config).are_remote:

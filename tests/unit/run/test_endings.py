@@ -2,9 +2,11 @@
 
 import io
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.run import train
-from laurel.run.train import conclude
+from laurel.run.train import conclude, end_children
 from laurel.training.loop import RunOutcome
 
 
@@ -205,6 +207,19 @@ def test_a_policy_that_never_changed_is_the_first_that_is_said(tmp_path):
     assert others[0].startswith("finished after step 40")
     assert not any("did not change" in line or "The reward rose" in line for line in others)
     assert grpo_ended(*[0.0] * 39, 1.0)[0].startswith("finished after step 40")
+
+
+def test_processes_that_an_environment_left_do_not_keep_a_run_from_ending(capsys):
+    context = multiprocessing.get_context("spawn")
+    ours, left = (context.Process(target=time.sleep, args=(60,)) for _ in range(2))
+    ours.start()
+    left.start()
+    end_children(but=[ours])
+    assert left.exitcode == -signal.SIGKILL
+    assert ours.is_alive()
+    assert "left 1 of them running" in capsys.readouterr().err
+    end_children()
+    assert not ours.is_alive()
 
 
 def test_use_it_names_a_file_that_is_there(tmp_path):
