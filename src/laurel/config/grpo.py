@@ -363,6 +363,7 @@ Alarm = Literal[
     "length_bias",
     "repetition",
     "truncation",
+    "control_tokens",
     "format",
     "zero_spread_groups",
     "ensemble",
@@ -386,6 +387,7 @@ class HealthConfig(Section):
         "kl_growth": f"its alarm kl_without_reward was removed: {_NEVER_ROSE}",
         "entropy": f"{_NEVER_ROSE}; laurel report tells a fall of entropy",
         "entropy_share": f"its alarm entropy was removed: {_NEVER_ROSE}",
+        "gold_jump": "gold_drop and num_spreads hold for a fall in one step as well",
         "noise_floor_groups": _NEVER_ROSE,
         "noise_floor_share": f"its alarm noise_floor_groups was removed: {_NEVER_ROSE}",
     }
@@ -394,7 +396,8 @@ class HealthConfig(Section):
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
     stop_on: list[Alarm] = Field(default_factory=list)
     """Alarms that end the run, saved: `overoptimisation`, `kl_jump`, `length`, `length_bias`,
-    `repetition`, `truncation`, `format`, `zero_spread_groups`, `ensemble`, `failures`."""
+    `repetition`, `truncation`, `control_tokens`, `format`, `zero_spread_groups`, `ensemble`,
+    `failures`."""
     ignore: list[Alarm] = Field(default_factory=list)
     """Alarms to leave out, such as `length` for a reasoning model."""
     gold_metric: str | None = None
@@ -410,28 +413,30 @@ class HealthConfig(Section):
     """Latest steps whose median is compared. An alarm ends after this many good steps in a row."""
     num_spreads: float = Field(default=4.0, ge=0)
     """Robust standard deviations of the first steps by which a metric must differ from their
-    median, besides its own threshold."""
+    median, besides its own threshold. Of `gold_metric`: standard errors between its best
+    `baseline_steps` and the last 1, 2, ... up to `window` steps."""
     jump_spreads: float = Field(default=6.0, ge=0)
-    """The same for a single step against the window before it, from step 2: `overoptimisation`,
-    `kl_jump`, `length`, `repetition`, `truncation`."""
-    gold_jump: float = Field(default=0.5, gt=0, lt=1)
-    """`overoptimisation`: share of `gold_metric` lost in a single step."""
+    """The same for a single step against the window before it, from step 2: `length`,
+    `repetition`, `truncation`, `control_tokens`."""
     gold_drop: float = Field(default=0.1, gt=0, lt=1)
     """`overoptimisation`: share of its peak that `gold_metric` lost while the reward lost
     nothing."""
     kl_jump: float = Field(default=3.0, gt=1)
-    """`kl_jump`: growth factor of the divergence from the reference in a single step."""
-    kl_least: float = Field(default=0.1, ge=0)
+    """`kl_jump`: factor by which the divergence from the reference is larger than where the steps
+    before led."""
+    kl_least: float = Field(default=0.5, ge=0)
     """`kl_jump`: smallest divergence that counts; nats a token (a completion with
     `loss_fn.use_kl_in_reward`)."""
     length_factor: float = Field(default=1.5, gt=1)
     """`length`: factor by which completions are longer or shorter than in the first steps."""
     length_correlation: float = Field(default=0.5, gt=0, lt=1)
     """`length_bias`: correlation of reward and length within groups, while lengths grow."""
-    repetition_rise: float = Field(default=0.1, gt=0, lt=1)
+    repetition_rise: float = Field(default=0.2, gt=0, lt=1)
     """`repetition`: by how much the share of repeated 4-grams has risen."""
     truncation_rise: float = Field(default=0.2, gt=0, lt=1)
     """`truncation`: rise of the share of completions without an end."""
+    control_token_rise: float = Field(default=0.05, gt=0, lt=1)
+    """`control_tokens`: rise of the share of completions that spell a control token as text."""
     format_drop: float = Field(default=0.1, gt=0)
     """`format`: by how much `format_metric` has fallen."""
     zero_spread_share: float = Field(default=0.9, gt=0, le=1)

@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
@@ -44,6 +44,7 @@ READ = frozenset(
         TRUNCATION,
         ZERO_SPREAD,
         FAILURES,
+        CONTROL_TOKENS,
     }
 )
 """The metrics that the rules read, besides those that the configuration names."""
@@ -56,6 +57,15 @@ BEFORE_A_JUMP = 4
 """The number of earlier values that are needed to estimate the noise of one step."""
 VALIDATIONS = 3
 """The number of validations whose median is checked: few, because each uses the same tasks."""
+SIZES = ("num_samples", "num_problems_in_batch")
+"""The metrics of an environment that count its completions of a step, and their problems."""
+ALIKE = 0.5
+"""The correlation that is assumed between the scores of completions of one problem. It makes the
+effective sample size of a step smaller than its number of completions (the design effect)."""
+EFFECTIVE_SIZE = 25.0
+"""The effective sample size of a step that is assumed where those metrics are missing."""
+ASSUMED = 4
+"""The number of differences between steps that weigh as much as these assumptions."""
 _OF_MEMBER = re.compile(r"(env/.+/part/)(.+)/(?:mean|std)")
 
 
@@ -77,8 +87,6 @@ class RecentValues:
     """The median of the window before the value; the window may not be full yet."""
     spread: float | None
     """The robust standard deviation of a value; None with fewer than `BEFORE_A_JUMP` values."""
-    is_share: bool
-    """Whether all values lie between 0 and 1."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,12 +102,35 @@ class MetricWindow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The best value of the gold metric, with the reward and the KL divergence at that point."""
+class Level:
+    """The gold metric over successive steps, with the reward and the KL divergence there."""
 
     gold: float
+    """The mean over the steps; of validations, the median."""
+    count: int
+    """The number of values."""
     reward: float
     divergence: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How far chance moves a metric from step to step."""
+
+    unit: float
+    """The standard deviation of a value; of a share, relative to that of a single sample."""
+    size: float | None
+    """For a share, the effective sample size of a step; None for other metrics."""
+
+    def at(self, level: float) -> float:
+        """Return the standard deviation of a value where the metric is at a level.
+
+        Chance moves a share that is nearly 0, or nearly 1, less than one in the middle.
+        """
+        if self.size is None:
+            return self.unit
+        share = (level * self.size + 0.5) / (self.size + 1.0)
+        return self.unit * math.sqrt(share * (1.0 - share))
 
 
 class History:
@@ -121,7 +152,10 @@ class History:
         self.gold_name: str | None = config.gold_metric
         """The name of the gold metric; None while it is unknown, until one has been measured."""
         self._settings = settings or {}
-        self.peak: Peak | None = None
+        self.peak: Level | None = None
+        """The level at which the gold metric was surely best."""
+        self._surely = -math.inf
+        """The gold metric of the peak less two standard errors."""
         self._series: dict[str, MetricWindow] = {}
 
     def add(self, figures: Mapping[str, float]) -> None:
@@ -145,20 +179,29 @@ class History:
     def _is_read(self, name: str) -> bool:
         if name in READ or name in (self.gold_name, self.config.format_metric):
             return True
+        if name in self._sizes_of_gold():
+            return True
         found = _OF_MEMBER.fullmatch(name)
         return found is not None and found[2] in self.members
+
+    def _sizes_of_gold(self) -> tuple[str, ...]:
+        # An environment counts its completions and problems beside its other metrics.
+        stem = (self.gold_name or "").rpartition("/")[0]
+        return tuple(f"{stem}/{size}" for size in SIZES)
 
     def _update_peak(self) -> None:
         name = self.gold_name
         if name is None or not self.is_fresh(name):
             return
-        # The peak is one of medians, because the best of many noisy values would be no real peak.
-        gold, reward = self.gold(), self.now(REWARD)
-        if gold is None or reward is None or (self.peak is not None and gold <= self.peak.gold):
+        steps = self.gold_window if is_of_validation(name) else self.config.baseline_steps
+        level, noise = self.gold_level(steps), self.gold_noise()
+        if level is None or noise is None:
             return
-        divergence = self.divergence()
-        now = None if divergence is None else self.now(divergence)
-        self.peak = Peak(gold=gold, reward=reward, divergence=now)
+        # The best of many noisy values is best by chance. So the peak is one of means, and a mean
+        # over few of the first steps counts for less.
+        surely = level.gold - 2 * noise.at(level.gold) / math.sqrt(level.count)
+        if self.peak is None or surely > self._surely:
+            self.peak, self._surely = level, surely
 
     # ---------------------------------------------------------------------------- what rules read
 
@@ -167,24 +210,63 @@ class History:
         series = self._series.get(name)
         return series is not None and series.is_fresh
 
+    def latest(self, name: str) -> list[float]:
+        """Return the values of a metric that are kept, in their order."""
+        series = self._series.get(name)
+        return series.latest if series is not None else []
+
     def now(self, name: str) -> float | None:
         """Return the median of a metric over the latest window; None before a window is full."""
-        return self._median(name, self.config.window)
+        values, window = self.latest(name), self.config.window
+        return statistics.median(values[-window:]) if len(values) >= window else None
 
-    def gold(self) -> float | None:
-        """Return the median of the last values of the gold metric, which measures the true task.
+    @property
+    def gold_window(self) -> int:
+        """The largest number of latest values of the gold metric that are compared with the peak.
 
-        It is taken over `window` steps; for a metric of validations, over at most `VALIDATIONS`.
+        That are `window` steps, or at most `VALIDATIONS` validations.
+        """
+        window = self.config.window
+        return min(window, VALIDATIONS) if is_of_validation(self.gold_name or "") else window
+
+    def gold_level(self, count: int) -> Level | None:
+        """Return the level over the last `count` values of the gold metric, or over all so far.
+
+        None if the gold metric or the reward is not measured.
+        """
+        name, kl = self.gold_name or "", self.divergence() or ""
+        mean: Callable[[Sequence[float]], float] = statistics.fmean
+        num_steps = count
+        if is_of_validation(name):  # there are steps between two of them
+            mean, num_steps = statistics.median, self.config.window
+        golds = self.latest(name)[-count:]
+        rewards, divergences = (self.latest(one)[-num_steps:] for one in (REWARD, kl))
+        if not golds or not rewards:
+            return None
+        return Level(
+            gold=mean(golds),
+            count=len(golds),
+            reward=mean(rewards),
+            divergence=mean(divergences) if divergences else None,
+        )
+
+    def gold_noise(self, *, but_last: int = 0) -> Noise | None:
+        """Return the noise of the gold metric before its last `but_last` values.
+
+        None if there are too few values to tell. Validations have none: all have the same tasks.
         """
         name = self.gold_name or ""
-        window = self.config.window
-        return self._median(name, min(window, VALIDATIONS) if is_of_validation(name) else window)
-
-    def _median(self, name: str, window: int) -> float | None:
-        series = self._series.get(name)
-        if series is None or len(series.latest) < window:
-            return None
-        return statistics.median(series.latest[-window:])
+        if is_of_validation(name):
+            return Noise(unit=0.0, size=None)
+        values = self.latest(name)
+        before = values[: len(values) - but_last]
+        if not all(0.0 <= value <= 1.0 for value in values):
+            return noise_of(before)
+        samples, problems = (self.latest(size)[-1:] for size in self._sizes_of_gold())
+        if not samples or not problems or not 0.0 < problems[0] <= samples[0]:
+            return noise_of(before, size=EFFECTIVE_SIZE)
+        effect = 1.0 + ALIKE * (samples[0] / problems[0] - 1.0)
+        return noise_of(before, size=samples[0] / effect)
 
     def baseline(self, name: str) -> Baseline | None:
         """Return the baseline of a metric, from the first steps before the latest window.
@@ -215,21 +297,7 @@ class History:
             value=value,
             before=statistics.median(before[-self.config.window :]),
             spread=max(spread, _spread(before)) if len(before) >= BEFORE_A_JUMP else None,
-            is_share=all(0.0 <= one <= 1.0 for one in series.latest),
         )
-
-    def noise(self, name: str) -> float | None:
-        """Return the standard deviation of a single value of a metric; None with too few values.
-
-        It is estimated from differences of successive values, on which a slow drift has hardly any
-        effect.
-        """
-        latest = self._series[name].latest if name in self._series else []
-        changes = [abs(after - before) for before, after in pairwise(latest)]
-        if len(changes) < BEFORE_A_JUMP:
-            return None
-        few = max(1.0, self.config.baseline_steps / len(changes))
-        return math.sqrt(math.pi) / 2 * statistics.fmean(changes) * few
 
     def divergence(self) -> str | None:
         """Return the name of the metric of KL divergence from the reference; None without one."""
@@ -255,7 +323,7 @@ class History:
                 for name, one in self._series.items()
             },
             "gold": self.gold_name,
-            "peak": None if peak is None else [peak.gold, peak.reward, peak.divergence],
+            "peak": None if peak is None else [self._surely, *astuple(peak)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -270,7 +338,34 @@ class History:
         }
         peak = state["peak"]
         if self.gold_name in self._series and peak is not None and saved in (None, self.gold_name):
-            self.peak = Peak(gold=peak[0], reward=peak[1], divergence=peak[2])
+            if len(peak) == 3:  # an older state
+                peak = [peak[0], peak[0], self.config.window, *peak[1:]]
+            surely, gold, count, reward, divergence = peak
+            self._surely = surely
+            self.peak = Level(gold=gold, count=count, reward=reward, divergence=divergence)
+
+
+def noise_of(values: Sequence[float], *, size: float | None = None) -> Noise | None:
+    """Estimate the noise of a metric from its values; None if they are too few.
+
+    Differences of successive values tell it, on which a slow drift has hardly any effect. That of
+    a share is known beforehand, unless its completions are more alike than is assumed: the
+    assumption counts as much as `ASSUMED` differences.
+
+    Args:
+        values: The values of successive steps.
+        size: For a share, the effective sample size of a step.
+    """
+    if not values:
+        return None
+    changes = [abs(after - before) for before, after in pairwise(values)]
+    shown = math.sqrt(math.pi) / 2 * math.fsum(changes)
+    if size is None:
+        few = len(changes) < BEFORE_A_JUMP
+        return None if few else Noise(unit=shown / len(changes), size=None)
+    shown /= Noise(unit=1.0, size=size).at(statistics.fmean(values))
+    unit = (ASSUMED / math.sqrt(size) + shown) / (ASSUMED + len(changes))
+    return Noise(unit=unit, size=size)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -292,9 +387,6 @@ def is_of_validation(name: str) -> bool:
 # A rule gives no result (None) if a metric that it reads is not measured, or not yet long enough,
 # or was not measured in the last step. `docs/reward_hacking.md` describes each alarm, its
 # threshold, and remedies.
-
-GOLD_LEAP = 0.4
-"""The fall of a gold metric between 0 and 1 that counts as a leap before its noise is known."""
 
 _of = format_number
 
@@ -334,91 +426,87 @@ def _first_bad(*found: AlarmFinding | None) -> AlarmFinding | None:
 
 
 def overoptimisation(history: History) -> AlarmFinding | None:
-    """Check whether the gold metric falls, slowly while the reward does not, or in one step."""
-    return _first_bad(_gold_leaps(history), _gold_drifts(history))
-
-
-def _gold_leaps(history: History) -> AlarmFinding | None:
-    """Check whether the gold metric fell by `gold_jump` in one step, whatever the reward did.
-
-    Before its noise is known, only a metric between 0 and 1 that fell by `GOLD_LEAP` counts.
-    """
-    name = history.gold_name
-    step = None if name is None else history.step(name)
-    if name is None or step is None:
-        return None
-    least = history.config.gold_jump * abs(step.before)
-    if step.spread is not None:
-        lost = _beyond(history, step, least)
-    elif step.is_share:
-        lost = max(least, GOLD_LEAP)
-    else:
-        return None
-    threshold = step.before - lost
-    return AlarmFinding(
-        is_bad=lost > 0 and step.value <= threshold,
-        metric=name,
-        value=step.value,
-        threshold=threshold,
-        baseline=step.before,
-        text=f"{name} was {_of(step.before)} in the steps before and is {_of(step.value)} now",
-    )
-
-
-def _gold_drifts(history: History) -> AlarmFinding | None:
-    """Check whether the gold metric is below its peak while the reward has not fallen with it.
+    """Check whether the gold metric is below its peak, though the reward is not.
 
     A policy that is trained against a proxy first gains in the gold metric and later loses, as a
     function of the root of its KL divergence from its start (Gao, Schulman and Hilton, arXiv
-    2210.10760). If the divergence is measured, it must have grown since the peak: a policy that
-    returns to its reference has another problem. A gold metric of every step must also fall by more
-    than chance, `num_spreads` standard deviations of the median of a window.
+    2210.10760). It may lose all within a step, or little by little. So the last step, the last two
+    and so on up to a window are compared with the peak: the more, the smaller is the fall that
+    chance does not explain.
     """
-    config, peak, name = history.config, history.peak, history.gold_name
+    name, peak = history.gold_name, history.peak
     if name is None or peak is None or not history.is_fresh(name):
         return None
-    gold, reward = history.gold(), history.now(REWARD)
-    if gold is None or reward is None:
+    num_values, window = len(history.latest(name)), history.gold_window
+    counts: Sequence[int] = range(min(window, num_values - 1), 0, -1)
+    if is_of_validation(name):  # one of few, alone, may be chance
+        counts = [window] if num_values >= window else []
+    return _first_bad(*[_gold_fell(history, peak, count) for count in counts])
+
+
+def _gold_fell(history: History, peak: Level, count: int) -> AlarmFinding | None:
+    """Compare the last `count` values of the gold metric with its peak.
+
+    A fall counts where the reward has not fallen too, and where the divergence, if it is measured,
+    has not shrunk since: a policy that returns to its reference has another problem.
+    """
+    config, name = history.config, history.gold_name or ""
+    level, noise = history.gold_level(count), history.gold_noise(but_last=count)
+    if level is None or noise is None:
         return None
-    divergence = history.divergence()
-    now = None if divergence is None else history.now(divergence)
-    # A policy that returned to its reference is not overoptimised.
-    has_left = now is None or peak.divergence is None or now >= peak.divergence
-    least = config.gold_drop * abs(peak.gold)
-    if not is_of_validation(name):  # each step measures few tasks, and other ones each time
-        noise = history.noise(name)
-        if noise is None:
-            return None
-        least = max(least, config.num_spreads * noise / math.sqrt(config.window))
-    threshold = peak.gold - least
+    each = math.sqrt(1 / level.count + 1 / peak.count)
+    rewards = history.latest(REWARD)
+    of_reward = noise_of(rewards[: len(rewards) - count])
+    slack = 0.0 if of_reward is None or is_of_validation(name) else 2 * of_reward.unit * each
+    has_paid = level.reward >= peak.reward - slack
+    away, before = level.divergence, peak.divergence
+    has_left = away is None or before is None or away >= before
+    # As in a test of two shares, noise is that of the level of both together.
+    both = (peak.gold * peak.count + level.gold * count) / (peak.count + count)
+    chance = config.num_spreads * noise.at(both) * each
+    threshold = peak.gold - max(config.gold_drop * abs(peak.gold), chance)
     text = (
-        f"{name} has been {_of(peak.gold)} and is {_of(gold)} now, while the reward went from "
-        f"{_of(peak.reward)} to {_of(reward)}"
+        f"{name} has been {_of(peak.gold)} and is {_of(level.gold)} now, while the reward went "
+        f"from {_of(peak.reward)} to {_of(level.reward)}"
     )
-    if now is not None and peak.divergence is not None:
-        text += f" and the divergence from the reference from {_of(peak.divergence)} to {_of(now)}"
-    is_bad = gold < threshold and reward >= peak.reward and has_left
+    if away is not None and before is not None:
+        text += f" and the divergence from the reference from {_of(before)} to {_of(away)}"
     return AlarmFinding(
-        is_bad=is_bad, metric=name, value=gold, threshold=threshold, baseline=peak.gold, text=text
+        is_bad=level.gold < threshold and has_paid and has_left,
+        metric=name,
+        value=level.gold,
+        threshold=threshold,
+        baseline=peak.gold,
+        text=text,
     )
 
 
 def kl_jump(history: History) -> AlarmFinding | None:
-    """Check whether the KL divergence from the reference grew by a large factor in one step."""
+    """Check whether the policy leapt away from the reference in one step.
+
+    A divergence grows as the square of a distance: a policy that leaves the reference at a constant
+    speed has 4 times the divergence at its second step and 2.25 times at its third, whatever its
+    learning rate is. So the divergence is compared with the one to which the speed of the steps
+    before leads, in the root of the divergence.
+    """
     config, name = history.config, history.divergence()
-    step = None if name is None else history.step(name)
-    if name is None or step is None:
+    if name is None or not history.is_fresh(name):
         return None
-    threshold = max(
-        config.kl_least, step.before + _beyond(history, step, (config.kl_jump - 1) * step.before)
-    )
+    *before, value = history.latest(name)[-config.window - 1 :]
+    if not before:
+        return None
+    distances = [math.sqrt(max(0.0, one)) for one in before]
+    speeds = [after - earlier for earlier, after in pairwise(distances)]
+    speed = max(0.0, statistics.median(speeds)) if speeds else 0.0
+    expected = (max(distances) + speed) ** 2
+    threshold = max(config.kl_least, config.kl_jump * expected)
     return AlarmFinding(
-        is_bad=step.value >= threshold,
+        is_bad=value >= threshold,
         metric=name,
-        value=step.value,
+        value=value,
         threshold=threshold,
-        baseline=step.before,
-        text=f"{name} was {_of(step.before)} in the steps before and is {_of(step.value)} now",
+        baseline=expected,
+        text=f"{name} is {_of(value)}, and the steps before led to {_of(expected)}",
     )
 
 
@@ -523,6 +611,12 @@ def truncation(history: History) -> AlarmFinding | None:
     return _risen(history, TRUNCATION, history.config.truncation_rise, what, "cut_off")
 
 
+def control_tokens(history: History) -> AlarmFinding | None:
+    """Check whether more completions spell control tokens, which would forge a turn to a judge."""
+    what = "share of completions that spell a control token as text"
+    return _risen(history, CONTROL_TOKENS, history.config.control_token_rise, what, "best")
+
+
 def keeps_format(history: History) -> AlarmFinding | None:
     """Check whether fewer completions have the required format."""
     config, name = history.config, history.config.format_metric
@@ -620,6 +714,7 @@ RULES: Mapping[Alarm, Callable[[History], AlarmFinding | None]] = MappingProxyTy
         "length_bias": length_bias,
         "repetition": repetition,
         "truncation": truncation,
+        "control_tokens": control_tokens,
         "format": keeps_format,
         "zero_spread_groups": zero_spread_groups,
         "ensemble": ensemble,

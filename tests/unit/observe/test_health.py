@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from laurel.config.grpo import Alarm, HealthConfig
 from laurel.observe.health import (
+    CONTROL_TOKENS,
     FAILURES,
     LENGTH,
     LENGTH_CORRELATION,
@@ -24,6 +25,7 @@ from laurel.observe.health import (
 
 KL = "train/kl_penalty"
 GOLD = "env/both/math/accuracy"
+SAMPLES, PROBLEMS = "env/both/math/num_samples", "env/both/math/num_problems_in_batch"
 FORMAT = "env/both/form/reward_mean"
 PART = "env/reward_model/part/"
 MEMBERS = ("left", "right")
@@ -68,8 +70,9 @@ DRIFTS: list[tuple[str, str, float, float, float, float]] = [
     # metric, alarm, at first, much later, a leap, and almost one
     (LENGTH, "length", 10, 18, 15.1, 14.9),
     (LENGTH, "length", 10, 5, 6.6, 6.7),
-    (REPETITION, "repetition", 0.1, 0.25, 0.21, 0.19),
+    (REPETITION, "repetition", 0.1, 0.35, 0.31, 0.29),
     (TRUNCATION, "truncation", 0.0, 0.3, 0.21, 0.19),
+    (CONTROL_TOKENS, "control_tokens", 0.0, 0.2, 0.06, 0.04),
 ]
 SAME = ("metric", "alarm", "first", "later", "leap", "almost")
 
@@ -149,37 +152,69 @@ def test_an_alarm_is_over_after_a_window_of_good_steps():
     assert told(line(FAILURES, *values)) == [(3, "failures", "raised"), (11, "failures", "over")]
 
 
+def measured(gold, *, samples=6400.0, problems=1600.0, **others):
+    """Gold of so many completions a step, while the reward rises."""
+    rows = columns(gold=gold, **({"reward": [0.1 * n for n in range(len(gold))]} | others))
+    return [{**row, SAMPLES: samples, PROBLEMS: problems} for row in rows]
+
+
 def test_gold_that_falls_while_the_reward_rises():
+    """With thousands of completions a tenth less is beyond chance at once."""
     gold = [0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.7, 0.7, 0.7, 0.7]
-    steps = columns(
-        reward=[0.1 * n for n in range(10)], kl=[0.01 * n for n in range(10)], gold=gold
-    )
-    (event,) = events(steps)
-    assert (event.step, event.alarm, event.finding.metric) == (8, "overoptimisation", GOLD)
-    assert event.finding.baseline == 0.8
+    (event,) = events(measured(gold, kl=[0.01 * n for n in range(10)]))
+    assert (event.step, event.alarm, event.finding.metric) == (7, "overoptimisation", GOLD)
+    assert event.finding.baseline == pytest.approx(0.8)
     assert event.finding.threshold == pytest.approx(0.72)
     assert KL not in event.finding.text
     assert "0.8" in event.finding.text
     assert "divergence" in event.finding.text
 
 
+def test_chance_of_a_fall_is_that_of_two_shares():
+    """64 completions of 16 problems are 64 / (1 + 0.5 x 3) = 25.6 draws: half right, then none.
+
+    Both together 0.25; with half a draw more 6.9 of 26.6, whose deviation is 0.438. Over the root
+    of 25.6 that is 0.0866, times the root of 1/1 + 1/1 and 4 it is 0.490, and 0.5 is more.
+    With 0.02 instead of none it is 0.496, and 0.48 is less.
+    """
+    (event,) = events(measured([0.5, 0.0], samples=64, problems=16))
+    assert event.step == 2
+    assert event.finding.threshold == pytest.approx(0.5 - 0.490, abs=0.001)
+    assert told(measured([0.5, 0.02], samples=64, problems=16)) == []
+    assert told(measured([0.5, 0.02, 0.0], samples=64, problems=16)) != [], "two steps are enough"
+    assert told(measured([0.5, 0.0], samples=32, problems=16)) == [], "half as many are not"
+
+
+def test_a_single_step_of_gold_that_was_better_by_chance_is_no_peak():
+    """0.55 less 2 x 0.1 is less than the mean of three, 0.5, less 2 x 0.046."""
+    watching = alarms(baseline_steps=10)
+    for n, row in enumerate(measured([0.55, 0.47, 0.48], samples=64, problems=16)):
+        watching.see(n, row)
+    peak = watching.state_dict()["history"]["peak"]
+    assert peak[1:3] == [pytest.approx(0.5), 3]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"gold": [0.8] * 6 + [0.73] * 4},  # less than a tenth
-        {"gold": [0.8, 0.7, 0.9, 0.8, 0.8, 0.8, 0.7, 0.7, 0.7, 0.7]},  # chance
+        {"gold": [0.8, 0.7, 0.9, 0.8, 0.8, 0.8, 0.7, 0.7, 0.7, 0.7], "samples": 64},  # chance
         {"reward": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1, 0.1, 0.1, 0.1]},  # falls as well
         {"kl": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.1, 0.1, 0.1, 0.1]},  # goes back
     ],
 )
 def test_other_falls_of_gold_are_no_overoptimisation(changes):
-    bad = {
-        "reward": [0.1 * n for n in range(10)],
-        "kl": [0.01 * n for n in range(10)],
-        "gold": [0.8] * 6 + [0.7] * 4,
-    }
-    assert len(told(columns(**bad))) == 1
-    assert told(columns(**(bad | changes))) == []
+    bad = {"kl": [0.01 * n for n in range(10)], "gold": [0.8] * 6 + [0.7] * 4}
+    assert len(told(measured(**bad))) == 1
+    assert told(measured(**(bad | changes))) == []
+
+
+def test_a_reward_that_is_a_bit_lower_by_chance_has_not_fallen():
+    """What games a reward may reach its top before gold falls: it then moves by chance alone."""
+    reward = noisy(*[0.7] * 8, by=0.02)
+    gold = [0.8] * 6 + [0.2] * 2
+    assert told(measured(gold, reward=reward)) == [(7, "overoptimisation", "raised")]
+    assert told(measured(gold, reward=reward[:6] + [0.5] * 2)) == []
 
 
 def test_gold_of_validations_is_graded_by_a_few_of_them():
@@ -196,7 +231,7 @@ def test_gold_of_validations_is_graded_by_a_few_of_them():
 def test_negative_gold_is_measured_by_its_size():
     gold = [-1.0] * 6 + [-1.2] * 3
     steps = columns(reward=[float(n) for n in range(9)], gold=gold)
-    assert told(steps) == [(8, "overoptimisation", "raised")]
+    assert told(steps) == [(7, "overoptimisation", "raised")]
     steps = columns(reward=[float(n) for n in range(9)], gold=[-1.0] * 6 + [-1.05] * 3)
     assert told(steps) == []
 
@@ -249,12 +284,23 @@ def test_gold_that_is_noisy_does_not_leap(gold):
 
 
 def test_a_divergence_that_leaps():
-    assert told(columns(kl=[0.05] * 6 + [0.16])) == [(7, "kl_jump", "raised")]
-    assert told(columns(kl=[0.05, 0.3])) == [(2, "kl_jump", "raised")], "the first steps"
-    assert told(columns(kl=[0.05] * 6 + [0.14])) == [], "less than three times"
-    assert told(columns(kl=[0.01] * 6 + [0.09])) == [], "below kl_least"
+    """Roots 0, 0.2, 0.4 and 0.6 lead to 0.8, whose square is 0.64: three times that is a leap."""
+    at_speed = [0.0, 0.04, 0.16, 0.36]
+    (event,) = events(columns(kl=[*at_speed, 1.93]))
+    assert (event.step, event.alarm, event.finding.baseline) == (5, "kl_jump", pytest.approx(0.64))
+    assert event.finding.threshold == pytest.approx(1.92)
+    assert told(columns(kl=[*at_speed, 1.91])) == []
+    assert told(columns(kl=[0.2] * 6 + [0.61])) == [(7, "kl_jump", "raised")], "no speed at all"
+    assert told(columns(kl=[0.05, 0.6])) == [(2, "kl_jump", "raised")], "the first steps"
+    assert told(columns(kl=[0.01] * 6 + [0.49])) == [], "below kl_least"
     assert told(columns(kl=[0.02 * 1.2**n for n in range(24)])) == [], "it grows in any run"
-    assert told(columns(kl=noisy(*[0.15] * 30, by=0.08))) == []
+    assert told(columns(kl=noisy(*[1.0] * 30, by=0.5))) == []
+
+
+@pytest.mark.parametrize("speed", [0.03, 0.2, 0.7])
+def test_a_divergence_at_a_constant_speed_is_no_leap(speed):
+    """Whatever the learning rate: 4 times as much at the second step is how it begins."""
+    assert told(columns(kl=[(speed * n) ** 2 for n in range(20)])) == []
 
 
 def test_length_that_is_paid_for():
@@ -294,6 +340,7 @@ def bad_history():
         LENGTH_CORRELATION: (0.1, 0.9),
         REPETITION: (0.0, 0.5),
         TRUNCATION: (0.0, 0.9),
+        CONTROL_TOKENS: (0.0, 0.9),
         ZERO_SPREAD: (0.1, 1.0),
         FAILURES: (0.0, 0.9),
         FORMAT: (1.0, 0.1),
@@ -315,6 +362,7 @@ NEEDS: dict[str, set[str]] = {
     "length_bias": {LENGTH, LENGTH_CORRELATION},
     "repetition": {REPETITION},
     "truncation": {TRUNCATION},
+    "control_tokens": {CONTROL_TOKENS},
     "format": {FORMAT},
     "zero_spread_groups": {ZERO_SPREAD},
     "ensemble": {f"{PART}left/mean", f"{PART}left/std", f"{PART}right/mean"},

@@ -98,6 +98,23 @@ def test_each_rule_with_its_numbers(curves, kind, expected):
     assert sum(expected in text for text in found) == 1, found
 
 
+@pytest.mark.parametrize(
+    ("values", "staleness", "expected"),
+    [
+        ([0.05] * 10, 2, "0.05000 nats per token at step 1"),
+        ([0.001] + [0.3] * 9, 2, "up to 2 steps older"),
+        ([0.001] + [0.3] * 9, 0, "0.3000 nats per token over the last steps"),
+        ([0.001] + [0.05] * 9, 2, None),
+        ([0.05] + [0.001] * 9, 0, None),
+    ],
+)
+def test_a_generator_may_be_as_stale_as_the_setting_permits(values, staleness, expected):
+    """At step 1 the weights are the same: what differs there is no staleness."""
+    settings = {"grpo": {"max_staleness": staleness}}
+    found = said({"train/gen_kl_error": values}, settings=settings)
+    assert [expected in text for text in found] == ([] if expected is None else [True]), found
+
+
 SLIGHTLY_WORSE = {"validation/accuracy": [0.5, 0.62, 0.6]}
 NONE_FAILED = {"train/num_failures": [0.0], "train/total_turns": [8.0]}
 CALIBRATED = {

@@ -250,14 +250,35 @@ def lengths_grew(record: RunRecord) -> Iterator[RunFinding]:
         )
 
 
+MISMATCH = 0.01
+"""Nats per token by which a generator and a learner with the same weights may differ."""
+STALE = 0.1
+"""The same for a generator whose weights are older, which is what `grpo.max_staleness` permits."""
+
+
 def sampler_mismatch(record: RunRecord) -> Iterator[RunFinding]:
-    """Report probabilities of the generator that differ from the learner's."""
+    """Report probabilities of the generator that differ from the learner's.
+
+    With `grpo.max_staleness` they differ by the updates in between; only at the first step, before
+    any update, are the weights the same.
+    """
     error = record.series("train/gen_kl_error")
-    if error and (last := fmean(ending(error))) > 0.01:
+    if not error:
+        return
+    last, when = fmean(ending(error)), "over the last steps"
+    alike, staleness = last, record.settings.get("grpo", {}).get("max_staleness", 0)
+    if staleness:
+        alike, when = error.values[0] if error.steps[0] == 1 else 0.0, "at step 1"
+    if alike > MISMATCH:
+        yield _look(
+            f"The generator and the learner differ by {format_number(alike)} nats per token {when} "
+            "(train/gen_kl_error): they should compute the same model. Look at precision.",
+        )
+    elif staleness and last > STALE:
         yield _look(
             f"The generator and the learner differ by {format_number(last)} nats per token "
-            "over the last steps (train/gen_kl_error): they should compute the same model. Look "
-            "at precision and at the staleness of the weights.",
+            "over the last steps (train/gen_kl_error): the generator's weights are up to "
+            f"{counted(staleness, 'step')} older. A smaller grpo.max_staleness or learning rate.",
         )
 
 
