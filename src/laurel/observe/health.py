@@ -391,7 +391,15 @@ def is_of_validation(name: str) -> bool:
 _of = format_number
 
 Evidence = Literal[
-    "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "failed"
+    "best",
+    "worst",
+    "longest",
+    "shortest",
+    "repetitive",
+    "control_tokens",
+    "cut_off",
+    "equal",
+    "failed",
 ]
 """The completions that illustrate an alarm."""
 
@@ -614,7 +622,9 @@ def truncation(history: History) -> AlarmFinding | None:
 def control_tokens(history: History) -> AlarmFinding | None:
     """Check whether more completions spell control tokens, which would forge a turn to a judge."""
     what = "share of completions that spell a control token as text"
-    return _risen(history, CONTROL_TOKENS, history.config.control_token_rise, what, "best")
+    return _risen(
+        history, CONTROL_TOKENS, history.config.control_token_rise, what, "control_tokens"
+    )
 
 
 def keeps_format(history: History) -> AlarmFinding | None:
