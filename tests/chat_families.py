@@ -31,7 +31,7 @@ _R1 = (
     "{% set said = m.content %}{% if '</think>' in said %}{% set said = said.split('</think>')[-1] "
     "%}{% endif %}<\uff5cAssistant\uff5c>{{ said }}{{ eos_token }}"
     "{% elif m.role == 'system' %}{{ m.content }}{% else %}<\uff5cUser\uff5c>{{ m.content }}"
-    "{% endif %}{% endfor %}" + _PROMPT + "<\uff5cAssistant\uff5c><think>\n{% endif %}"
+    "{% endif %}{% endfor %}" + _PROMPT + "<\uff5cAssistant\uff5c>{% endif %}"
 )
 _QWEN_3 = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% set said = m.content %}"

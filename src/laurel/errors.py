@@ -29,10 +29,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -245,6 +247,26 @@ def setting_of(key: str, value: object) -> str:
     if not name:
         return str(value)
     return f"{name} {value}" if name.startswith("--") else f"{name}={value}"
+
+
+def no_file_at(path: str | Path) -> str | None:
+    """Say what a path is where no file can be read from it; None if one may be.
+
+    Reading waits for ever at a named pipe that nobody writes to. A pipe of the shell
+    (`<(command)`) has no name, and can be read.
+    """
+    written = os.path.expanduser(path)
+    try:
+        mode = os.stat(written).st_mode
+    except OSError:
+        if not os.path.islink(written):
+            return None
+        return f"{path} is a link to {os.readlink(written)}, which leads to no file"
+    kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFBLK: "a device"}
+    kind = kinds.get(stat.S_IFMT(mode))
+    if kind is None or not os.path.exists(os.path.realpath(written)):
+        return None
+    return f"{path} is {kind}, not a file"
 
 
 def about(key: str) -> str:

@@ -30,7 +30,7 @@ Shape legend. Tensors and sequences carry these suffixes, slowest dimension firs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Message:
 
     role: str
     content: str
+    learned: bool = field(default=True, compare=False, repr=False)
+    """Whether a turn that is imitated counts in the loss; rows may say that it does not."""
 
 
 USUAL_ROLES = (
@@ -123,6 +125,20 @@ class Preference:
         if self.steps_GS is None:
             return (1,) * len(self.ranks_G)
         return tuple(map(len, self.steps_GS))
+
+    def select(self, indices: Sequence[int]) -> Preference:
+        """Return the preference between only the completions at these indices."""
+
+        def some(values_G: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values_G[i] for i in indices)
+
+        return replace(
+            self,
+            group=replace(self.group, completions_G=some(self.group.completions_G)),
+            ranks_G=some(self.ranks_G),
+            attributes_GK=None if self.attributes_GK is None else some(self.attributes_GK),
+            steps_GS=None if self.steps_GS is None else some(self.steps_GS),
+        )
 
 
 class SentTurn(NamedTuple):

@@ -15,6 +15,7 @@ import pytest
 
 from laurel.errors import CheckpointError
 from laurel.grpo.source import RolloutSource
+from laurel.observe.progress import ProgressPhase
 from laurel.run.train import run_training
 from laurel.training.stopping import StopRequest
 from policy_fakes import HOOKS
@@ -26,6 +27,7 @@ from policy_runs import (
     grpo,
     grpo_settings,
     metrics_of,
+    noisy_answers,
     sft,
     sft_settings,
     sums,
@@ -218,12 +220,40 @@ def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path, model):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
     interrupt_at(2 * 3 + 1, where="judge")
-    first = grpo(grpo_settings(broken, model, *changes)).outcome
-    assert (first.ended, first.step) == ("signal", 2)
+    done = grpo(grpo_settings(broken, model, *changes))
+    assert (done.outcome.ended, done.outcome.step) == ("signal", 2)
+    assert "the validation of step 2 was broken off" in done.text
     assert "validation/reward_mean" not in metrics_of(broken)[2], "it came too late to test"
     HOOKS.clear()
     grpo(grpo_settings(broken, model, *changes))
     assert_same_runs(straight, broken, NUM_STEPS)
+
+
+@pytest.mark.slow
+def test_a_validation_of_fine_tuning_is_cut_short_as_well(tmp_path, monkeypatch):
+    held_out = write_rows(tmp_path / "held_out.jsonl", noisy_answers(24, seed=5))
+    changes = ["sft.val_period=2", "sft.max_num_steps=3", f"data.val_data_path={held_out}"]
+    changes += ["policy.sequence_packing.enabled=false", "sft.val_micro_batch_size=2"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    sft(sft_settings(straight, *changes))
+    rows, advance = [], ProgressPhase.advance
+
+    def advance_and_stop(phase, count=1):
+        rows.append(count)
+        if len(rows) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert HEARD.wait(60)
+        advance(phase, count)
+
+    HEARD.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(ProgressPhase, "advance", advance_and_stop)
+        done = sft(sft_settings(broken, *changes, "sft.val_at_start=false"))
+    assert (done.outcome.ended, done.outcome.step, len(rows)) == ("signal", 2, 3)
+    assert "the validation of step 2 was broken off" in done.text
+    assert not any(name.startswith("validation") for name in metrics_of(broken)[2])
+    sft(sft_settings(broken, *changes))
+    assert_same_runs(straight, broken, 3)
 
 
 TIRES = ("data.env_name=tires", "+env.custom.tires.name=policy_fakes.Tires")

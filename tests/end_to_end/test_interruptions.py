@@ -15,6 +15,7 @@ import pytest
 
 from laurel.observe.loggers import read_metrics
 from laurel.run.train import run_training
+from laurel.training.state import FEW_REFERENCE_GROUPS
 from runs import (
     assert_equal_runs,
     best_name,
@@ -235,9 +236,12 @@ def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path):
     shutil.rmtree(tmp_path / "broken" / "logs")
     overrides = settings(tmp_path / "broken", *changes)
     with preempt_when(lambda: last_step(tmp_path / "broken") >= 2):
-        second = train(overrides).outcome
-    assert (second.ended, second.step) == ("signal", 2)
+        done = train(overrides)
+    assert (done.outcome.ended, done.outcome.step) == ("signal", 2)
+    assert "the validation of step 2 was broken off" in done.text
     assert not series(tmp_path / "broken", "validation-default/loss"), "it came too late to test"
+    rules = json.loads((tmp_path / "broken" / "saves" / "step_2" / "scoring.json").read_text())
+    assert rules["num_reference"] == 2 * FEW_REFERENCE_GROUPS
     assert metric_of(tmp_path / "broken" / "saves" / "step_2") is None
 
     resumed = train(overrides)

@@ -7,18 +7,20 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.schemas import SCHEMAS
-from laurel.data.conversations import Dialogue, load_demonstration_data
+from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
 from laurel.data.formats import (
     FORMATS,
     TRAINERS,
@@ -31,7 +33,7 @@ from laurel.data.formats import (
 from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import MADE_SETS, OWN_TESTS
-from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, load_task_data
+from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, TaskData, load_task_data
 from laurel.environments.registry import row_sources, shown_tools
 from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
 from laurel.observe.console import (
@@ -47,15 +49,18 @@ from laurel.observe.console import (
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
 from laurel.rewards.spec import find_model
-from laurel.run.reward_model import load_data
+from laurel.run.reward_model import load_data, tokenise
 from laurel.run.specs import OPTIONS, model_spec
-from laurel.run.tasks import References, check_tests, needs_of, run_references
+from laurel.run.tasks import References, check_tests, fit_prompts, needs_of, run_references
 from laurel.types import Conversation, Preference, Task
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from laurel.types import Mask, TokenIds
+    from laurel.config.environments import EnvironmentsConfig
+    from laurel.data.conversations import DialogueReport
+    from laurel.data.report import DataReport, TaskReport
+    from laurel.models.chat import ChatFormat
+    from laurel.models.scoring import ScoringContract
+    from laurel.types import Mask, TokenIds, ToolSchemas
 
 # --------------------------------------------------------------------------------------------------
 # Reading a data file as each command would: does it fit, and which rows are lost?
@@ -268,6 +273,80 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
     return replace(reading, report=report, rows=tasks.train, environments=environments)
 
 
+def _tokenised(reading: Reading, model: str) -> Reading:
+    """Tokenize the rows as the command does with this model, which may leave out more of them.
+
+    Raises:
+        ModelError: The model has no usable tokenizer or template.
+    """
+    if reading.report is None:
+        return reading
+    from laurel.run.sft import tokenise as tokenise_dialogues
+
+    config, rows, report = reading.config, list(reading.rows), reading.report
+    console = Console(quiet=True)
+    try:
+        if reading.trainer == "rm":
+            contract, _ = _contract_of(config, model)
+            samples = tokenise(
+                cast("list[Preference]", rows),
+                contract=contract,
+                report=cast("DataReport", report),
+                overlong=config.data.overlong,
+                on_bad_row=config.data.on_bad_row,
+                console=console,
+            )
+            return replace(reading, rows=[sample.preference for sample in samples])
+        chat = _chat_of(config.policy, model)
+        if reading.trainer == "sft":
+            dialogues = cast("list[Dialogue]", rows)
+            data = DemonstrationData(dialogues, [], {"train": cast("DialogueReport", report)})
+            learned = tokenise_dialogues(config, data, "train", chat, console)
+            kept = {one.tokens.id for one in learned}
+            return replace(reading, rows=[one for one in dialogues if one.source in kept])
+        tasks = TaskData(
+            train=cast("list[Task]", rows),
+            validation=[],
+            reports={"train": cast("TaskReport", report)},
+        )
+        # To know its functions, an environment may have to be started.
+        fit_prompts(tasks, chat, config, cache(lambda name: _schemas_of(name, config.env)))
+        return replace(reading, rows=tasks.train)
+    except DataError as problem:
+        return replace(reading, report=None, problem=str(problem))
+
+
+def _contract_of(config: Any, model: str) -> tuple[ScoringContract, list[str]]:
+    from laurel.models.loading.reward_model import load_contract
+
+    quiet_libraries()
+    policy = config.policy
+    return load_contract(
+        replace(model_spec(policy), name=model),
+        max_length=config.data.max_input_seq_length or policy.max_total_sequence_length,
+        truncation_side=config.data.truncation_side,
+        for_training=True,
+    )
+
+
+def _chat_of(policy: Any, model: str) -> ChatFormat:
+    from laurel.models.chat import ChatFormat
+    from laurel.models.tokenizer import load_tokenizer
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(
+        policy.tokenizer,
+        model_name=model,
+        trust_remote_code=policy.trust_remote_code,
+        pad_may_end=True,
+    )
+    return ChatFormat(tokenizer, policy.tokenizer.chat_template_kwargs)
+
+
+def _schemas_of(environment: str, config: EnvironmentsConfig) -> ToolSchemas:
+    return tuple(schema for shown in shown_tools(environment, config) for schema in shown.schemas)
+
+
 def run_data_check(
     path: str,
     *,
@@ -287,14 +366,18 @@ def run_data_check(
             found = find_model(model).name
         if not Path(found).is_dir():
             check_fetchable(found, key="--model")
-    with message_console().status(f"reading {path}"):
+    with message_console().status(f"reading {path}") as status:
         findings = examine_data(path, trainer, overrides)
-        row = problem = None
-        if findings.shown is not None:
-            row = first_row(findings.shown, "")
+        row = first_row(findings.shown, "") if findings.shown is not None else None
+        problem = None
+        if found and findings.shown is not None:
+            status.update(f"tokenising {path}")
             try:
                 with speaking(Terms({"policy.model_name": "--model"})):
-                    row = first_row(findings.shown, found) if found else row
+                    readings = [_tokenised(reading, found) for reading in findings.readings]
+                    findings = replace(findings, readings=readings)
+                    if findings.shown is not None:
+                        row = first_row(findings.shown, found)
             except UserError as error:
                 problem = error  # raised after the findings are printed
     references = None
@@ -336,7 +419,12 @@ def _as_facts(
         "evaluation": findings.evaluation,
         "references": None if references is None else asdict(references),
         "suggestions": [
-            {"says": one.says, "command": one.trainer, "settings": list(one.settings)}
+            {
+                "says": one.says,
+                "command": one.trainer,
+                "settings": list(one.settings),
+                "program": one.program or None,
+            }
             for one in findings.near
         ],
         "first_row": None if row is None else asdict(row),
@@ -383,6 +471,9 @@ def _show(
         if near.trainer is not None:
             words = ["laurel", "data", "check", findings.path, "--for", near.trainer]
             print_command(console, " " * 9, shlex.join([*words, *near.settings]))
+        if near.program:
+            program = near.program.replace('"FILE"', json.dumps(findings.path))
+            console.print(Text(program), soft_wrap=True)
     if known is None and not findings.near and findings.path not in MADE_SETS:
         keys = dict.fromkeys(_COLUMN_KEYS[one.trainer] for one in findings.readings)
         _line(console, "hint", f"other names? Name your columns: {'; '.join(keys)}", "bold")
@@ -530,8 +621,8 @@ class RowPart:
 
     title: str
     messages: Conversation
-    too_long: str = ""
-    """What training does with it where it is too long."""
+    is_cut: bool = False
+    """Whether it was cut to fit."""
     tokens: Sequence[Piece] = ()
 
 
@@ -563,7 +654,7 @@ def first_row(reading: Reading, model: str) -> FirstRow:
         for index, completion in enumerate(row.group.completions_G):
             parts.append(RowPart(title=_answer_title(row, index), messages=completion.messages))
         if model:
-            parts, notes = _scored(row, parts, config, model, longest)
+            parts, notes = _scored(row, parts, config, model)
         return FirstRow(source=row.source, parts=parts, notes=notes)
     if isinstance(row, Task):
         part = RowPart(title="prompt", messages=row.prompt)
@@ -572,24 +663,14 @@ def first_row(reading: Reading, model: str) -> FirstRow:
         part = RowPart(title="conversation", messages=row.messages)
     if not model:
         return FirstRow(source=row.source, parts=[part], notes=notes)
-    from laurel.models.chat import ChatFormat
-    from laurel.models.tokenizer import load_tokenizer
     from laurel.models.tool_calls import form_of
 
-    quiet_libraries()
-    tokenizer = load_tokenizer(
-        policy.tokenizer,
-        model_name=model,
-        trust_remote_code=policy.trust_remote_code,
-        pad_may_end=True,
-    )
-    chat = ChatFormat(tokenizer, policy.tokenizer.chat_template_kwargs)
+    chat = _chat_of(policy, model)
+    tokenizer = chat.tokenizer
     if isinstance(row, Task):
-        shown = shown_tools(row.environment, config.env)
-        for one in shown:
+        for one in shown_tools(row.environment, config.env):
             form_of(tokenizer, one.form, where=one.where)
-        tools = [schema for one in shown for schema in one.schemas]
-        ids_L = chat.prompt_ids(row.prompt, tools=tools)
+        ids_L = chat.prompt_ids(row.prompt, tools=_schemas_of(row.environment, config.env))
         tokens = pieces_of(tokenizer, ids_L)
         most = policy.max_total_sequence_length
         note = (
@@ -614,27 +695,17 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     learned_L = np.concatenate((np.zeros(len(trunk), dtype=bool), learned.mask_L))
     ids_L = np.concatenate((trunk, branch))
     tokens = pieces_of(tokenizer, ids_L, learned_L=learned_L)
-    part = replace(part, tokens=tokens, too_long="cut to fit" if learned.truncated else "")
+    part = replace(part, tokens=tokens, is_cut=learned.truncated)
     return FirstRow(source=row.source, parts=[part])
 
 
 def _scored(
-    row: Preference, parts: list[RowPart], run: Any, model: str, longest: int
+    row: Preference, parts: list[RowPart], run: Any, model: str
 ) -> tuple[list[RowPart], list[str]]:
-    from laurel.models.loading.reward_model import load_contract
-
-    quiet_libraries()
-    contract, notes = load_contract(
-        replace(model_spec(run.policy), name=model),
-        max_length=longest,
-        truncation_side=run.data.truncation_side,
-        for_training=True,
-    )
+    contract, notes = _contract_of(run, model)
     (tokens,) = contract.encode([row.group], sources=[row.source])
     pools_last = contract.rules.pooled == "last"
     num_trunk = len(tokens.trunk_ids)
-    # A part of the steps would be an answer that nobody gave.
-    outcome = "cut to fit" if contract.rules.steps is None else "too long, the row is left out"
     for index, branch in enumerate(tokens.branches_ids_G):
         pieces = pieces_of(
             contract.tokenizer,
@@ -645,8 +716,8 @@ def _scored(
         shared = int(np.searchsorted(ends, num_trunk)) + 1 if num_trunk else 0
         title = "prompt, computed once for all answers"
         parts[0] = replace(parts[0], title=title, tokens=pieces[:shared])
-        too_long = "" if not tokens.truncated_G[index] else outcome
-        parts[index + 1] = replace(parts[index + 1], tokens=pieces[shared:], too_long=too_long)
+        is_cut = tokens.truncated_G[index]
+        parts[index + 1] = replace(parts[index + 1], tokens=pieces[shared:], is_cut=is_cut)
     if not pools_last:
         notes.append("this model pools itself: the score is read from no single token")
     return parts if num_trunk else parts[1:], notes
@@ -713,7 +784,7 @@ def show_row(console: Console, row: FirstRow) -> None:
     separator = "│" if "utf" in (console.encoding or "").lower() else "|"
     for part in row.parts:
         count = counted(sum(len(piece.ids) for piece in part.tokens), "token")
-        cut = f", {part.too_long}" if part.too_long else ""
+        cut = ", cut to fit" if part.is_cut else ""
         console.print(Text(f"{part.title}: {count}{cut}" if part.tokens else part.title, "bold"))
         for message in () if part.tokens else part.messages:
             _line(console, message.role, shorten_middle(message.content, 600) or "(empty)")

@@ -39,6 +39,7 @@ from laurel.planning.step_time import Efficiency, StepTime, device_named, step_t
 from laurel.run.options import PlanOptions
 from laurel.run.request import judge_notes, request_of, uses_reward_model, workload_of
 from laurel.run.specs import model_spec
+from laurel.run.train import check_selection
 from laurel.workers.launch import backend_of
 
 
@@ -61,6 +62,7 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     config = cast(Run, loaded.config)
+    check_selection(config)
     read = read_shapes(config, options)
     request = request_of(config)
     fitted = fit(request, read.shapes, device_memory=device_memory)

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
+from laurel.data.columns import ColumnNotes
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows, with_steps_joined
 from laurel.errors import DataError, counted, counted_that, if_interrupted
 from laurel.observe.console import make_console, message_console, print_scores, say_on
@@ -82,7 +83,14 @@ def run_score(
     # Before the model is loaded: that it cannot be written is known at once.
     if output is not None:
         check_output(output, read_from=file)
-    rows, num_rows = _open_rows(file, columns or {}, on_bad_row, stdin, say)
+    notes = ColumnNotes()
+
+    def opened(notes: ColumnNotes | None) -> Iterator[ScoringRow]:
+        return read_scoring_rows(
+            file, columns=columns, on_bad_row=on_bad_row, stdin=stdin, notes=notes
+        )
+
+    rows, num_rows = _open_rows(opened, notes, file, stdin, say)
     tally = Tally()
     with if_interrupted(lambda: tally.kept(output)), ExitStack() as stack:
         has_values = False
@@ -111,6 +119,8 @@ def run_score(
             tally.add(scored)
             write(scored)
     tally.report(say)
+    for note in notes.notes():
+        say(f"note    {note}")
     if output is not None:
         say(f"wrote the scores to {output}")
     is_all_bad = tally.num_bad_rows > 0 and not tally.num_completions
@@ -121,27 +131,23 @@ def run_score(
 
 
 def _open_rows(
+    opened: Callable[[ColumnNotes | None], Iterator[ScoringRow]],
+    notes: ColumnNotes,
     file: str,
-    columns: Mapping[str, str],
-    on_bad_row: Literal["error", "skip"],
     stdin: IO[bytes] | None,
     say: Say,
 ) -> tuple[Iterator[ScoringRow], int | None]:
     """Open the rows, and count them if that is possible."""
-
-    def opened() -> Iterator[ScoringRow]:
-        return read_scoring_rows(file, columns=columns, on_bad_row=on_bad_row, stdin=stdin)
-
     if file != STDIN and Path(file).expanduser().is_file():
         # One pass before anything is scored: a bad row at the end is reported now, not in hours.
-        problems = [row.problem for row in opened()]
+        problems = [row.problem for row in opened(notes)]
         if problems and all(problems):
             count = counted(len(problems), "row")
             raise DataError(f"{file}: none of its {count} can be read; the first: {problems[0]}")
-        return opened(), len(problems)
+        return opened(None), len(problems)
     if file == STDIN and stdin is None and sys.stdin.isatty():
         say("reading conversations from the terminal, one JSON object per line; Ctrl-D ends them")
-    rows = opened()
+    rows = opened(notes)
     first = next(rows)  # raises a DataError if there are no rows
     return chain([first], rows), None
 

@@ -390,7 +390,10 @@ def _write(
     )
     if rows.columns:
         names = visible(", ".join(rows.columns))
-        asked = f"Which columns hold the prompt and the two answers? The rows have {names}."
+        asked = (
+            "Which columns hold the prompt, the two answers and a system message? The rows have "
+            f"{names}."
+        )
         lines = textwrap.wrap(asked, 96) + [
             f"{key.partition('.')[2]}: COLUMN" for key in COLUMN_KEYS
         ]

@@ -32,6 +32,9 @@ class SetConfig(Section):
     """Text file with `{}` where the first user message goes."""
     system_prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """Text file put before every conversation as a system message."""
+    system_key: str | None = None
+    """Column of the system message of a conversation that has none of its own. Null: `system`,
+    `system_prompt` or `system_message`, where a row has a text there; `""`: none."""
 
 
 # `laurel rm` names the columns of pairs with these.
@@ -79,13 +82,15 @@ class SetsConfig(Section):
     """See the same key of a set."""
     system_prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """See the same key of a set."""
+    system_key: str | None = None
+    """See the same key of a set."""
     shuffle: bool = True
     """Shuffle the training rows each epoch, from the seed of the run."""
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first training rows, after filtering."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """`error` stops the run with file and line of a malformed row; `skip` leaves it out and counts
-    it."""
+    """`error` stops the run with file and line of a malformed row, or of one that the chat template
+    refuses; `skip` leaves it out and counts it."""
 
 
 class TextDataConfig(SetsConfig):
@@ -239,8 +244,8 @@ class DatasetConfig(SetConfig):
     foreign_keys: ClassVar[frozenset[str]] = foreign("DatasetConfig")
 
     dataset_name: str | None = None
-    """HelpSteer3, Tulu3Preference, PreferenceDataset, BinaryPreferenceDataset, or the dotted import
-    path of your own class."""
+    """HelpSteer3, HelpSteer2, Tulu3Preference, PKU-SafeRLHF, Nectar, SHP, WebGPT,
+    PreferenceDataset, BinaryPreferenceDataset, or the dotted import path of your own class."""
     prompt_key: str = "prompt"
     """Column of the prompt (BinaryPreferenceDataset)."""
     chosen_key: str = "chosen"
@@ -445,7 +450,8 @@ class TaskDataConfig(TextDataConfig):
     """Block form of the training set; a list is a mixture, all rows of all."""
     validation: TaskSetConfig | list[TaskSetConfig] | dict[str, TaskSetConfig] | None = None
     """Block form of the validation set; a list is a mixture. So are several by name, and each has
-    figures of its own besides, `validation-<Name>/...`."""
+    figures of its own besides, `validation-<Name>/...`, as blocks of a list have by their
+    `task_name`."""
     default: TaskSetConfig | None = None
     """Fills the keys that `train` and `validation` leave out."""
 
@@ -462,5 +468,12 @@ class TaskDataConfig(TextDataConfig):
         return validation_sets(self, TaskSetConfig)
 
     def validation_names(self) -> list[str]:
-        """Return the names of those validation sets that have a name."""
-        return list(self.validation) if isinstance(self.validation, dict) else []
+        """Return the name of each validation set, which is empty for one without a name.
+
+        Blocks by name have those, and blocks of a list have their `task_name`.
+        """
+        if isinstance(self.validation, dict):
+            return list(self.validation)
+        if isinstance(self.validation, list):
+            return [block.task_name or "" for block in self.validation_sets()]
+        return []

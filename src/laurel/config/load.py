@@ -288,9 +288,20 @@ class Checker:
         # A reference may stand for the rest of the path; then the last node on it has the line.
         ways = (find_node(node, where[:length]) for length in range(len(where), -1, -1))
         written = next(found for found in ways if found is not None)
+        if written.reference:
+            message += self._source_of(written.value)
         is_block = isinstance(written.value, dict)
         place = self._place_of_rule(problem, written) if is_block else written.place
         self._report((*path, *where), place, message)
+
+    def _source_of(self, reference: str) -> str:
+        """Say what the keys of a `${}` reference are, and where they were written."""
+        said = []
+        for key in re.findall(r"[A-Za-z_]\w*(?:\.\w+)+", reference):
+            node = find_node(self.tree, key.split("."))
+            if node is not None and not isinstance(node.value, dict | list):
+                said.append(f"{key}={_shown(node.value)} ({node.place})")
+        return f": it is written {reference}, and {', '.join(said)}; set it too" if said else ""
 
     def _place_of_rule(self, problem: ErrorDetails, node: YamlNode) -> str:
         """Find the line of the first written key that a rule's message names, or the section's."""

@@ -37,7 +37,7 @@ from laurel.errors import ConfigError
 _FORM = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:(?P<equals>=)(?P<value>.*))?", re.DOTALL)
 
 
-COLUMN_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key")
+COLUMN_KEYS = ("data.prompt_key", "data.chosen_key", "data.rejected_key", "data.system_key")
 """The keys that name the columns of preferences, which all commands that read such rows accept."""
 COLUMNS_IN_WORDS = ", ".join(f"{key}=COLUMN" for key in COLUMN_KEYS)
 

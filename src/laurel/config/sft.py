@@ -38,8 +38,6 @@ class DemonstrationSetConfig(TextSetConfig):
     decide."""
     chat_key: str = "messages"
     """Column of whole conversations."""
-    system_key: str | None = None
-    """Column of the system message of a conversation that has none of its own."""
     system_prompt: str | None = None
     """System message of conversations that have none of their own."""
 
@@ -53,8 +51,6 @@ class DemonstrationDataConfig(TextDataConfig):
     """See `DemonstrationSetConfig.dataset_name`; null with no path is squad."""
     chat_key: str = "messages"
     """See `DemonstrationSetConfig.chat_key`."""
-    system_key: str | None = None
-    """See `DemonstrationSetConfig.system_key`."""
     system_prompt: str | None = None
     """See `DemonstrationSetConfig.system_prompt`."""
     train: DemonstrationSetConfig | list[DemonstrationSetConfig] | None = None

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, no_file_at
 
 KeyPath = tuple[str | int, ...]
 """The path from the root to a value: keys of mappings and indices in lists."""
@@ -249,6 +249,8 @@ def _laid_over(parent: YamlNode, child: YamlNode) -> YamlNode:
 
 
 def _read_bytes(path: Path, named_by: str) -> bytes:
+    if (problem := no_file_at(path)) is not None:
+        raise ConfigError(f"{named_by}{problem}")
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 from laurel.config.data import BenchmarkName, DatasetConfig
+from laurel.data.columns import ColumnNotes, find_question, question_of, refuse_tools, with_system
 from laurel.data.preferences import DATASET_CLASSES, infer_class
 from laurel.data.sources import (
     Row,
@@ -49,7 +50,7 @@ ANSWER_LISTS = ("completions", "responses")
 """The columns that may hold a list of several answers to one prompt."""
 VERDICTS = ("correct", "passed", "is_correct")
 """The columns that may hold a list with one entry per answer: whether that answer is correct."""
-QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input")
+_VERDICTS = frozenset({*VERDICTS, "label", "total_completions"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ def read_benchmark(
     *,
     split: str | None = None,
     limit: int | None = None,
+    say: Callable[[str], object] = lambda note: None,
 ) -> list[BenchmarkRow]:
     """Read all rows of a benchmark from files, directories or hub data sets.
 
@@ -110,6 +112,7 @@ def read_benchmark(
             the hub is read.
         split: The split of a directory or a hub data set; None is the benchmark's own, or `train`.
         limit: The largest number of rows to read from each path.
+        say: Called with each note on the columns of the rows.
 
     Raises:
         DataError: A file or a row cannot be used; the message names the place and what is expected.
@@ -124,7 +127,8 @@ def read_benchmark(
     rows: list[BenchmarkRow] = []
     seen: set[str] = set()
     for part in parts or form.hub:
-        for row in islice(_rows(form, part), limit):
+        notes = ColumnNotes()
+        for row in islice(_rows(form, part, notes), limit):
             # Different subsets, and even one file, may repeat ids.
             own_id, number = row.id, 1
             if own_id in seen and (row.subset or "").lower() == _TIES:
@@ -140,6 +144,8 @@ def read_benchmark(
                 own_id = f"{first}#{number}"
             seen.add(own_id)
             rows.append(replace(row, id=own_id))
+        for note in notes.notes():
+            say(f"{part.name}: {note}")
     return rows
 
 
@@ -165,7 +171,7 @@ def rows_of_preferences(
     ]
 
 
-def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
+def _rows(form: BenchmarkForm, part: HubPart, notes: ColumnNotes) -> Iterator[BenchmarkRow]:
     def refuse(source: str, problem: UnusableRow, row: Row | None = None) -> NoReturn:
         found = None if row is None else benchmark_of(row)
         hint = (
@@ -183,6 +189,8 @@ def _rows(form: BenchmarkForm, part: HubPart) -> Iterator[BenchmarkRow]:
             read = form.read(row)
         except UnusableRow as problem:
             refuse(source, problem, row)
+        turns = (turn for one in read.group.completions_G for turn in one.messages)
+        notes.look(source, row, (*read.group.prompt, *turns), others=read.steps, read=_VERDICTS)
         where = locate(part.name, source)
         yield replace(
             read,
@@ -342,7 +350,7 @@ def best_of_n_row(row: Row) -> BenchmarkRow:
                 f"'{key}' must hold true or false for each of the {len(answers)} completions",
             )
         ranks = tuple(0 if verdict else 1 for verdict in verdicts)
-    asked = next((key for key in QUESTIONS if row.get(key) is not None), QUESTIONS[0])
+    asked = find_question(row, but=(*ANSWER_LISTS, "chosen", "rejected")) or "prompt"
     return _row(
         row,
         prompt=_said(row, asked, role="user"),
@@ -388,6 +396,8 @@ def _row(
     id_key: str = "id",
 ) -> BenchmarkRow:
     own_id = row.get(id_key)
+    refuse_tools(row)
+    prompt = with_system(row, prompt, None)
     return BenchmarkRow(
         id="" if own_id is None else str(own_id),
         group=Group(
@@ -400,7 +410,10 @@ def _row(
 
 
 def _said(row: Row, key: str, *, role: str) -> Conversation:
-    said = messages(required(row, key), role=role, what=f"'{key}'")
+    if role == "user":
+        said = question_of(row, key)
+    else:
+        said = messages(required(row, key), role=role, what=f"'{key}'")
     if not said:
         raise UnusableRow(f"'{key}' is empty", f"'{key}' is an empty list")
     return said

@@ -13,7 +13,26 @@ from laurel.config.data import DatasetConfig
 from laurel.config.overrides import COLUMNS_IN_WORDS
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
 from laurel.data.benchmarks import ANSWER_LISTS
-from laurel.data.preferences import DATASET_CLASSES, best_answer, binary, infer_class
+from laurel.data.columns import (
+    ANSWERS,
+    QUESTIONS,
+    READ_OTHERWISE,
+    ColumnNotes,
+    find_question,
+    is_there,
+    question_of,
+    refuse_tools,
+    with_system,
+)
+from laurel.data.preferences import (
+    DATASET_CLASSES,
+    PUBLISHED,
+    best_answer,
+    binary,
+    infer_class,
+    ranked_row,
+    refuse_trees,
+)
 from laurel.data.reading import (
     NO_HUB,
     HubSet,
@@ -30,6 +49,7 @@ from laurel.data.sources import (
     Row,
     UnusableRow,
     answer,
+    as_row,
     is_list,
     json_lines,
     locate,
@@ -47,8 +67,6 @@ from laurel.types import Completion, Conversation, Group, Message, ToolSchemas
 STDIN = "-"
 """The path that stands for standard input."""
 
-_PROMPTS = ("prompt", "context", "question")
-_ANSWERS = ("completion", "response")
 _COLUMNS = DatasetConfig()
 
 
@@ -79,6 +97,7 @@ def read_scoring_rows(
     columns: Mapping[str, str] | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     stdin: IO[bytes] | None = None,
+    notes: ColumnNotes | None = None,
 ) -> Iterator[ScoringRow]:
     """Yield the rows of a file or of standard input, in any format that preferences are read from.
 
@@ -87,9 +106,10 @@ def read_scoring_rows(
     Args:
         path: The file; `-` is standard input, which holds JSON lines.
         columns: The columns with other names, by the keys of the `data` section: `prompt_key`,
-            `chosen_key`, `rejected_key`.
+            `chosen_key`, `rejected_key`, `system_key`.
         on_bad_row: Whether an unreadable row is an error, or is yielded with its `problem`.
         stdin: A stream that is read in place of this process's standard input.
+        notes: Notes on the columns of the rows, which are added to.
 
     Raises:
         DataError: A row cannot be read (the message has its file and line), or there are no rows.
@@ -107,10 +127,14 @@ def read_scoring_rows(
     else:
         rows = read_rows(path, on_bad_row=complain)
     for source, row in rows:
-        where = place(source)
-        ready.append(
-            scoring_row(row, source=source, where=where, columns=columns, on_bad_row=on_bad_row)
+        read = scoring_row(
+            row, source=source, where=place(source), columns=columns, on_bad_row=on_bad_row
         )
+        ready.append(read)
+        if notes is not None and read.problem is None:
+            turns = (turn for one in read.group.completions_G for turn in one.messages)
+            numbers = ("labels", "overall_preference") if read.labelled is None else read.labelled
+            notes.look(source, row, (*read.group.prompt, *turns), read=numbers)
         # Lines before this one that hold no row are among them.
         yield from ready
         ready.clear()
@@ -142,9 +166,14 @@ def scoring_row(
         named = {
             key.removesuffix("_key"): required(row, column, setting=key)
             for key, column in (columns or {}).items()
+            if key != "system_key"
         }
+        row = as_row(row)
+        system_key = (columns or {}).get("system_key")
         merged = {**row, **named}
+        refuse_tools(merged)
         prompt, completions_G = _parts(merged, written=row)
+        prompt = with_system(row, prompt, system_key)
     except UnusableRow as problem:
         return _bad_row(problem, source, where, on_bad_row)
     own_id = row.get("id")
@@ -232,7 +261,7 @@ def _list_of_completions(row: Row) -> _Parts:
         raise unlike(values, "a list", what=f"'{key}'")
     if not values:
         raise UnusableRow("no completions", f"'{key}' is empty, so there is nothing to score")
-    prompt = _prompt(row)
+    prompt = _prompt(row, key)
     places = enumerate(values, start=1)
     return _Parts(
         prompt, tuple(_completion(value, prompt, f"completion {n}") for n, value in places)
@@ -240,7 +269,7 @@ def _list_of_completions(row: Row) -> _Parts:
 
 
 def _completions_at(row: Row, *keys: str) -> _Parts:
-    prompt = _prompt(row)
+    prompt = _prompt(row, *keys)
     return _Parts(
         prompt, tuple(_completion(required(row, key), prompt, f"'{key}'") for key in keys)
     )
@@ -260,6 +289,12 @@ def _whole_conversation(row: Row) -> _Parts:
     return _Parts(conversation[:-1], (Completion(messages=conversation[-1:]),))
 
 
+def _published(row: Row) -> _Parts:
+    name, _ = infer_class(row, _COLUMNS) or ("", "")
+    read = ranked_row(row, name, _COLUMNS, ())
+    return _Parts(read.prompt, read.completions_G)
+
+
 class _Shape(NamedTuple):
     written: str
     fits: Callable[[Row], bool]
@@ -269,9 +304,14 @@ class _Shape(NamedTuple):
 # The most specific first: data sets often repeat the chosen conversation under `messages`.
 _SHAPES = (
     _Shape(
+        f"of {', '.join(PUBLISHED)}",
+        lambda row: (infer_class(row, _COLUMNS) or ("",))[0] in PUBLISHED,
+        _published,
+    ),
+    _Shape(
         '{"prompt": ..., "completions": [..., ...]} (also "context" for "prompt", "responses" for '
         '"completions", and {"rank", "completion"} for a completion)',
-        lambda row: _has(row, _PROMPTS) and _has(row, ANSWER_LISTS),
+        lambda row: _has(row, QUESTIONS) and _has(row, ANSWER_LISTS),
         _list_of_completions,
     ),
     _Shape(
@@ -282,13 +322,13 @@ _SHAPES = (
     ),
     _Shape(
         '{"context": ..., "response1": ..., "response2": ...}',
-        lambda row: _has(row, _PROMPTS) and {"response1", "response2"} <= row.keys(),
+        lambda row: _has(row, QUESTIONS) and {"response1", "response2"} <= row.keys(),
         lambda row: _completions_at(row, "response1", "response2"),
     ),
     _Shape(
         '{"prompt": ..., "completion": ...} (also "response" for "completion")',
-        lambda row: _has(row, _PROMPTS) and _has(row, _ANSWERS),
-        lambda row: _completions_at(row, _first_of(row, _ANSWERS)),
+        lambda row: _has(row, QUESTIONS) and _has(row, ANSWERS),
+        lambda row: _completions_at(row, _first_of(row, ANSWERS)),
     ),
     _Shape('{"messages": [...]}', lambda row: "messages" in row, _whole_conversation),
 )
@@ -303,9 +343,8 @@ def _first_of(row: Row, keys: Sequence[str]) -> str:
     return next(key for key in keys if row.get(key) is not None)
 
 
-def _prompt(row: Row) -> Conversation:
-    key = _first_of(row, _PROMPTS)
-    return messages(row[key], role="user", what=f"'{key}'")
+def _prompt(row: Row, *answers: str) -> Conversation:
+    return question_of(row, find_question(row, but=answers) or QUESTIONS[0], but=answers)
 
 
 def _completion(value: Any, prompt: Conversation, what: str) -> Completion:
@@ -316,8 +355,8 @@ def _completion(value: Any, prompt: Conversation, what: str) -> Completion:
     if isinstance(value, Mapping):
         if "role" in value and "content" in value:
             value = [value]
-        elif _has(value, _ANSWERS):
-            value = value[_first_of(value, _ANSWERS)]
+        elif _has(value, ANSWERS):
+            value = value[_first_of(value, ANSWERS)]
         else:
             raise UnusableRow(
                 "a completion of no known form",
@@ -336,22 +375,6 @@ def _completion(value: Any, prompt: Conversation, what: str) -> Completion:
 DEFAULT_DEMONSTRATIONS = "squad"
 """The data set that is read if the configuration names neither a set nor a path."""
 
-_QUESTIONS = ("prompt", "question", "problem", "instruction", "query", "input", "context")
-_ANSWER_COLUMNS = ("completion", "response", "answer", "output", "generated_solution", "solution")
-_SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
 _UNNAMED = DemonstrationSetConfig()
 _PREFERENCES = DatasetConfig()
 
@@ -473,29 +496,33 @@ def _load(
     set_name = opened.task_name or config.dataset_name or report.origin
     report.dataset_class = config.dataset_name or "conversations"
     noted: set[str] = set()
-    roles = UnusualRoles()
+    roles, columns = UnusualRoles(), ColumnNotes()
 
     def convert(source: str, row: Row) -> Dialogue:
-        said, clue = _conversation(row, opened)
+        said, clue, class_name = _conversation(row, opened)
         if clue not in noted:
             noted.add(clue)
             report.notes.append(f"read as {clue}")
-        if not (said and said[0].role == "system"):
-            given = row.get(config.system_key) if config.system_key is not None else None
-            if content := given if given is not None else config.system_prompt:
-                said = (Message("system", text(content, what="the system message")), *said)
+        said = with_system(row, said, config.system_key)
+        if config.system_prompt and not (said and said[0].role == "system"):
+            said = (Message("system", config.system_prompt), *said)
         checked = _checked(opened.frame.around(said))
         roles.look(source, checked)
+        tools = _tools(row.get("tools"))
+        # Weights of turns are numbers, and `tools` is taken whole.
+        weights = {f"{key}.{weight}" for key in row for weight in ("weight", "train")}
+        read = {"tools", *weights, *READ_OTHERWISE.get(class_name, ())}
+        columns.look(source, row, checked, read=read)
         return Dialogue(
             id=f"{report.name}:{source}",
             messages=checked,
             name=set_name,
             source=source,
-            tools=_tools(row.get("tools")),
+            tools=tools,
         )
 
     dialogues = opened.read(convert, report=report, on_bad_row=on_bad_row, limit=limit)
-    report.notes += roles.notes()
+    report.notes += roles.notes() + columns.notes()
     if not dialogues:
         raise DataError(no_rows_left(report))
     report.describe(dialogues)
@@ -524,27 +551,31 @@ def _checked(said: Conversation) -> Conversation:
         raise LeftOutRow("empty", "nothing is asked")
     if any(not turn.content.strip() for turn in said if turn.role == "assistant"):
         raise LeftOutRow("empty", "the assistant says nothing")
+    if not any(turn.learned for turn in said if turn.role == "assistant"):
+        raise LeftOutRow("nothing to learn", "no turn of the assistant has a weight")
     return said
 
 
 # ---------------------------------------------------------------------------------------- shapes
 
 
-def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[Conversation, str]:
-    """Return the conversation of a row, and the name of its form."""
+def _conversation(
+    row: Row, opened: OpenedSet[DemonstrationSetConfig]
+) -> tuple[Conversation, str, str]:
+    """Return the conversation of a row, the name of its form, and its class if it has one."""
     config = opened.config
     name = config.dataset_name or ""
     if not opened.is_own and name in _NAMED:
-        return _NAMED[name].read(row), name
+        return _NAMED[name].read(row), name, name
     if name in DATASET_CLASSES:
-        return _best(row, name), f"{name}: the best answer of each row"
+        return _best(row, name), f"{name}: the best answer of each row", name
     several = next((k for k in ANSWER_LISTS if is_list(row.get(k)) and len(row[k]) > 1), None)
     for shape in _DEMONSTRATION_SHAPES:
         # A known answer beside several sampled ones ("420") is for checking those.
         if shape is _GUESSED and several is not None:
             continue
         if shape.fits(row, config):
-            return shape.read(row, config), shape.written(row, config)
+            return shape.read(row, config), shape.written(row, config), ""
     found = infer_class(row, _PREFERENCES)
     if found is None and several is not None:
         raise UnusableRow(
@@ -556,7 +587,8 @@ def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[
             lacks_columns=True,
         )
     if found is not None:
-        return _best(row, found[0]), f"{found[0]}: the best answer of each row"
+        return _best(row, found[0]), f"{found[0]}: the best answer of each row", found[0]
+    refuse_trees(row)
     raise UnusableRow(
         "unknown shape",
         f"the row has the keys {', '.join(map(str, row)) or '(none)'}, which say no conversation",
@@ -567,19 +599,18 @@ def _conversation(row: Row, opened: OpenedSet[DemonstrationSetConfig]) -> tuple[
     )
 
 
+def _is_pair(row: Row) -> bool:
+    return all(is_there(row, key) for key in (_PREFERENCES.chosen_key, _PREFERENCES.rejected_key))
+
+
 class _DemonstrationShape(NamedTuple):
     fits: Callable[[Row, DemonstrationSetConfig], bool]
     read: Callable[[Row, DemonstrationSetConfig], Conversation]
     written: Callable[[Row, DemonstrationSetConfig], str]
 
 
-def _is_there(row: Row, key: str) -> bool:
-    return row.get(key) is not None
-
-
 def _names_columns(row: Row, config: DemonstrationSetConfig) -> bool:
-    named = (config.input_key, config.output_key) != (_UNNAMED.input_key, _UNNAMED.output_key)
-    return named or (_is_there(row, config.input_key) and _is_there(row, config.output_key))
+    return (config.input_key, config.output_key) != (_UNNAMED.input_key, _UNNAMED.output_key)
 
 
 def _whole(row: Row, config: DemonstrationSetConfig) -> Conversation:
@@ -593,34 +624,15 @@ def _share_gpt(row: Row, config: DemonstrationSetConfig) -> Conversation:
     turns = row["conversations"]
     if not is_list(turns):
         raise unlike(turns, "a list", what="'conversations'", form="a list of turns")
-    return tuple(map(_share_gpt_turn, turns))
-
-
-def _share_gpt_turn(turn: Any) -> Message:
-    if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
-        return messages([turn], role="user", what="'conversations'")[0]
-    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
-        raise UnusableRow(
-            "'conversations' holds something that is no turn",
-            f"'conversations' holds something that is no {{'from', 'value'}}: {turn!r:.80}",
-        )
-    speaker = _SPEAKERS.get(str(turn["from"]).lower())
-    if speaker is None:
-        raise UnusableRow(
-            "a speaker nobody knows",
-            f"a turn is from {turn['from']!r}; known are {', '.join(_SPEAKERS)}",
-        )
-    return Message(speaker, text(turn["value"], what="a turn in 'conversations'"))
+    return messages(turns, role="user", what="'conversations'")
 
 
 def _pair(row: Row, asked: str, answered: str, *, setting: bool = False) -> Conversation:
     """Make a conversation of two columns; the second may begin by repeating the first."""
-    question, reply = (
-        messages(required(row, key, setting=which if setting else None), role=role, what=f"'{key}'")
-        for key, role, which in (
-            (asked, "user", "input_key"),
-            (answered, "assistant", "output_key"),
-        )
+    keys = ("input_key", "output_key") if setting else (None, None)
+    question = question_of(row, asked, but=(answered,), setting=keys[0])
+    reply = messages(
+        required(row, answered, setting=keys[1]), role="assistant", what=f"'{answered}'"
     )
     if len(reply) > len(question) and reply[: len(question)] == question:
         reply = reply[len(question) :]
@@ -628,8 +640,10 @@ def _pair(row: Row, asked: str, answered: str, *, setting: bool = False) -> Conv
 
 
 def _found(row: Row) -> tuple[str, str] | None:
-    asked = next((key for key in _QUESTIONS if _is_there(row, key)), None)
-    answered = next((key for key in _ANSWER_COLUMNS if _is_there(row, key)), None)
+    # Alpaca's `output` answers its `input`, whatever other columns there are.
+    answers = ("output", *ANSWERS) if is_there(row, "input") else ANSWERS
+    answered = next((key for key in answers if is_there(row, key)), None)
+    asked = find_question(row, but=(answered,))
     return None if asked is None or answered is None else (asked, answered)
 
 
@@ -661,13 +675,13 @@ _DEMONSTRATION_SHAPES = (
         lambda row, config: (
             config.dataset_name == "openai_format"
             or config.chat_key != _UNNAMED.chat_key
-            or _is_there(row, config.chat_key)
+            or is_there(row, config.chat_key)
         ),
         _whole,
         lambda row, config: f"whole conversations under '{config.chat_key}'",
     ),
     _DemonstrationShape(
-        lambda row, config: _is_there(row, "conversations"),
+        lambda row, config: is_there(row, "conversations") and not _is_pair(row),
         _share_gpt,
         lambda row, config: "turns under 'conversations'",
     ),

@@ -20,7 +20,13 @@ import yaml
 from laurel.config.data import BenchmarkName, DatasetConfig, TaskSetConfig
 from laurel.config.overrides import parse_override
 from laurel.data.benchmarks import benchmark_of
-from laurel.data.preferences import infer_class, ranked_row
+from laurel.data.preferences import (
+    PUBLISHED,
+    RANK_THE_REPLIES,
+    infer_class,
+    is_of_tree,
+    ranked_row,
+)
 from laurel.data.sources import Row, UnusableRow, answer, is_list, messages
 from laurel.data.task_formats import response
 from laurel.errors import ConfigError
@@ -72,8 +78,9 @@ def _class_is(name: str, *, whole: bool | None = None) -> Callable[[Row], bool]:
 
     def fits(row: Row) -> bool:
         found = infer_class(row, DatasetConfig())
-        is_class = found is not None and found[0] == name
-        return is_class and (whole is None or whole == (row.get("prompt") is None))
+        if found is None or found[0] != name:
+            return False
+        return whole is None or whole == found[1].startswith("whole")
 
     return fits
 
@@ -126,6 +133,7 @@ _FITS: Mapping[str, Callable[[Row], bool]] = {
     "RewardBench": _benchmark_is("reward-bench"),
     "HelpSteer3": _class_is("HelpSteer3"),
     "ranked answers": _class_is("PreferenceDataset"),
+    **{name: _class_is(name) for name in PUBLISHED},
     "transcripts": _is_transcripts,
     "pairs of conversations": _class_is("BinaryPreferenceDataset", whole=True),
     "pairs": _class_is("BinaryPreferenceDataset", whole=False),
@@ -180,10 +188,15 @@ class Suggestion:
     """The command that could read the row."""
     settings: tuple[str, ...] = ()
     """The settings that the command needs to read the row; empty if columns have to be renamed."""
+    program: str = ""
+    """Lines of Python that write the rows of `FILE` in a known form."""
 
 
 def suggestions(row: Row) -> list[Suggestion]:
     """List the forms that a row may be meant to have, the likeliest first; empty without any."""
+    if is_of_tree(row):
+        says = "messages of trees (OASST). These two lines of Python write them as ranked answers:"
+        return [Suggestion(says=says, program=RANK_THE_REPLIES)]
     for make in (_as_pair, _renamed, _as_chat):
         found = make(row)
         if found is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -12,6 +11,15 @@ from typing import Any, Literal
 
 from laurel.config.data import DatasetConfig
 from laurel.data import steps
+from laurel.data.columns import (
+    READ_OTHERWISE,
+    ColumnNotes,
+    find_question,
+    is_there,
+    question_of,
+    refuse_tools,
+    with_system,
+)
 from laurel.data.reading import (
     NO_HUB,
     HubSet,
@@ -33,12 +41,15 @@ from laurel.data.sources import (
     integer,
     is_import_path,
     is_list,
+    is_transcript,
     json_kind,
     locate,
     messages,
     number,
     number_at,
+    parse_transcript,
     required,
+    speaker,
     text,
     unlike,
 )
@@ -195,6 +206,7 @@ class _Reading:
     num_duplicates: int = 0
     rated: set[str] = field(default_factory=set)
     roles: UnusualRoles = field(default_factory=UnusualRoles)
+    columns: ColumnNotes = field(default_factory=ColumnNotes)
 
     def preference(self, source: str, row: Row) -> Preference:
         """Read a row, refuse it if it teaches nothing, and count what the notes are about."""
@@ -216,7 +228,9 @@ class _Reading:
                 )
             )
         frame = self.opened.frame
-        prompt = frame.around(ranked.prompt)
+        _refuse_alone(ranked, class_name)
+        refuse_tools(row)
+        prompt = frame.around(with_system(row, ranked.prompt, self.opened.config.system_key))
         # The message of data.system_prompt_file comes first, so one of the row comes second.
         if frame.system is not None and len(prompt) > 1 and prompt[1].role == "system":
             self.num_double_systems += 1
@@ -236,7 +250,21 @@ class _Reading:
         if (reason := self._reason_against(preference)) is not None:
             raise LeftOutRow(reason)
         self._note(preference)
+        self._look(source, row, preference, class_name)
         return preference
+
+    def _look(self, source: str, row: Row, preference: Preference, class_name: str) -> None:
+        config, group = self.opened.config, preference.group
+        said = (*group.prompt, *(turn for one in group.completions_G for turn in one.messages))
+        # Such a key may be a difference of two columns.
+        numbers = f"{config.margin_key or ''}-{config.target_key or ''}"
+        read = {key for key in row if str(key) in numbers}
+        if self.attributes:
+            read |= {f"completions.attributes.{name}" for name in self.attributes}
+            read |= {*self.attributes} if class_name == "HelpSteer2" else set()
+        self.columns.look(
+            source, row, said, read=read | READ_OTHERWISE.get(class_name, frozenset())
+        )
 
     def notes(self) -> list[str]:
         """Return the report's remarks on rows that were kept."""
@@ -264,7 +292,7 @@ class _Reading:
         missing = [name for name in self.attributes if name not in self.rated]
         if missing:
             notes.append(f"no row rates {', '.join(missing)}")
-        return notes + self.roles.notes()
+        return notes + self.roles.notes() + self.columns.notes()
 
     def _class_of(self, row: Row) -> str:
         if self.class_name is None:
@@ -452,10 +480,13 @@ def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> R
     chosen = required(row, config.chosen_key, setting="chosen_key")
     rejected = required(row, config.rejected_key, setting="rejected_key")
     names = f"'{config.chosen_key}'", f"'{config.rejected_key}'"
-    if row.get(config.prompt_key) is not None:
-        prompt = messages(row[config.prompt_key], role="user", what=f"'{config.prompt_key}'")
+    if (asked := _prompt_column(row, config)) is not None:
         first = answer(messages(chosen, role="assistant", what=names[0]), what=names[0])
         second = answer(messages(rejected, role="assistant", what=names[1]), what=names[1])
+        if first[0].role == second[0].role == "assistant":
+            but = (config.chosen_key, config.rejected_key)
+            return _pair(question_of(row, asked, but=but), first, second)
+        prompt = messages(row[asked], role="user", what=f"'{asked}'")
         return _pair(*_without_prompt(prompt, first, second))
     if is_transcript(chosen) and is_transcript(rejected):
         return _pair(*split_transcripts(chosen, rejected))
@@ -465,6 +496,128 @@ def binary(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> R
         return _pair(*_shared_prompt(first, second))
     required(row, config.prompt_key, setting="prompt_key")
     raise AssertionError("the prompt was found missing above")
+
+
+def _of_two(row: Row, asked: Any, keys: tuple[str, str], verdict: float) -> RankedRow:
+    """Make a row of two answers in its own order; a verdict above 0 prefers the first."""
+    said = (
+        answer(messages(required(row, key), role="assistant", what=f"'{key}'"), what=f"'{key}'")
+        for key in keys
+    )
+    return RankedRow(
+        prompt=messages(asked, role="user", what="the prompt"),
+        completions_G=tuple(Completion(messages=one) for one in said),
+        ranks_G=(int(verdict < 0), int(verdict > 0)),
+    )
+
+
+def _one_of(row: Row, key: str, verdicts: Mapping[int, int]) -> int:
+    found = integer(required(row, key), what=f"'{key}'")
+    if found not in verdicts:
+        raise UnusableRow(
+            f"'{key}' names no answer",
+            f"'{key}' is {found} where {' or '.join(map(str, verdicts))} is expected",
+        )
+    return verdicts[found]
+
+
+def safe_rlhf(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of PKU-SafeRLHF, by which answer is better; `safer_response_id` is not read."""
+    verdict = _one_of(row, "better_response_id", {0: 1, 1: -1})
+    return _of_two(row, required(row, "prompt"), ("response_0", "response_1"), verdict)
+
+
+def shp(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of SHP, in which `labels` is 1 if A is preferred, and 0 if B is."""
+    verdict = _one_of(row, "labels", {1: 1, 0: -1})
+    return _of_two(row, required(row, "history"), ("human_ref_A", "human_ref_B"), verdict)
+
+
+def webgpt(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of WebGPT's comparisons; equal scores are a tie."""
+    question = required(row, "question")
+    if isinstance(question, Mapping):
+        question = required(question, "full_text")
+    first, second = (number(required(row, k), what=f"'{k}'") for k in ("score_0", "score_1"))
+    return _of_two(row, question, ("answer_0", "answer_1"), first - second)
+
+
+def nectar(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of Nectar: a transcript and `answers`, each with its rank."""
+    answers = required(row, "answers")
+    if not is_list(answers):
+        raise unlike(answers, "a list", what="'answers'")
+    completions = [
+        {**one, "completion": one.get("answer")} if isinstance(one, Mapping) else one
+        for one in answers
+    ]
+    return ranked({"context": required(row, "prompt"), "completions": completions}, config)
+
+
+_PAIR_THE_ANSWERS = """\
+import json, itertools; rows = itertools.groupby(map(json.loads, open("FILE")), \
+lambda r: r["prompt"])
+print(*(json.dumps({"context": p, "completions": [{"rank": -r["helpfulness"], "completion": \
+r["response"]} for r in g]}) for p, g in [(p, list(g)) for p, g in rows] if len(g) > 1), \
+sep="\\n", file=open("pairs.jsonl", "w"))"""
+
+
+def helpsteer2(row: Row, config: DatasetConfig, attributes: Sequence[str] = ()) -> RankedRow:
+    """Read a row of HelpSteer or HelpSteer2: one answer, whose ratings are columns."""
+    said = messages(required(row, "response"), role="assistant", what="'response'")
+    return RankedRow(
+        prompt=messages(required(row, "prompt"), role="user", what="'prompt'"),
+        completions_G=(Completion(messages=said),),
+        ranks_G=(0,),
+        attributes_GK=_ratings([{"attributes": row}], attributes) if attributes else None,
+    )
+
+
+def _refuse_alone(row: RankedRow, class_name: str) -> None:
+    if len(row.completions_G) > 1 or row.attributes_GK is not None or row.steps_GS is not None:
+        return
+    raise UnusableRow(
+        "one answer",
+        f"a row of {class_name} has one answer, and a preference compares two",
+        remedy="Learn the ratings themselves (policy.reward_model_cfg.reward_model_type=regression "
+        "rm.loss.type=regression policy.reward_model_cfg.attributes=[helpfulness,correctness]), "
+        f"or pair the answers of each prompt by these two lines of Python:\n{_PAIR_THE_ANSWERS}\n",
+    )
+
+
+# ------------------------------------------------------------------- messages that make up a tree
+
+RANK_THE_REPLIES = """\
+import json; rows = {r["message_id"]: r for r in map(json.loads, open("FILE"))}; \
+up = lambda i: [*up(rows[i]["parent_id"]), {"role": "user" if rows[i]["role"] == "prompter" else \
+"assistant", "content": rows[i]["text"]}] if i else []
+to = {}; [to.setdefault(r["parent_id"], []).append(r) for r in rows.values() if r["role"] == \
+"assistant" and r["rank"] is not None]; print(*(json.dumps({"context": up(i), "completions": \
+[{"rank": r["rank"], "completion": r["text"]} for r in g]}) for i, g in to.items() if len(g) > 1), \
+sep="\\n", file=open("ranked.jsonl", "w"))"""
+"""Two lines of Python that write the trees of messages in a file as ranked answers."""
+
+
+def is_of_tree(row: Row) -> bool:
+    """Report whether a row is a message of a tree, as OASST has them, each a row of its own."""
+    return {"message_id", "parent_id", "text", "role"} <= row.keys()
+
+
+def refuse_trees(row: Row) -> None:
+    """Refuse a message of a tree, whose answers are other rows.
+
+    Raises:
+        UnusableRow: The row is one; its remedy is a program.
+    """
+    if is_of_tree(row):
+        raise UnusableRow(
+            "a message of a tree",
+            "each row is one message of a tree (OASST), so a question and its answers are several "
+            "rows",
+            remedy="Write them as ranked answers by these two lines of Python:\n"
+            f"{RANK_THE_REPLIES}\n",
+            lacks_columns=True,
+        )
 
 
 DATASET_CLASSES: dict[str, DatasetClass] = {
@@ -478,12 +631,29 @@ DATASET_CLASSES: dict[str, DatasetClass] = {
     ),
     "PreferenceDataset": DatasetClass(convert=ranked),
     "BinaryPreferenceDataset": DatasetClass(convert=binary),
+    "PKU-SafeRLHF": DatasetClass(convert=safe_rlhf, hub=HubSet(name="PKU-Alignment/PKU-SafeRLHF")),
+    "Nectar": DatasetClass(convert=nectar, hub=HubSet(name="berkeley-nest/Nectar")),
+    "SHP": DatasetClass(convert=shp, hub=HubSet(name="stanfordnlp/SHP"), has_validation=True),
+    "WebGPT": DatasetClass(convert=webgpt, hub=HubSet(name="openai/webgpt_comparisons")),
+    "HelpSteer2": DatasetClass(
+        convert=helpsteer2, hub=HubSet(name="nvidia/HelpSteer2"), has_validation=True
+    ),
     "StepwiseSupervision": DatasetClass(read_steps=steps.trl_row),
     "MathShepherd": DatasetClass(
         read_steps=steps.shepherd_row, hub=HubSet(name="peiyi9979/Math-Shepherd")
     ),
     "PRM800K": DatasetClass(read_steps=steps.prm800k_row),
 }
+
+
+PUBLISHED: Mapping[str, frozenset[str]] = {
+    "PKU-SafeRLHF": frozenset({"prompt", "response_0", "response_1", "better_response_id"}),
+    "Nectar": frozenset({"prompt", "answers", "num_responses"}),
+    "SHP": frozenset({"history", "human_ref_A", "human_ref_B", "labels"}),
+    "WebGPT": frozenset({"question", "answer_0", "answer_1", "score_0", "score_1"}),
+    "HelpSteer2": frozenset({"prompt", "response", "helpfulness"}),
+}
+"""The columns by which rows of published sets with a form of their own are recognized."""
 
 
 def _in_steps(read: StepRow, separator: str) -> RankedRow:
@@ -571,6 +741,11 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
         return "HelpSteer3", "columns response1, response2 and overall_preference"
     if {"context", "completions"} <= row.keys():
         return "PreferenceDataset", "columns context and completions"
+    for name, columns in PUBLISHED.items():
+        # A table has all columns in all rows.
+        if all(row.get(column) not in (None, "") for column in columns):
+            other = "; safer_response_id is not read" if "safer_response_id" in row else ""
+            return name, f"columns {', '.join(sorted(columns))}{other}"
     if is_trl_row(row, config.prompt_key):
         return "StepwiseSupervision", f"columns {config.prompt_key}, completions and labels"
     if is_shepherd_row(row):
@@ -580,8 +755,8 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
     if not {config.chosen_key, config.rejected_key} <= row.keys():
         return None
     chosen, rejected = row[config.chosen_key], row[config.rejected_key]
-    if row.get(config.prompt_key) is not None:
-        keys = (config.prompt_key, config.chosen_key, config.rejected_key)
+    if (asked := _prompt_column(row, config)) is not None:
+        keys = (asked, config.chosen_key, config.rejected_key)
         return "BinaryPreferenceDataset", "columns {}, {} and {}".format(*keys)
     if is_transcript(chosen) and is_transcript(rejected):
         return "BinaryPreferenceDataset", "transcripts of Human and Assistant"
@@ -602,6 +777,7 @@ def class_of(row: Row, config: DatasetConfig) -> tuple[str, str]:
             named = getattr(config, setting)
             if named != getattr(_UNNAMED, setting):
                 required(row, named, setting=setting)
+        refuse_trees(row)
         raise UnusableRow(
             "columns of no known class",
             f"nothing names the class of the rows, and their columns ({', '.join(map(str, row))}) "
@@ -624,19 +800,31 @@ def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) ->
     )
 
 
+def _prompt_column(row: Row, config: DatasetConfig) -> str | None:
+    """Return the column of a pair's prompt; None if the answers are whole conversations."""
+    key, answers = config.prompt_key, (config.chosen_key, config.rejected_key)
+    if is_there(row, key):
+        return key
+    values = [row.get(one) for one in answers]
+    are_whole = all(map(is_transcript, values)) or all(map(_is_conversation, values))
+    if key != _UNNAMED.prompt_key or are_whole:
+        return None
+    if is_list(row.get("conversations")):
+        return "conversations"
+    return find_question(row, but=answers)
+
+
 def _is_conversation(value: Any) -> bool:
     # A list that begins with the assistant is an answer alone.
     if not is_list(value) or len(value) < 2:
         return False
-    return isinstance(value[0], Mapping) and value[0].get("role") != "assistant"
+    return isinstance(value[0], Mapping) and speaker(value[0]) not in ("assistant", "gpt")
 
 
 def _without_prompt(
     prompt: Conversation, chosen: Conversation, rejected: Conversation
 ) -> tuple[Conversation, Conversation, Conversation]:
-    # The answers may begin by repeating the prompt.
-    if chosen[0].role == rejected[0].role == "assistant":
-        return prompt, chosen, rejected
+    # The answers begin by repeating the prompt.
     shared, first, second = _shared_prompt(chosen, rejected)
     # They may share more than the prompt: a system message before it, turns after it.
     starts = range(len(shared) - len(prompt) + 1)
@@ -718,36 +906,6 @@ def _ratings(items: Sequence[Row], attributes: Sequence[str]) -> tuple[tuple[flo
 def _optional_number(row: Row, key: str, *, otherwise: float) -> float:
     value = row.get(key)
     return otherwise if value is None or value == "" else number(value, what=f"'{key}'")
-
-
-# --------------------------------------------------------------------------------------------------
-# Transcripts as HH-RLHF has them: one string in which `Human:` and `Assistant:` take turns.
-
-_TURN = re.compile(r"\n\n(Human|Assistant):")
-_ROLES = {"Human": "user", "Assistant": "assistant"}
-_START = "\n\nHuman:"
-
-
-def is_transcript(value: object) -> bool:
-    """Report whether a value is text that begins with a `Human:` turn, as HH-RLHF's transcripts."""
-    return isinstance(value, str) and value.startswith(_START)
-
-
-def parse_transcript(transcript: str) -> Conversation:
-    """Split a transcript into messages without surrounding blanks.
-
-    A turn may be empty, and a role may repeat.
-    """
-    before, *parts = _TURN.split(transcript)
-    if before or not parts:
-        raise UnusableRow(
-            "no transcript",
-            f"a transcript starts with {_START!r}, and this one with {before!r:.40}",
-        )
-    return tuple(
-        Message(_ROLES[speaker], said.strip())
-        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
-    )
 
 
 def split_transcripts(

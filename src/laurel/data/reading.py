@@ -7,13 +7,22 @@ import difflib
 import hashlib
 import string
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from laurel.data.report import Reason, RowReport, origin_of
 from laurel.data.sources import (
+    LEAVE_OUT,
     Row,
     SetConfig,
     UnusableRow,
@@ -23,7 +32,7 @@ from laurel.data.sources import (
     open_own,
     read_rows,
 )
-from laurel.errors import DataError, counted, counted_that, setting_of
+from laurel.errors import DataError, counted, counted_that, no_file_at, setting_of
 from laurel.types import USUAL_ROLES, Conversation, Message
 
 # --------------------------------------------------------------------------------------------------
@@ -95,6 +104,8 @@ def read_prompt_frame(prompt_file: str | None, system_prompt_file: str | None) -
 
 
 def _read(path: str, *, key: str) -> str:
+    if (problem := no_file_at(path)) is not None:
+        raise DataError(f"{key}: {problem}")
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -314,6 +325,73 @@ def unknown_class(name: str, known: Iterable[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
+# Rows that are read but have no tokens: what a chat template refuses shows only with the model.
+
+_ENCODED_AT_ONCE = 512
+
+
+class HasSource(Protocol):
+    """An item that was read from a row."""
+
+    @property
+    def source(self) -> str:
+        """The row's place."""
+        ...
+
+
+Item = TypeVar("Item")
+SourcedItem = TypeVar("SourcedItem", bound=HasSource)
+Encoded = TypeVar("Encoded")
+
+
+def encoded(
+    items: Sequence[SourcedItem],
+    encode: Callable[[Sequence[SourcedItem]], Sequence[Encoded]],
+    *,
+    report: RowReport,
+    on_bad_row: Literal["error", "skip"],
+) -> Iterator[tuple[SourcedItem, Encoded]]:
+    """Yield each item with its tokens, as `encode` makes them of several items at once.
+
+    Items that `encode` refuses with a `DataError` are treated as malformed rows. A row of several
+    items is counted once.
+
+    Raises:
+        DataError: An item is refused, and `on_bad_row` is `error`.
+    """
+    refused: set[str] = set()
+    for first in range(0, len(items), _ENCODED_AT_ONCE):
+        some = items[first : first + _ENCODED_AT_ONCE]
+        try:
+            yield from zip(some, encode(some), strict=True)
+            continue
+        except DataError:
+            pass  # one of them is refused: which one shows only alone
+        for item in some:
+            try:
+                (found,) = encode([item])
+            except DataError as problem:
+                said = str(problem).removeprefix(f"{item.source}: ")
+                if on_bad_row == "error":
+                    raise DataError(f"{item.source}: {said} Or {LEAVE_OUT}.") from problem
+                if item.source not in refused:
+                    report.drop("malformed", item.source, kind=_cause(problem, item.source))
+                refused.add(item.source)
+            else:
+                yield item, found
+
+
+def _cause(problem: BaseException, source: str) -> str:
+    """Name why a row is refused in words that rows with the same fault share."""
+    while problem.__cause__ is not None:
+        problem = problem.__cause__
+    said = str(problem).removeprefix(f"{source}: ").strip() or type(problem).__name__
+    # The template raises what its author wrote; our own messages quote the row in brackets.
+    why = said.splitlines()[0].partition(" (")[0]
+    return why if isinstance(problem, DataError) else f"the chat template refuses it: {why:.120}"
+
+
+# --------------------------------------------------------------------------------------------------
 # The roles in the rows of a data set: those that are probably misspelt are noted.
 #
 # Templates such as ChatML render any role, so that nothing else would report `usr`.
@@ -356,8 +434,6 @@ def _named(role: str, source: str) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # The held-out prompts: a share of the rows, whole prompts, the same ones on any machine.
-
-Item = TypeVar("Item")
 
 
 def split(

@@ -6,7 +6,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -32,6 +32,7 @@ Reason = Literal[
     "empty",
     "no rating",
     "identical sides",
+    "same tokens",
     "tie",
     "duplicate",
     "over-long",
@@ -180,6 +181,31 @@ class RowReport(ABC):
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Set the length in tokens of everything that is kept."""
         self.token_lengths = list(lengths)
+
+    def note_control_tokens(
+        self,
+        rows: Iterable[tuple[str, Iterable[Conversation]]],
+        find: Callable[[str], str | None],
+    ) -> None:
+        """Note how many rows spell a control token, which is plain text in a message.
+
+        Args:
+            rows: The source of each row, and its conversations.
+            find: Returns the first control token that a text spells; None if it spells none.
+        """
+        count, first = 0, ""
+        for source, conversations in rows:
+            texts = (message.content for talk in conversations for message in talk)
+            token = next(filter(None, map(find, texts)), None)
+            count += token is not None
+            if token is not None and not first:
+                first = f"{token} in {source}"
+        if count:
+            self.notes.append(
+                f"{counted(count, 'row')} spell control tokens of the chat template (first: "
+                f"{first}); in messages they are plain text. Rows that were rendered by a template "
+                "have to be messages again"
+            )
 
     def drop(self, reason: Reason, source: str, *, kind: str = "") -> None:
         """Count a row that was read and is left out; `kind` states the reason more precisely."""

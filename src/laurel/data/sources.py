@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import codecs
 import contextlib
 import csv
@@ -19,6 +20,7 @@ import os
 import re
 import shlex
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import IO, Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
-from laurel.errors import DataError, counted, setting_of
+from laurel.errors import DataError, counted, no_file_at, setting_of
 from laurel.observe.forks import ForkGuard
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
 from laurel.observe.user_code import import_object
@@ -113,6 +115,12 @@ def text(value: Any, *, what: str) -> str:
     """
     if not isinstance(value, str):
         raise unlike(value, "text", what=what)
+    if "\0" in value:
+        raise UnusableRow(
+            f"{what} holds a NUL character",
+            f"{what} holds a NUL character (\\u0000), which is no text, at character "
+            f"{value.index(chr(0)) + 1}",
+        )
     # ASCII holds no surrogates, and to see that is quicker than to encode.
     if not value.isascii():
         try:
@@ -179,29 +187,98 @@ def number_at(row: Row, key: str, *, setting: str) -> float:
 def messages(value: Any, *, role: str, what: str) -> Conversation:
     """Return a value as a list of messages; plain text becomes one message of `role`.
 
+    A transcript in place of a prompt becomes its turns, without an empty last one.
+
     Raises:
-        UnusableRow: The value is neither text nor messages.
+        UnusableRow: The value is neither text nor messages, or a prompt that is already rendered.
     """
     if isinstance(value, str):
+        if role == "user" and is_transcript(value):
+            said = parse_transcript(text(value, what=what))
+            return said[:-1] if said[-1] == Message("assistant", "") else said
+        if role == "user" and (found := _RENDERED.match(value)):
+            raise UnusableRow(
+                f"{what} is rendered text",
+                f"{what} was rendered by a chat template (it begins with {found[0].strip()!r}), "
+                "and the template of the model would make one message of it",
+                remedy="Give it as text without such marks, or as messages {'role', 'content'}",
+            )
         return (Message(role, text(value, what=what)),)
+    if speaker(value) is not None:
+        value = [value]
     if not is_list(value):
         raise unlike(value, "text or messages", what=what, form="text or a list of messages")
-    return tuple(_message(item, what=what) for item in value)
+    return tuple(message(item, what=what) for item in value)
 
 
-def _message(value: Any, *, what: str) -> Message:
-    if not isinstance(value, Mapping) or "role" not in value or "content" not in value:
+# Who speaks in turns of `from` and `value`, as ShareGPT writes them.
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+def speaker(value: Any) -> str | None:
+    """Return who speaks in a message, as a role or as ShareGPT's name; None if it is no message."""
+    if not isinstance(value, Mapping):
+        return None
+    if {"role", "content"} <= value.keys():
+        return str(value["role"])
+    return str(value["from"]) if {"from", "value"} <= value.keys() else None
+
+
+_UNREAD_KEYS = {
+    "tool_calls": "write the calls into its content, as the chat template writes them "
+    "(docs/tools.md)",
+    "function_call": "write the call into its content, as the chat template writes it "
+    "(docs/tools.md)",
+    "tools": "give the functions in the row's column 'tools' (laurel sft)",
+    "name": "write the name into its content, or take the key out",
+}
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
+def message(value: Any, *, what: str) -> Message:
+    """Return an object with `role` and `content`, or with `from` and `value`, as a message.
+
+    Thoughts beside the content come before it, between `<think>` and `</think>`, as templates of
+    reasoning models read them. A `weight` of 0, or a `train` that is false, keeps an imitated turn
+    out of the loss.
+
+    Raises:
+        UnusableRow: It is no such object, or a key of it would be left out.
+    """
+    if speaker(value) is None:
         shown = f"keys {', '.join(map(str, value))}" if isinstance(value, Mapping) else repr(value)
         raise UnusableRow(
             f"{what} holds something that is no message",
-            f"{what} holds something that is no {{'role': ..., 'content': ...}}: {shown:.80}",
+            f"{what} holds something that is no {{'role': ..., 'content': ...}} and no "
+            f"{{'from': ..., 'value': ...}}: {shown:.80}",
         )
-    if value.get("tool_calls"):
-        raise UnusableRow(
-            f"{what} holds 'tool_calls'",
-            f"{what} holds a message with 'tool_calls', which would be left out: write the calls "
-            "into its content, as the chat template writes them (docs/tools.md)",
-        )
+    if "role" not in value or "content" not in value:
+        role = _SPEAKERS.get(str(value["from"]).lower())
+        if role is None:
+            raise UnusableRow(
+                "a speaker nobody knows",
+                f"a turn is from {value['from']!r}; known are {', '.join(_SPEAKERS)}",
+            )
+        value = {**value, "role": role, "content": value["value"]}
+    for key, remedy in _UNREAD_KEYS.items():
+        if value.get(key):
+            raise UnusableRow(
+                f"{what} holds '{key}'",
+                f"{what} holds a message with '{key}', which would be left out: {remedy}",
+            )
     content = value["content"]
     if is_list(content):
         texts: list[str] = []
@@ -213,9 +290,42 @@ def _message(value: Any, *, what: str) -> Message:
                 )
             texts.append(text(part["text"], what=f"a turn in {what}"))
         content = "".join(texts)
-    return Message(
-        text(value["role"], what=f"a role in {what}"), text(content, what=f"a turn in {what}")
-    )
+    role = text(value["role"], what=f"a role in {what}")
+    content = text(content, what=f"a turn in {what}")
+    if (thought := thoughts_key(value)) is not None:
+        thoughts = text(value[thought], what=f"'{thought}' in {what}").strip()
+        if role != "assistant":
+            raise UnusableRow(
+                f"{what} holds '{thought}' of another role",
+                f"{what} holds a message of role '{role}' with '{thought}', which would be left "
+                "out",
+            )
+        if thoughts not in content:
+            content = f"<think>\n{thoughts}\n</think>\n\n{content}"
+    return Message(role, content, learned=_is_learned(value, what))
+
+
+def thoughts_key(value: Row) -> str | None:
+    """Return the key under which a message holds thoughts beside its content; None without any."""
+    return next((key for key in _THOUGHTS if value.get(key)), None)
+
+
+def _is_learned(value: Row, what: str) -> bool:
+    said = [value[key] for key in ("weight", "train") if value.get(key) is not None]
+    for one in said:
+        if not isinstance(one, bool | int | float) or one not in (0, 1):
+            raise UnusableRow(
+                f"{what} holds a weight that is not 0 or 1",
+                f"{what} holds a message with a weight of {one!r:.40}: a turn is learned or it is "
+                "not, so that a 'weight' is 0 or 1, and a 'train' true or false",
+            )
+    return all(said)
+
+
+def without_thoughts(content: str) -> str:
+    """Return what an answer says after its thoughts, where it begins with `<think>`."""
+    thoughts, ended, said = content.partition("</think>")
+    return said.lstrip() if ended and thoughts.lstrip().startswith("<think>") else content
 
 
 def answer(conversation: Conversation, *, what: str) -> Conversation:
@@ -249,6 +359,121 @@ def json_kind(value: Any) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
+# Conversations that are written as text: transcripts, printed lists of messages, rendered prompts.
+
+# As HH-RLHF has them: one string in which `Human:` and `Assistant:` take turns.
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+_START = "\n\nHuman:"
+# As HelpSteer has prompts of several turns: the first is the user's, and has no mark.
+_NEXT_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
+# What opens a turn in well-known templates, perhaps after the token that begins a text.
+_RENDERED = re.compile(
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>)?\s*"
+    r"(?:<\|im_start\|>\w+\n|<\|start_header_id\|>\w+|<start_of_turn>\w+\n|\[INST\]"
+    r"|<\|(?:system|user|assistant)\|>|<｜(?:User|Assistant)｜>|<\|start\|>\w+)"
+)
+_ENDED = re.compile(
+    r"(?:<\|im_end\|>|<\|eot_id\|>|<\|end_of_text\|>|<\|endoftext\|>|<end_of_turn>"
+    r"|<｜end▁of▁sentence｜>|<\|return\|>)\s*$"
+)
+_SPOKEN = re.compile(
+    r"\s*(?:Human|User|USER|H)\s*:.*^\s*(?:Assistant|ASSISTANT|A)\s*:", re.S | re.M
+)
+
+
+def is_transcript(value: object) -> bool:
+    """Report whether a value is a text of several turns, as HH-RLHF's or HelpSteer's.
+
+    HH-RLHF's transcripts begin with a `Human:` turn.
+    """
+    if not isinstance(value, str):
+        return False
+    return value.startswith(_START) or _NEXT_TURN.search(value) is not None
+
+
+def parse_transcript(transcript: str) -> Conversation:
+    """Split a transcript into messages without surrounding blanks.
+
+    A turn may be empty, and a role may repeat.
+    """
+    before, *parts = _NEXT_TURN.split(transcript)
+    if parts:
+        roles = ["user", *map(str.lower, parts[::2])]
+        return tuple(map(Message, roles, [before, *parts[1::2]]))
+    before, *parts = _TURN.split(transcript)
+    if before or not parts:
+        raise UnusableRow(
+            "no transcript",
+            f"a transcript starts with {_START!r}, and this one with {before!r:.40}",
+        )
+    return tuple(
+        Message(_ROLES[speaker], said.strip())
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    )
+
+
+def looks_written(content: str) -> str | None:
+    """Say what a text that is taken as it is looks like: a transcript or a rendered turn, or None.
+
+    Both may be meant as text, so that such rows are kept.
+    """
+    if _SPOKEN.match(content):
+        return "a transcript ('User: ... Assistant: ...')"
+    if found := _ENDED.search(content):
+        return f"text that a template ended ({found[0].strip()})"
+    return None
+
+
+# A list or an object whose first key is in quotes, perhaps as NumPy prints it.
+_PRINTED = re.compile(r"\s*(?:array\(\s*)?(\[?)\s*\{\s*['\"](\w+)['\"]\s*:")
+_OF_MESSAGES = ({"role", "content"}, {"from", "value"})
+_OF_ANSWERS = ({"rank", "completion"}, {"completion", "attributes"})
+_STRING = re.compile(r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")", re.DOTALL)
+
+
+def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
+    """Return the messages or ranked answers that a text holds as JSON or as Python prints them.
+
+    The result is one of them, or a list; None if the text is something else.
+
+    Raises:
+        UnusableRow: The text begins as a list of messages does, and cannot be read as one.
+    """
+    found = _PRINTED.match(written)
+    if found is None:
+        return None
+    for read in (_parse, _printed_by_python):
+        try:
+            values = read(written)
+        except _RepeatedKeyError:
+            break  # Python would read it
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        is_known = all(
+            isinstance(value, dict)
+            and any(keys <= value.keys() for keys in (*_OF_MESSAGES, *_OF_ANSWERS))
+            for value in (values if isinstance(values, list) else [values])
+        )
+        return values if is_known else None
+    if found[1] and found[2] in set().union(*_OF_MESSAGES):
+        raise UnusableRow(
+            "messages written as text that cannot be read",
+            f"a column holds messages as text that is neither JSON nor Python: {written:.60}",
+            remedy="Write the messages as JSON (json.dumps), or the rows as JSON lines or Parquet",
+        )
+    return None
+
+
+def _printed_by_python(written: str) -> Any:
+    # NumPy names its arrays, and puts no commas between objects.
+    listed = re.sub(r"^\s*array\(|,\s*dtype=object\s*\)\s*$|\)\s*$", "", written).strip()
+    parts = _STRING.split(listed)
+    parts[::2] = [re.sub(r"\}\s*\{", "}, {", part) for part in parts[::2]]
+    return ast.literal_eval("".join(parts))
+
+
+# --------------------------------------------------------------------------------------------------
 # How each file format is read into rows.
 
 Rows = Iterator[tuple[str, Row]]
@@ -263,10 +488,16 @@ Reader = Callable[[IO[bytes], str, Complain], Rows]
 # Strings are matched first, so that a NaN inside one is not taken for the bare word.
 _BARE_WORD = re.compile(r'"(?:\\.|[^"\\])*"|(-?Infinity|NaN)')
 _LONGEST_CELL = 2**31 - 1
+# What pandas calls the column that it writes without a name: the number of the row.
+_PANDAS_INDEX = "Unnamed: 0"
 
 
 class _NotANumber(ValueError):
     """Raised for a bare NaN or Infinity, which Python's parser accepts and JSON does not allow."""
+
+
+class _RepeatedKeyError(json.JSONDecodeError):
+    """Raised for an object with a key twice, of which Python's parser would keep the last."""
 
 
 def _refuse(word: str) -> NoReturn:
@@ -277,10 +508,21 @@ def _parse(content: str) -> Any:
     """Parse a JSON text.
 
     Raises:
-        json.JSONDecodeError: The text is not JSON; no other error is raised.
+        json.JSONDecodeError: The text is not JSON, or an object in it has a key twice; no other
+            error is raised.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            ((key, _),) = Counter(name for name, _ in pairs).most_common(1)
+            places = [match.start() for match in re.finditer(re.escape(json.dumps(key)), content)]
+            said = f"the key {key!r} is twice in one object"
+            raise _RepeatedKeyError(said, content, places[1] if len(places) > 1 else 0)
+        return found
+
     try:
-        return json.loads(content, parse_constant=_refuse)
+        return json.loads(content, parse_constant=_refuse, object_pairs_hook=unique)
     except json.JSONDecodeError:
         raise
     except _NotANumber as problem:
@@ -300,6 +542,13 @@ def _near(problem: json.JSONDecodeError) -> str:
 
 
 def _json_line(raw: bytes) -> Row:
+    if b"\0" in raw:
+        raise UnusableRow(
+            "NUL bytes",
+            f"byte {raw.index(0) + 1} of the line is NUL (0x00), which no JSON holds: the file is "
+            "damaged, or UTF-16",
+            remedy="Write it again as UTF-8",
+        )
     try:
         content = raw.decode()
     except UnicodeDecodeError as problem:
@@ -310,6 +559,8 @@ def _json_line(raw: bytes) -> Row:
         ) from None
     try:
         row = _parse(content)
+    except _RepeatedKeyError as problem:
+        raise UnusableRow("a key twice", f"column {problem.pos + 1}: {problem.msg}") from None
     except json.JSONDecodeError as problem:
         raise UnusableRow(
             "not JSON",
@@ -320,28 +571,61 @@ def _json_line(raw: bytes) -> Row:
 
 
 def as_row(value: Any) -> Row:
-    """Return a row after checking that it is an object.
+    """Return a row after checking that it is an object; messages written as text become lists.
 
     Raises:
-        UnusableRow: It is something else.
+        UnusableRow: It is something else, or holds messages as text that cannot be read.
     """
     if not isinstance(value, Mapping):
         raise UnusableRow(
             "not an object",
             f"the row is {json_kind(value)} where an object {{key: value}} is expected",
         )
-    return value
+    printed = {
+        key: [found] if isinstance(found, dict) else found
+        for key, held in value.items()
+        if (found := _read_printed(held)) is not None
+    }
+    return {**value, **printed} if printed else value
+
+
+def _read_printed(value: Any) -> Any | None:
+    """Return a value with the messages that it holds as text; None if it holds none."""
+    if isinstance(value, str):
+        return printed_messages(value) if value.lstrip()[:1] in ("[", "{", "a") else None
+    if isinstance(value, list) and any(isinstance(one, str) for one in value):
+        read = [_read_printed(one) for one in value]
+        if any(one is not None for one in read):
+            return [old if new is None else new for old, new in zip(value, read, strict=True)]
+    return None
 
 
 def json_lines(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read one JSON object per line; blank lines are skipped."""
+    """Read one JSON object per line; blank lines are skipped.
+
+    A stream that is one JSON text may also be an array of objects, an object that holds the array
+    (`{"data": [...]}`), or a table by its columns.
+    """
     label = os.path.basename(path)
-    for number, raw in enumerate(stream, start=1):
+    first, number = b"", 0
+    while not first.strip():
+        line = stream.readline()
+        if not line:
+            return
+        number += 1
         # Some editors begin a file with a byte-order mark.
-        line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-        if line.isspace() or not line:
-            continue
-        yield from _one_row(f"{label}:{number}", _json_line, line, complain)
+        first = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    if _may_begin_a_text(first.strip()):
+        content = first + stream.read()
+        values = _rows_of_text(content, path, number)
+        if values is not None:
+            for index, value in enumerate(values):
+                yield from _one_row(f"{label}[{index}]", as_row, value, complain)
+            return
+        stream = io.BytesIO(content[len(first) :])
+    for place, line in enumerate(itertools.chain([first], stream), start=number):
+        if line.strip():
+            yield from _one_row(f"{label}:{place}", _json_line, line, complain)
 
 
 def _one_row(source: str, read: Callable[[Any], Row], value: Any, complain: Complain) -> Rows:
@@ -353,32 +637,83 @@ def _one_row(source: str, read: Callable[[Any], Row], value: Any, complain: Comp
         yield source, row
 
 
-def json_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read a JSON array of objects, or one JSON object per line."""
-    raw = stream.read().removeprefix(codecs.BOM_UTF8)
-    if not raw.lstrip().startswith(b"["):
-        yield from json_lines(io.BytesIO(raw), path, complain)
-        return
+# The names under which a JSON text holds its rows.
+_HOLDERS = ("data", "rows", "examples", "instances", "items", "records", "train")
+
+
+def _may_begin_a_text(line: bytes) -> bool:
+    """Whether a first line may begin a text of several lines, or hold all rows itself."""
+    if line.startswith(b"{") and line.endswith(b"}"):
+        try:
+            return _held_rows(_parse(line.decode())) is not None
+        except ValueError:
+            return False
+    return line.startswith((b"[", b"{"))
+
+
+def _rows_of_text(content: bytes, path: str, line: int) -> Sequence[Any] | None:
+    """Return the rows of a JSON text that begins at a line; None if its lines are the rows.
+
+    Raises:
+        DataError: An array is broken.
+    """
     try:
-        values = _parse(raw.decode())
-    except UnicodeDecodeError as problem:
-        line = raw.count(b"\n", 0, problem.start) + 1
+        found = _parse(content.decode())
+    except ValueError as problem:
+        # An array that ends before the text does is a row of its own, which is refused.
+        is_whole = not getattr(problem, "msg", "").startswith("Extra data")
+        if not (content.startswith(b"[") and is_whole):
+            return None
+        if isinstance(problem, UnicodeDecodeError):
+            where = line + content.count(b"\n", 0, problem.start)
+            raise DataError(
+                f"{path}:{where}: byte {problem.start + 1} of the file "
+                f"(0x{content[problem.start]:02x}) is not UTF-8; convert the file to UTF-8"
+            ) from None
+        # The parser raises no other error.
+        problem = cast("json.JSONDecodeError", problem)
+        said = (
+            problem.msg if isinstance(problem, _RepeatedKeyError) else f"not JSON ({problem.msg})"
+        )
         raise DataError(
-            f"{path}:{line}: byte {problem.start + 1} of the file (0x{raw[problem.start]:02x}) is "
-            "not UTF-8; convert the file to UTF-8"
-        ) from None
-    except json.JSONDecodeError as problem:
-        raise DataError(
-            f"{path}:{problem.lineno}: column {problem.colno}: not JSON ({problem.msg}), near "
+            f"{path}:{problem.lineno + line - 1}: column {problem.colno}: {said}, near "
             f"{_near(problem)!r}. Fix the array, or write one object per line so that a bad row "
             "can be left out"
         ) from None
-    for index, value in enumerate(values):
-        yield from _one_row(f"{os.path.basename(path)}[{index}]", as_row, value, complain)
+    if isinstance(found, list):
+        # A line that is a list is no table of rows, but a bad row.
+        return found if not found or any(isinstance(one, Mapping) for one in found) else None
+    return _held_rows(found) or [found]
+
+
+def _held_rows(found: Any) -> Sequence[Any] | None:
+    """Return the rows that an object holds as a list or as columns; None if it is a row itself."""
+    if not isinstance(found, Mapping) or not found:
+        return None
+    for key in _HOLDERS:
+        held = found.get(key)
+        if isinstance(held, list) and held and all(isinstance(one, Mapping) for one in held):
+            others = [value for name, value in found.items() if name != key]
+            return None if any(isinstance(value, list) for value in others) else held
+    # As `to_dict` and pandas' `to_json` write a table: lists, or objects by the number of the row.
+    columns = list(found.values())
+    if all(isinstance(one, Mapping) for one in columns):
+        numbers = list(columns[0])
+        if not numbers or any(list(one) != numbers for one in columns):
+            return None
+        if not all(number.isdecimal() for number in numbers):
+            return None
+        columns = [list(one.values()) for one in columns]
+    elif not all(isinstance(one, list) for one in columns) or len(columns) < 2:
+        return None
+    has_texts = any(one and all(isinstance(value, str) for value in one) for one in columns)
+    if not has_texts or len({len(one) for one in columns}) > 1:
+        return None
+    return [dict(zip(found, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
-    """Read comma-separated rows under a header; a cell may hold a list of messages as JSON."""
+    """Read comma-separated rows under a header."""
     # The limit belongs to the process; prompts are longer than its default of 131072 characters.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     start = stream.readline().removeprefix(codecs.BOM_UTF8)
@@ -388,6 +723,8 @@ def csv_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
         header = next(reader, [])
     except csv.Error as problem:
         raise DataError(f"{path}:1: the header is not CSV: {problem}") from None
+    if header and not header[0]:
+        header[0] = _PANDAS_INDEX
     if len(set(header)) < len(header) or "" in header:
         raise DataError(
             f"{path}:1: the header must name each column once, and reads: {', '.join(header)}"
@@ -426,22 +763,7 @@ def _csv_row(header: list[str], cells: list[str]) -> Row:
             raise UnusableRow(
                 "not UTF-8", f"'{name}' is not UTF-8", remedy="Convert the file to UTF-8"
             )
-    return {name: _csv_cell(cell) for name, cell in zip(header, cells, strict=True)}
-
-
-def _csv_cell(cell: str) -> Any:
-    """Return the text of a cell, or the messages or completions that it holds as JSON."""
-    if not cell.startswith("[{"):
-        return cell
-    try:
-        values = _parse(cell)
-    except json.JSONDecodeError:
-        return cell
-    known = ({"role", "content"}, {"rank", "completion"}, {"completion", "attributes"})
-    is_known = all(
-        isinstance(value, dict) and any(keys <= value.keys() for keys in known) for value in values
-    )
-    return values if is_known else cell
+    return as_row(dict(zip(header, cells, strict=True)))
 
 
 def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
@@ -451,7 +773,7 @@ def parquet_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
 
     try:
         table: Any = pyarrow.parquet.ParquetFile(_seekable(stream))  # type: ignore[no-untyped-call]
-        yield from _batches(table.iter_batches(), path)
+        yield from _batches(table.iter_batches(), path, complain)
     except ArrowException as problem:
         raise DataError(f"{path} is no Parquet file, or is damaged: {problem}") from problem
 
@@ -470,7 +792,7 @@ def arrow_file(stream: IO[bytes], path: str, complain: Complain) -> Rows:
             batches = (table.get_batch(place) for place in range(table.num_record_batches))
         else:
             batches = iter(open_stream(content))  # type: ignore[no-untyped-call]
-        yield from _batches(batches, path)
+        yield from _batches(batches, path, complain)
     except ArrowException as problem:
         raise DataError(f"{path} is no Arrow file, or is damaged: {problem}") from problem
 
@@ -480,17 +802,17 @@ def _seekable(stream: IO[bytes]) -> IO[bytes]:
     return io.BytesIO(stream.read()) if isinstance(stream, gzip.GzipFile) else stream
 
 
-def _batches(batches: Iterator[Any], path: str) -> Rows:
+def _batches(batches: Iterator[Any], path: str, complain: Complain) -> Rows:
     label, index = os.path.basename(path), 0
     for batch in batches:
         for row in batch.to_pylist():
-            yield f"{label}[{index}]", row
+            yield from _one_row(f"{label}[{index}]", as_row, row, complain)
             index += 1
 
 
 READERS: dict[str, Reader] = {
     ".jsonl": json_lines,
-    ".json": json_file,
+    ".json": json_lines,
     ".csv": csv_file,
     ".parquet": parquet_file,
     ".arrow": arrow_file,
@@ -537,14 +859,16 @@ def read_rows(
             raise DataError(f"{locate(path_or_name, source)}: {problem}")
         on_bad_row(source, problem)
 
+    if (problem := no_file_at(path)) is not None:
+        raise DataError(f"{problem}. Name a file that holds the rows")
     if os.path.isdir(path):
-        rows = _directory_rows(path, subset=subset, split=split)
+        rows = _directory_rows(path, complain, subset=subset, split=split)
     elif os.path.exists(path):
         rows = _file_rows(path, complain)
     elif _looks_local(path):
         raise DataError(_absent(path))
     else:
-        rows = _hub_rows(path_or_name, subset=subset, split=split)
+        rows = _hub_rows(path_or_name, complain, subset=subset, split=split)
     for row in rows:
         num_rows += 1
         yield row
@@ -578,6 +902,27 @@ def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str 
 # ----------------------------------------------------------------------------------------- files
 
 
+_GZIP = b"\x1f\x8b"
+# The first bytes of files, what they are, and the endings of names that are read as such.
+_MAGIC: dict[bytes, tuple[str, tuple[str, ...]]] = {
+    b"PAR1": ("a Parquet file", (".parquet",)),
+    b"ARROW1": ("an Arrow file", (".arrow",)),
+    b"PK\x03\x04": ("a zip archive (or a spreadsheet)", ()),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", ()),
+    b"BZh": ("compressed by bzip2", ()),
+    b"\xfd7zXZ": ("compressed by xz", ()),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", ()),
+    b"SQLite format 3": ("a SQLite database", ()),
+    b"version https://": ("a pointer of Git LFS, without the data", ()),
+}
+
+
+def _advice(endings: Sequence[str]) -> str:
+    if endings:
+        return f"Name it so that it ends in {endings[0]}"
+    return f"Write its rows as {', '.join(READERS)}, or one of these with .gz"
+
+
 def _suffix(path: str) -> str:
     """Return the suffix that names the file's format, without `.gz`."""
     return os.path.splitext(path.lower().removesuffix(".gz"))[1]
@@ -598,7 +943,14 @@ def _file_rows(path: str, complain: Complain) -> Rows:
                 f"{path} is empty (0 bytes). Write it again: each row a line (or as its format "
                 "has it); laurel data check says what rows may hold"
             )
-        is_gzip = path.lower().endswith(".gz")
+        with open(path, "rb") as raw:
+            begins = raw.read(16)
+        # Some tools decompress a file and keep its name, or compress it without another.
+        is_gzip = begins.startswith(_GZIP) or path.lower().endswith(".gz")
+        suffix = _suffix(path)
+        for mark, (kind, own) in _MAGIC.items():
+            if begins.startswith(mark) and suffix not in own:
+                raise DataError(f"{path} is {kind}, and its name ends in {suffix}. {_advice(own)}")
         with cast("IO[bytes]", gzip.open(path)) if is_gzip else open(path, "rb") as stream:
             for source, row in read(stream, path, complain):
                 last = source
@@ -635,7 +987,9 @@ def _absent(path: str) -> str:
 # ------------------------------------------------------------------------------ saved and on a hub
 
 
-def _directory_rows(path: str, *, subset: str | None, split: str | None) -> Rows:
+def _directory_rows(
+    path: str, complain: Complain, *, subset: str | None, split: str | None
+) -> Rows:
     saved = [
         name
         for name in ("dataset_dict.json", "state.json")
@@ -645,7 +999,7 @@ def _directory_rows(path: str, *, subset: str | None, split: str | None) -> Rows
     if not saved:
         if (other := _other_than_data(path)) is not None:
             raise DataError(f"{path} {other}. {_WHAT_TO_NAME}")
-        yield from _hub_rows(path, subset=subset, split=split, label=label)
+        yield from _hub_rows(path, complain, subset=subset, split=split, label=label)
         return
     with _quiet():
         from datasets.load import load_from_disk
@@ -659,11 +1013,16 @@ def _directory_rows(path: str, *, subset: str | None, split: str | None) -> Rows
         if chosen not in dataset:
             raise DataError(f"{path} has no split '{chosen}'; it has: {', '.join(dataset)}")
         dataset = dataset[chosen]
-    yield from _dataset_rows(dataset, label)
+    yield from _dataset_rows(dataset, label, complain)
 
 
 def _hub_rows(
-    name: str, *, subset: str | None, split: str | None, label: str | None = None
+    name: str,
+    complain: Complain,
+    *,
+    subset: str | None,
+    split: str | None,
+    label: str | None = None,
 ) -> Rows:
     with _quiet():
         from datasets.load import load_dataset
@@ -677,7 +1036,7 @@ def _hub_rows(
         except Exception as problem:
             # The library raises whatever its parts raise; each means that there are no rows.
             raise DataError(_hub_failure(name, subset, split or "train", problem)) from problem
-    yield from _dataset_rows(dataset, label or name)
+    yield from _dataset_rows(dataset, label or name, complain)
 
 
 def _is_prepared(name: str) -> bool:
@@ -731,9 +1090,9 @@ def _in_one_line(problem: Exception) -> str:
     return f"{type(problem).__name__}: {said[:400]}"
 
 
-def _dataset_rows(dataset: Any, label: str) -> Rows:
+def _dataset_rows(dataset: Any, label: str, complain: Complain) -> Rows:
     for index, row in enumerate(dataset):
-        yield f"{label}[{index}]", row
+        yield from _one_row(f"{label}[{index}]", as_row, row, complain)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.data import DatasetConfig, TaskSetConfig
-from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class
+from laurel.data.columns import KNOWN_ANSWERS, QUESTIONS, find_question, is_there, question_of
+from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class, refuse_trees
 from laurel.data.reading import NO_HUB, HubSet, LeftOutRow
 from laurel.data.sources import (
     Row,
@@ -26,6 +27,7 @@ from laurel.data.sources import (
     required,
     text,
     unlike,
+    without_thoughts,
 )
 from laurel.types import Conversation, Message
 
@@ -428,11 +430,6 @@ def _id_of(row: Row) -> dict[str, Any]:
     return {}
 
 
-QUESTIONS = ("question", "problem", "prompt", "input", "query", "instruction")
-"""The columns that are tried for the question if the configuration names none."""
-ANSWERS = ("answer", "expected_answer", "ground_truth", "output", "solution")
-"""The columns that are tried for the answer if the configuration names none."""
-
 _CALCULATED = re.compile(r"<<[^<>]*>>")
 _UNNAMED = TaskSetConfig()
 _PREFERENCES = DatasetConfig()
@@ -558,12 +555,11 @@ def response(row: Row, config: TaskSetConfig) -> TaskParts:
     if row.get("messages") is not None and config.input_key == _UNNAMED.input_key:
         said = messages(row["messages"], role="user", what="'messages'")
         if said and said[-1].role == "assistant":
-            answer = said[-1].content.strip() or None
+            answer = without_thoughts(said[-1].content).strip() or None
             return TaskParts(prompt=said[:-1], answer=answer, answer_key="messages")
         return TaskParts(prompt=said, answer_key="messages")
-    question = required(row, config.input_key, setting="input_key")
     return TaskParts(
-        prompt=messages(question, role="user", what=f"'{config.input_key}'"),
+        prompt=question_of(row, config.input_key, but=(config.output_key,), setting="input_key"),
         answer=answer_text(row.get(config.output_key), what=f"'{config.output_key}'"),
         answer_key=config.output_key,
     )
@@ -572,7 +568,7 @@ def response(row: Row, config: TaskSetConfig) -> TaskParts:
 def preference(row: Row, config: TaskSetConfig) -> TaskParts:
     """Read a preference as a task: its prompt is the question, its best answer the known answer."""
     prompt, answered = best_answer(row, config.dataset_name or "")
-    said = answered[-1].content
+    said = without_thoughts(answered[-1].content)
     return TaskParts(prompt=prompt, answer=said.strip() or None, answer_key="completions")
 
 
@@ -608,11 +604,13 @@ def resolve_columns(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str
     is_named = config.input_key != _UNNAMED.input_key
     if config.input_key not in row if is_named else row.get("messages") is not None:
         return config, None
-    asks = next((key for key in (config.input_key, *QUESTIONS) if key in row), None)
     if config.output_key != _UNNAMED.output_key:
         answers: str | None = config.output_key
     else:
-        answers = next((key for key in (config.output_key, *ANSWERS) if key in row), None)
+        # Alpaca's `output` answers its `input`, whatever other columns there are.
+        known = ("output", *KNOWN_ANSWERS) if is_there(row, "input") else KNOWN_ANSWERS
+        answers = next((key for key in known if is_there(row, key)), None)
+    asks = config.input_key if is_named else find_question(row, but=(answers,))
     if (answers is None or asks is None) and not is_named:
         found = infer_class(row, _PREFERENCES)
         if found is not None:
@@ -620,6 +618,7 @@ def resolve_columns(row: Row, config: TaskSetConfig) -> tuple[TaskSetConfig, str
                 f"prompts of rows of {found[0]}, recognized by: {found[1]}"
             )
     if asks is None:
+        refuse_trees(row)
         raise UnusableRow(
             "no question",
             f"the row has no '{config.input_key}', and none of {', '.join(QUESTIONS)} or messages "

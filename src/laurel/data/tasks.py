@@ -13,6 +13,13 @@ from typing import Any, Literal
 
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.yaml_tree import nearest
+from laurel.data.columns import (
+    READ_OTHERWISE,
+    ColumnNotes,
+    refuse_tools,
+    texts_in,
+    with_system,
+)
 from laurel.data.reading import (
     LeftOutRow,
     OpenedSet,
@@ -48,7 +55,7 @@ from laurel.data.task_formats import (
 from laurel.errors import ConfigError, DataError, counted_that, setting_of
 from laurel.observe.forks import ForkGuard
 from laurel.observe.user_code import import_object
-from laurel.types import Message, Task
+from laurel.types import Conversation, Message, Task
 
 # --------------------------------------------------------------------------------------------------
 # The needs of environments, checked against the rows of a set.
@@ -606,9 +613,10 @@ def load_tasks(
 def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str]:
     # `load_tasks` puts the set's number into the ids of tasks.
     if len(names) < 2:
-        return {task.id: name for name in names for task in tasks}
+        return {task.id: name for name in names for task in tasks if name}
     starts = {f"validation-{index + 1}": name for index, name in enumerate(names)}
-    return {task.id: starts[task.id.partition(":")[0]] for task in tasks}
+    named = {task.id: starts[task.id.partition(":")[0]] for task in tasks}
+    return {task_id: name for task_id, name in named.items() if name}
 
 
 def _environment_of(config: TaskSetConfig, default: str) -> str:
@@ -697,6 +705,7 @@ class _Reading:
     """The tasks, if the set has no end."""
     num_double_systems: int = 0
     roles: UnusualRoles = field(default_factory=UnusualRoles)
+    columns: ColumnNotes = field(default_factory=ColumnNotes)
 
     @classmethod
     def open(
@@ -769,7 +778,7 @@ class _Reading:
                 f"{counted_that(self.num_double_systems, 'row', 'begin')} with a system message, "
                 "which now follows that of data.system_prompt_file"
             )
-        self.report.notes += self.roles.notes()
+        self.report.notes += self.roles.notes() + self.columns.notes()
         if not rows:
             raise DataError(no_rows_left(self.report))
         self.fit.conclude(self.report.origin)
@@ -795,8 +804,10 @@ class _Reading:
             raise DataError(f"{source}: {problem}") from problem
         if not any(m.content.strip() for m in parts.prompt if m.role != "system"):
             raise LeftOutRow("empty", "the prompt says nothing")
-        prompt = self.opened.frame.around(parts.prompt)
-        if self.opened.frame.system is not None and parts.prompt[0].role == "system":
+        refuse_tools(row)
+        asked = with_system(row, parts.prompt, self.config.system_key)
+        prompt = self.opened.frame.around(asked)
+        if self.opened.frame.system is not None and asked[0].role == "system":
             self.num_double_systems += 1
         self.roles.look(source, prompt)
         metadata = dict(parts.metadata)
@@ -806,6 +817,7 @@ class _Reading:
             if isinstance(row.get(key), kind):
                 metadata.setdefault(key, row[key])
         self.fit.check_row(parts, metadata)
+        self._look(source, row, prompt, metadata, parts.answer_key)
         return Task(
             id=f"{self.report.name}:{source}",
             prompt=prompt,
@@ -814,6 +826,22 @@ class _Reading:
             metadata=metadata,
             source=source,
         )
+
+    def _look(
+        self,
+        source: str,
+        row: Row,
+        prompt: Conversation,
+        metadata: Mapping[str, Any],
+        answer_key: str,
+    ) -> None:
+        brings_tests = any(form in metadata for form in OWN_TESTS)
+        class_name = "CodeTasks" if brings_tests else self.config.dataset_name or ""
+        read = {*metadata, *READ_OTHERWISE.get(class_name, ())}
+        # A number is found in no text.
+        if isinstance(row.get(answer_key), int | float):
+            read.add(answer_key)
+        self.columns.look(source, row, prompt, others=texts_in(metadata), read=read)
 
 
 def _name_of(config: TaskSetConfig) -> str:

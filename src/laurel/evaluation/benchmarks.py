@@ -131,14 +131,14 @@ def reduce_scores(
 
 def _read(form: BenchmarkForm) -> Callable[[BenchmarkOptions, Say], list[BenchmarkRow]]:
     return lambda asked, say: rows_of.read_benchmark(
-        form, asked.data, split=asked.split, limit=asked.max_samples
+        form, asked.data, split=asked.split, limit=asked.max_samples, say=say
     )
 
 
 def _reward_bench_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     rows = _read(rows_of.REWARD_BENCH)(asked, say)
     if asked.prior:
-        rows += rows_of.read_benchmark(rows_of.PRIOR_SETS, (), limit=asked.max_samples)
+        rows += rows_of.read_benchmark(rows_of.PRIOR_SETS, (), limit=asked.max_samples, say=say)
     return rows
 
 

@@ -26,6 +26,7 @@ from laurel.models.tokenizer import (
     TextStream,
     bind_variables,
     close_ends,
+    fields_of,
     pin_date,
     plain_text,
     refuse_left_out,
@@ -71,7 +72,7 @@ class Demonstration:
 
 class _Piece(NamedTuple):
     ids: list[int]
-    is_assistant: bool
+    is_learned: bool
 
 
 class ChatFormat:
@@ -309,7 +310,7 @@ class ChatFormat:
     ) -> Demonstration | None:
         """Tokenise a conversation, and mark the tokens that the loss is computed on.
 
-        These are the assistant's turns and the tokens that end them.
+        These are the assistant's turns and the tokens that end them, where a turn is to be learned.
 
         Args:
             conversation: A conversation with at least one assistant turn.
@@ -322,11 +323,12 @@ class ChatFormat:
             The demonstration; None if no token for the loss is left, such as after truncation.
 
         Raises:
-            DataError: The template renders a turn differently if another turn follows.
+            DataError: The template renders a turn differently if another turn follows, or leaves
+                out the thoughts of the last.
         """
         pieces = self._pieces(conversation, only_final=only_final, tools=tools)
         ids = [token for piece in pieces for token in piece.ids]
-        mask = np.asarray([piece.is_assistant for piece in pieces for _ in piece.ids], dtype=bool)
+        mask = np.asarray([piece.is_learned for piece in pieces for _ in piece.ids], dtype=bool)
         truncated = max_length is not None and len(ids) > max_length
         mask = mask[:max_length]
         learned = np.flatnonzero(mask)
@@ -360,7 +362,9 @@ class ChatFormat:
             has_end = bool(self._end_text) and text.startswith(self._end_text, end)
             pieces.append(_Piece([*self._contents.ids(row, start, end), self.end_ids[0]], True))
             position = end + (len(self._end_text) if has_end else 0)
-        return pieces
+        _refuse_lost_thoughts(conversation[-1], text)
+        learned = [message.learned for message in conversation if message.role == "assistant"]
+        return _with_weights(pieces, learned[-1:] if only_final else learned)
 
     def _found_spans(
         self, conversation: Conversation, text: str, *, only_final: bool, tools: ToolSchemas
@@ -394,7 +398,7 @@ class ChatFormat:
 
         render: Any = render_jinja_template  # its annotation says str, and it gives a pair
         texts, spans = render(
-            conversations=[[{"role": m.role, "content": m.content} for m in conversation]],
+            conversations=[[fields_of(one, self.tokenizer.chat_template) for one in conversation]],
             chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
@@ -443,6 +447,36 @@ class ChatFormat:
         asked = (Message("user", "a"),)
         whole = self.render((*asked, Message("assistant", "b")))
         return whole.startswith(self.render(asked, prompt=True))
+
+
+def _with_weights(pieces: Sequence[_Piece], learned: Sequence[bool]) -> list[_Piece]:
+    """Return pieces of which only those of turns that are to be learned are learned."""
+    if all(learned):
+        return list(pieces)
+    turns = [index for index, piece in enumerate(pieces) if piece.is_learned]
+    if len(turns) != len(learned):
+        raise DataError(
+            f"the chat template marks {len(turns)} turns of the assistant's {len(learned)}, so "
+            f"which of them has a weight of 0 cannot be determined. {_ANOTHER}"
+        )
+    is_learned = dict(zip(turns, learned, strict=True))
+    return [
+        piece._replace(is_learned=is_learned.get(index, False))
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def _refuse_lost_thoughts(last: Message, text: str) -> None:
+    """Refuse a conversation if its template leaves out the thoughts of its last answer."""
+    thoughts, ended, _ = last.content.partition("</think>")
+    begun = thoughts.lstrip()
+    if ended and begun.startswith("<think>") and begun[len("<think>") :].strip() not in text:
+        raise DataError(
+            "the chat template leaves out the thoughts of the last answer, which would be learned "
+            "without them. Choose a template that writes them "
+            "(policy.tokenizer.chat_template=chatml, or a path ending in .jinja), or take the "
+            "thoughts out of the row"
+        )
 
 
 def _where_they_part(one: str, other: str) -> str:

@@ -66,7 +66,7 @@ class PlainContents:
 
         Raises:
             DataError: The template cannot render the conversation, or a message spells a control
-                token that cannot be told from the template's own.
+                token that cannot be distinguished from the template's own.
         """
 
         def rendered(messages: Conversation, functions: ToolSchemas) -> str:
@@ -98,11 +98,11 @@ class PlainContents:
         ]
         if found[0] == found[1]:
             return found[0]
-        told = "a part of a control token" if spelled is None else f"the control token {spelled!r}"
+        shown = "a part of a control token" if spelled is None else f"the control token {spelled!r}"
         raise DataError(
-            f"a message holds {told}, and the chat template changes the message, so that it cannot "
-            "be told from the template's own. Remove it from the message, or choose a template "
-            "that writes messages as they are"
+            f"a message holds {shown}, and the chat template changes the message, so that it "
+            "cannot be distinguished from the template's own. Remove it from the message, or "
+            "choose a template that writes messages as they are"
         )
 
     def plain(self, text: str) -> PlainText:

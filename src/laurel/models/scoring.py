@@ -298,7 +298,7 @@ class ScoringContract:
         """Return the first control token that a text spells; None if it spells none.
 
         In the contents of messages it is plain text (`ScoringRules.has_plain_contents`). In text
-        that another program has rendered, it cannot be told from the template's own.
+        that another program has rendered, it cannot be distinguished from the template's own.
         """
         return self._contents.control_token_in(text)
 

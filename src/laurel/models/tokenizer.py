@@ -15,9 +15,9 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from laurel.config.policy import TokenizerConfig
-from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of
+from laurel.errors import ConfigError, DataError, ModelError, key_of, no_file_at, setting_of
 from laurel.observe.hub import check_fetchable
-from laurel.types import Conversation, ToolSchemas
+from laurel.types import Conversation, Message, ToolSchemas
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -161,9 +161,8 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
     elif choice.endswith(".jinja"):
         path = Path(choice)
         if not path.is_file():
-            raise ModelError(
-                f"{setting_of('policy.tokenizer.chat_template', choice)}: there is no such file"
-            )
+            why = no_file_at(path) or "there is no such file"
+            raise ModelError(f"{setting_of('policy.tokenizer.chat_template', choice)}: {why}")
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     elif choice != "default":
         if "{" not in choice:
@@ -355,7 +354,7 @@ def render(
     try:
         return str(
             tokenizer.apply_chat_template(
-                [{"role": m.role, "content": m.content} for m in conversation],
+                [fields_of(message, tokenizer.chat_template) for message in conversation],
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **({**template_kwargs, "tools": list(tools)} if tools else template_kwargs),
@@ -370,6 +369,24 @@ def render(
             "change the "
             "conversations."
         ) from error
+
+
+_THOUGHTS = re.compile(r"<think>\n?(.*?)\n?</think>\n*(.*)", re.DOTALL)
+_TAKES_THOUGHTS = re.compile(r"""(?:\.|\[?['"])(reasoning_content|thinking)\b""")
+
+
+def fields_of(message: Message, template: str) -> dict[str, str]:
+    """Return a message as a template reads it.
+
+    Thoughts at the beginning of an answer, in `<think>`, get a key of their own if the template has
+    one for them and does not look for `</think>` itself.
+    """
+    fields = {"role": message.role, "content": message.content}
+    if message.role == "assistant" and "</think>" not in template:
+        key, found = _TAKES_THOUGHTS.search(template), _THOUGHTS.fullmatch(message.content)
+        if key is not None and found is not None:
+            fields |= {"content": found[2], key[1]: found[1]}
+    return fields
 
 
 def refuse_left_out(conversation: Conversation, text: str) -> None:

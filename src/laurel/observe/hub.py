@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from laurel.errors import ModelError, setting_of
+from laurel.errors import ModelError, about, no_file_at, setting_of
 
 WITHOUT_ASKING = (
     "What was fetched before is used without asking where HF_HUB_OFFLINE=1 is set, and found in "
@@ -35,6 +35,8 @@ def check_not_missing(name: str, *, key: str) -> None:
     Raises:
         ModelError: The name looks local; the message lists what is there instead.
     """
+    if (problem := no_file_at(name)) is not None:
+        raise ModelError(f"{about(key)}{problem}; a model is a directory")
     path = Path(name).expanduser()
     folder = path.parent
     # Names of the hub have one slash.

@@ -68,9 +68,9 @@ class TrainingProgress:
     """Shows the step, the time left, the rate and the latest metrics of a training run.
 
     A terminal gets a live display. A file, a pipe or CI gets a line at most every 5 seconds, and at
-    the first and the last step. `live` overrides the choice. Rates are those of training, without
-    phases; the time left includes everything. `unit` names the rows of a step, `counted` the steps,
-    and `doing` the activity.
+    the first and the last step; a phase gets one for each tenth of its work. `live` overrides the
+    choice. Rates are those of training, without phases; the time left includes everything. `unit`
+    names the rows of a step, `counted` the steps, and `doing` the activity.
 
     Example::
 
@@ -164,10 +164,14 @@ class TrainingProgress:
             timed: Whether the phase is part of a step, so that the rates include its time.
         """
         outer, started = self._phase, self._clock()
+        shown = -1  # tenths of the work
 
         def changed(phase: ProgressPhase) -> None:
-            if self._live is None and self._is_line_due():
+            nonlocal shown
+            tenths = None if phase.total is None else 10 * phase.done // max(1, phase.total)
+            if self._live is None and tenths != shown and self._is_line_due():
                 self._print_line(f"{visible(phase.name)} {_count(phase)}".rstrip())
+                shown = shown if tenths is None else tenths
 
         self._phase = ProgressPhase(name, total, changed)
         try:

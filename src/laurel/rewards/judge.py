@@ -20,6 +20,7 @@ from pydantic import Field
 
 from laurel.config.environments import JudgeConfig
 from laurel.errors import ConfigError, DataError, ProtocolError
+from laurel.models.plain_contents import FOREIGN_MARK
 from laurel.rewards.remote.http import HttpExchange, checked_url, endpoint
 from laurel.rewards.remote.replica import Clock, ReplicaReply, failed
 from laurel.rewards.remote.router import Router, RouterOptions
@@ -78,6 +79,13 @@ class JudgeReplica(HttpExchange):
         messages = self._prompt.question(group, index)
         if isinstance(messages, str):
             return failed(messages)
+        for message in group.completions_G[index].messages:
+            if mark := FOREIGN_MARK.search(message.content):
+                # Nobody here knows the judge's template, and servers tokenise rendered text.
+                return failed(
+                    f"text: the completion spells {mark[0]!r}, in which the judge's server may see "
+                    "a control token: a policy could answer for its judge"
+                )
         asked = [
             asyncio.create_task(self._reply(messages, number, request_id, timeout))
             for number in range(self._config.num_samples)

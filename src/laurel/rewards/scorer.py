@@ -8,9 +8,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -97,6 +96,28 @@ class ModelScorer(ABC):
                 self.preparers.close()
 
 
+class _Once(NamedTuple):
+    tokens: TokenGroup
+    index_G: list[int]
+    """The index in `tokens` of each completion of the original group."""
+
+
+def _each_once(tokens: TokenGroup) -> _Once:
+    # Computed twice, equal completions would differ in the last digit by the order of sums, and a
+    # learner would take that for a preference. Where they are cut, other texts are equal, too.
+    first: dict[tuple[bytes, bool], int] = {}
+    keys = [
+        (ids.tobytes(), is_cut)
+        for ids, is_cut in zip(tokens.branches_ids_G, tokens.truncated_G, strict=True)
+    ]
+    kept = [index for index, key in enumerate(keys) if first.setdefault(key, index) == index]
+    place = {index: number for number, index in enumerate(kept)}
+    return _Once(
+        tokens if len(kept) == len(keys) else tokens.select(kept),
+        [place[first[key]] for key in keys],
+    )
+
+
 class ContractScorer(ModelScorer):
     """Renders groups by a contract and turns outputs of a model, here or elsewhere, into scores."""
 
@@ -156,7 +177,7 @@ class ContractScorer(ModelScorer):
     def score_now(
         self, groups: Sequence[Group], on_batch: OnBatch | None = None
     ) -> list[tuple[Score, ...]]:
-        """Score groups from a thread without an event loop, each equal completion once."""
+        """Score groups from a thread without an event loop; the same tokens get the same score."""
         with self._one_at_a_time:
             return self._scored(groups, on_batch)
 
@@ -171,21 +192,16 @@ class ContractScorer(ModelScorer):
     def _scored(
         self, groups: Sequence[Group], on_batch: OnBatch | None, *, exactly: bool = False
     ) -> list[tuple[Score, ...]]:
-        # Computed twice, equal completions would differ in the last digit by the order of sums, and
-        # a learner would take that for a preference.
-        distinct = [tuple(dict.fromkeys(group.completions_G)) for group in groups]
-        prepared = self._encode(
-            [replace(group, completions_G=c) for group, c in zip(groups, distinct, strict=True)]
-        )
+        prepared = self._encode(groups)
+        found = [None if tokens is None else _each_once(tokens) for tokens, _ in prepared]
         values_NK = self._values(
-            [tokens for tokens, _ in prepared if tokens is not None], on_batch, exactly=exactly
+            [one.tokens for one in found if one is not None], on_batch, exactly=exactly
         )
         rows = iter(values_NK.tolist())
         scores: list[tuple[Score, ...]] = []
-        for group, completions, (tokens, failures) in zip(groups, distinct, prepared, strict=True):
-            scores_G = fill_in(failures, self._verdicts(tokens, rows))
-            score_of = dict(zip(completions, scores_G, strict=True))
-            scores.append(tuple(score_of[completion] for completion in group.completions_G))
+        for once, (_, failures) in zip(found, prepared, strict=True):
+            verdicts = list(self._verdicts(once.tokens, rows)) if once is not None else []
+            scores.append(fill_in(failures, [verdicts[i] for i in once.index_G] if once else []))
         return scores
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
@@ -214,12 +230,8 @@ class ContractScorer(ModelScorer):
             return self.preparers.prepare(groups)
         return prepared_by(self.contract, groups)
 
-    def _verdicts(
-        self, tokens: TokenGroup | None, rows: Iterator[Sequence[float]]
-    ) -> Iterator[Score]:
+    def _verdicts(self, tokens: TokenGroup, rows: Iterator[Sequence[float]]) -> Iterator[Score]:
         """Return the scores of a group, in order; consumes one row for each token that is read."""
-        if tokens is None:
-            return
         for num_tokens, truncated, num_reads in zip(
             tokens.lengths_G, tokens.truncated_G, tokens.num_reads_G, strict=True
         ):

@@ -26,7 +26,12 @@ from laurel.run.context import (
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
-from laurel.run.request import judge_notes, loaded_judges, uses_reward_model
+from laurel.run.request import (
+    judge_notes,
+    loaded_judges,
+    uses_reward_model,
+    why_not_validated,
+)
 from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline, Position
@@ -97,17 +102,29 @@ def check_grpo_run(config: GRPORun) -> Selection:
         UserError: A setting cannot be used; the first problem is reported.
     """
     check_available(config.logger)
-    validates = config.grpo.val_period > 0 or config.grpo.val_at_end
-    has_data = bool(config.data.validation_sets() or config.data.split_validation_size)
+    return policy_selection(config)
+
+
+def policy_selection(config: GRPORun) -> Selection:
+    """Return how the best checkpoint of a run is chosen.
+
+    Raises:
+        ConfigError: The run does not measure what chooses it, or what would end the run.
+    """
+    has_sets = bool(config.data.validation_sets() or config.data.split_validation_size)
+    why_not = why_not_validated(config, has_sets=has_sets)
     measured: dict[str, Any] = {
-        "has_validation": validates and has_data,
+        "has_validation": not why_not,
         "environments": config.env.names(),
+        "why_not": why_not,
     }
     policy_goal(config.grpo, **measured)
+    if not config.checkpointing.enabled:
+        return Selection(key=None)
     return select_policy_by(
         config.checkpointing.metric_name,
         config.checkpointing.higher_is_better,
-        sets=config.data.validation_names(),
+        sets=[name for name in config.data.validation_names() if name],
         **measured,
     )
 
@@ -227,7 +244,7 @@ def load_policy_bundle(
     )
     for environment in environments.values():
         environment.use_tokenizer(chat.tokenizer)
-    fit_prompts(data, chat, config, environments)
+    fit_prompts(data, chat, config, lambda name: environments[name].spec.tools)
     num_steps = grpo_total_steps(config, len(data.endless or data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)

@@ -9,7 +9,7 @@ from laurel.config.environments import JudgeConfig, ResourcesConfig
 from laurel.config.grpo import GRPOConfig, GRPORun
 from laurel.config.policy import PlacementConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
-from laurel.config.schemas import Run
+from laurel.config.schemas import Kind, Run
 from laurel.config.sft import SFTConfig, SFTRun
 from laurel.errors import ConfigError
 from laurel.planning.request import (
@@ -25,6 +25,7 @@ from laurel.planning.request import (
     Workload,
     optimizer_states,
 )
+from laurel.training.selection import NO_SET
 
 DEFAULT_SCORED_LENGTH = 8192
 """The assumed longest conversation, in tokens, of a reward model without `max_model_len`."""
@@ -128,6 +129,23 @@ def loaded_judges(config: GRPORun) -> dict[str, JudgeConfig]:
         for index, source in enumerate(section.sources)
         if source.judge is not None and source.loads_judge
     }
+
+
+def why_not_validated(config: Run, *, has_sets: bool) -> str:
+    """Return why no metric of validation can rank a run's checkpoints; empty if one can."""
+    kind, section = section_of(config)
+    if not has_sets:
+        return NO_SET
+    if section.val_period > 0 or section.val_at_end:
+        return ""
+    return f"Validation is off: {kind}.val_period={section.val_period}, {kind}.val_at_end=false"
+
+
+def section_of(config: Run) -> tuple[Kind, RewardTrainingConfig | SFTConfig | GRPOConfig]:
+    """Return the section of a run that has the name of its command, with that name."""
+    if isinstance(config, RewardTrainingRun):
+        return "rm", config.rm
+    return ("sft", config.sft) if isinstance(config, SFTRun) else ("grpo", config.grpo)
 
 
 def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
@@ -260,10 +278,7 @@ def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest,
 
 
 def _validates(config: Run) -> bool:
-    if isinstance(config, RewardTrainingRun):
-        section: RewardTrainingConfig | SFTConfig | GRPOConfig = config.rm
-    else:
-        section = config.sft if isinstance(config, SFTRun) else config.grpo
+    _, section = section_of(config)
     is_asked = section.val_period > 0 or section.val_at_start or section.val_at_end
     has_more = isinstance(config, RewardTrainingRun) and bool(config.data.benchmark_sets())
     return is_asked and (bool(config.data.validation_sets()) or has_more)

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from laurel.config.data import DatasetConfig
 from laurel.config.load import to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.preferences import Fold, hold_out, load_preferences, own_validation_preferences
-from laurel.data.report import DataReport
-from laurel.errors import ConfigError, DataError
+from laurel.data.reading import encoded
+from laurel.data.report import DataReport, no_rows_left
+from laurel.errors import ConfigError, DataError, counted_that
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
@@ -27,6 +28,7 @@ from laurel.run.context import (
     make_services,
 )
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
+from laurel.run.request import why_not_validated
 from laurel.run.specs import model_spec, step_order
 from laurel.training.selection import EarlyStopping, Selection, select_by
 from laurel.training.stopping import Deadline, Position
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from laurel.models.scoring import ScoringContract
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import OnValidation, RunOutcome
-    from laurel.types import PreferenceSample
+    from laurel.types import PreferenceSample, TokenGroup
 
 
 def train_reward_model(
@@ -86,9 +88,20 @@ def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         UserError: A setting cannot be used; the first problem is reported.
     """
     check_available(config.logger)
+    return reward_selection(config)
+
+
+def reward_selection(config: RewardTrainingRun) -> tuple[Selection, EarlyStopping | None]:
+    """Return how the best checkpoint of a run is chosen, and what ends it early, if anything does.
+
+    Raises:
+        ConfigError: The run does not measure what they name.
+    """
     select = metric_selector(config)
     saving, stopping = config.checkpointing, config.rm.early_stopping
-    selection = select(saving.metric_name, saving.higher_is_better)
+    selection = Selection(key=None)
+    if saving.enabled:
+        selection = select(saving.metric_name, saving.higher_is_better)
     if stopping.metric_name is None:
         return selection, None
     watched = select(
@@ -97,11 +110,11 @@ def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         setting="rm.early_stopping.metric_name",
     )
     if watched.key is None or not watched.key.startswith("validation"):
-        has_sets = select.keywords["sets"] or select.keywords["benchmarks"]
+        why_not = select.keywords["why_not"]
         raise ConfigError(
             f"rm.early_stopping.metric_name={stopping.metric_name}: early stopping watches a "
             "metric of a validation set, such as validation-default_loss"
-            + ("" if has_sets else "; there is no validation set: name one under data")
+            + (f". {why_not}" if why_not else "")
         )
     if config.rm.val_period == 0:
         raise ConfigError(
@@ -129,13 +142,14 @@ def metric_selector(config: RewardTrainingRun) -> partial[Selection]:
             f"data: {min(twice)!r} is the name of a benchmark and that of the rows which are held "
             "out for validation; call the benchmark otherwise"
         )
-    is_validated = config.rm.val_period > 0 or config.rm.val_at_end
+    why_not = why_not_validated(config, has_sets=bool(sets or benchmarks))
     figures = {name: selectable(one.benchmark) for name, one in benchmarks.items()}
     return partial(
         select_by,
-        sets=sets if is_validated else [],
+        sets=[] if why_not else sets,
         attributes=config.policy.reward_model_cfg.attributes,
-        benchmarks=figures if is_validated else {},
+        benchmarks={} if why_not else figures,
+        why_not=why_not,
         has_steps=config.rm.loss.reads_steps,
     )
 
@@ -182,7 +196,13 @@ def _train(
 
     contract = model.facts.contract
     assert contract is not None
-    encode = partial(tokenise, contract=contract, overlong=config.data.overlong, console=console)
+    encode = partial(
+        tokenise,
+        contract=contract,
+        overlong=config.data.overlong,
+        on_bad_row=config.data.on_bad_row,
+        console=console,
+    )
     train = encode(data.train, report=data.reports["train"])
     validation = {
         name: encode(preferences, report=data.reports[f"validation-{name}"])
@@ -297,7 +317,8 @@ def _describe(
 # --------------------------------------------------------------------------------------------------
 # Data sets of a run: from the configuration to preferences, and from those to tokens.
 
-ENCODE_AT_ONCE = 512
+SHOWN_AFTER = 512
+_AS_RENDERED = "as the chat template writes them"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -422,56 +443,105 @@ def tokenise(
     *,
     contract: ScoringContract,
     report: DataReport,
-    overlong: str,
+    overlong: Literal["truncate", "drop"],
+    on_bad_row: Literal["error", "skip"],
     console: Console,
 ) -> list[PreferenceSample]:
-    """Tokenize preferences; over-long ones are truncated or left out, and counted in the report.
+    """Tokenize preferences; what is left out or truncated is counted in the report.
 
-    Those of a process reward model are always left out, because their steps cannot all be read.
+    Left out are rows that the template refuses (if `on_bad_row` is `skip`), over-long ones (if
+    `overlong` is `drop`, and those of a process reward model always, because their steps cannot all
+    be read), and answers that have the tokens of an answer with another rank: their scores are
+    equal, so that they teach nothing.
     """
     from laurel.types import PreferenceSample
 
-    reads_steps = contract.rules.steps is not None
+    rules = contract.rules
+    reads_steps = rules.steps is not None
+    drops_cut = overlong == "drop" or reads_steps
+    if rules.has_plain_contents:
+        groups = ((one.source, one.group) for one in preferences)
+        report.note_control_tokens(
+            (
+                (source, (group.prompt, *(one.messages for one in group.completions_G)))
+                for source, group in groups
+            ),
+            contract.control_token_in,
+        )
     samples: list[PreferenceSample] = []
+    num_same = 0
+
+    def encode(some: Sequence[Preference]) -> list[TokenGroup]:
+        return contract.encode(
+            [preference.group for preference in some],
+            sources=[preference.source for preference in some],
+            exact_steps=reads_steps,
+        )
+
     with console.status(f"tokenising {report.name}") as status:
-        for first in range(0, len(preferences), ENCODE_AT_ONCE):
-            part = preferences[first : first + ENCODE_AT_ONCE]
-            tokens = contract.encode(
-                [preference.group for preference in part],
-                sources=[preference.source for preference in part],
-                exact_steps=reads_steps,
-            )
-            for preference, group in zip(part, tokens, strict=True) if reads_steps else ():
-                if group.num_reads_G != preference.num_outputs_G and not any(group.truncated_G):
-                    raise DataError(
-                        f"{preference.source}: the answers have {list(preference.num_outputs_G)} "
-                        f"steps, and {list(group.num_reads_G)} are found in their texts: the "
-                        "end of a step and the separator after it make another separator. Choose "
-                        "another policy.reward_model_cfg.step_separator"
-                    )
-            samples += [
-                PreferenceSample(preference=preference, tokens=group)
-                for preference, group in zip(part, tokens, strict=True)
-            ]
-            status.update(f"tokenising {report.name}: {len(samples)} of {len(preferences)}")
-    if overlong == "drop" or reads_steps:
-        kept = [sample for sample in samples if not any(sample.tokens.truncated_G)]
-        for sample in samples:
-            if any(sample.tokens.truncated_G):
-                report.drop("over-long", sample.preference.source)
-        if not kept:
+        rows = encoded(preferences, encode, report=report, on_bad_row=on_bad_row)
+        for number, (preference, tokens) in enumerate(rows, start=1):
+            if number % SHOWN_AFTER == 0:
+                status.update(f"tokenising {report.name}: {number} of {len(preferences)}")
+            is_cut = any(tokens.truncated_G)
+            if reads_steps and not is_cut and tokens.num_reads_G != preference.num_outputs_G:
+                raise DataError(
+                    f"{preference.source}: the answers have {list(preference.num_outputs_G)} "
+                    f"steps, and {list(tokens.num_reads_G)} are found in their texts: the "
+                    "end of a step and the separator after it make another separator. Choose "
+                    "another policy.reward_model_cfg.step_separator"
+                )
+            if drops_cut and is_cut:
+                report.drop("over-long", preference.source)
+                continue
+            kept = distinct_answers(preference, tokens)
+            if not kept:
+                why = f"cut to {rules.max_length:,} tokens" if is_cut else _AS_RENDERED
+                report.drop("same tokens", preference.source, kind=why)
+                continue
+            if len(kept) < len(preference.ranks_G):
+                num_same += len(preference.ranks_G) - len(kept)
+                preference, tokens = preference.select(kept), tokens.select(kept)
+            samples.append(PreferenceSample(preference=preference, tokens=tokens))
+    if num_same:
+        report.notes.append(
+            f"{counted_that(num_same, 'answer', 'were')} left out of rows of several, because each "
+            "has the tokens of an answer with another rank"
+        )
+    if not samples:
+        over_long = report.dropped.get("over-long")
+        if over_long is not None and over_long.count == len(preferences):
             raise DataError(
-                f"{report.name}: all {len(samples)} rows are longer than "
-                f"{contract.rules.max_length} tokens; raise data.max_input_seq_length or set "
-                "data.overlong=truncate"
+                f"{report.name}: all {len(preferences)} rows are longer than {rules.max_length} "
+                "tokens; raise data.max_input_seq_length or set data.overlong=truncate"
                 + (" (not of a process reward model)" if reads_steps else "")
             )
-        samples = kept
+        raise DataError(no_rows_left(report))
+    if num_same or len(samples) < len(preferences):
         report.describe([sample.preference for sample in samples])
     report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
     lengths = [length for sample in samples for length in sample.tokens.lengths_G]
     report.set_lengths(lengths)
-    warning = report.warning_of_cuts(len(lengths), contract.rules.max_length)
+    warning = report.warning_of_cuts(len(lengths), rules.max_length)
     if warning is not None:
         console.print(f"warning: {warning}")
     return samples
+
+
+def distinct_answers(preference: Preference, tokens: TokenGroup) -> list[int]:
+    """Return the indices of the answers whose tokens are not those of one with another rank.
+
+    The list is empty if less than a comparison is left, or if all of several answers are the same.
+    """
+    texts = [ids.tobytes() for ids in tokens.branches_ids_G]
+    ranks: dict[bytes, set[int]] = {}
+    for text, rank in zip(texts, preference.ranks_G, strict=True):
+        ranks.setdefault(text, set()).add(rank)
+    kept = [index for index, text in enumerate(texts) if len(ranks[text]) == 1]
+    compares = len(set(preference.ranks_G)) > 1
+    is_left = (
+        len({preference.ranks_G[index] for index in kept}) > 1
+        if compares
+        else len(ranks) > 1 or len(texts) == 1
+    )
+    return kept if is_left else []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from laurel.config.load import to_yaml
 from laurel.config.sft import SFTRun
 from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
+from laurel.data.reading import encoded
+from laurel.data.report import no_rows_left
 from laurel.errors import DataError
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
@@ -15,11 +18,14 @@ from laurel.run.cards import facts_of_policy
 from laurel.run.context import RunContext, choose_run_dir, make_services
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
+from laurel.run.request import why_not_validated
 from laurel.run.specs import step_order
-from laurel.training.selection import select_demonstrations_by
+from laurel.training.selection import Selection, select_demonstrations_by
 from laurel.training.stopping import Deadline, Position
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from laurel.models.chat import ChatFormat, Demonstration
@@ -32,13 +38,7 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     check_available(config.logger)
     planned = plan_allocation(config)
-    validates = config.sft.val_period > 0 or config.sft.val_at_end
-    has_validation = bool(config.data.validation_sets() or config.data.split_validation_size)
-    selection = select_demonstrations_by(
-        config.checkpointing.metric_name,
-        config.checkpointing.higher_is_better,
-        sets=["default"] if validates and has_validation else [],
-    )
+    selection = demonstration_selection(config)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack).with_store(selection)
         data = load_demonstration_data(config.data)
@@ -54,22 +54,17 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning
-        from laurel.training.state import (
-            TRAINING_DATA,
-            VALIDATION_DATA,
-            PolicyRunState,
-            fingerprint_of_tokens,
-        )
+        from laurel.training.state import TRAINING_DATA, VALIDATION_DATA, PolicyRunState
 
         chat = ChatFormat(facts.tokenizer, config.policy.tokenizer.chat_template_kwargs)
-        train = _encode(config, data, "train", chat, console)
-        validation = {"default": _encode(config, data, "validation", chat, console)}
+        train = tokenise(config, data, "train", chat, console)
+        validation = {"default": tokenise(config, data, "validation", chat, console)}
         validation = {name: rows for name, rows in validation.items() if rows}
         run_dir = choose_run_dir(context)
         rows = {
-            TRAINING_DATA: fingerprint_of_tokens([row.tokens for row in train]),
-            VALIDATION_DATA: fingerprint_of_tokens(
-                [row.tokens for some in validation.values() for row in some]
+            TRAINING_DATA: _fingerprint(train, data.train),
+            VALIDATION_DATA: _fingerprint(
+                [row for some in validation.values() for row in some], data.validation
             ),
         }
         state = PolicyRunState(
@@ -122,34 +117,81 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         return SupervisedFineTuning(config.sft, services, parts).run(position)
 
 
-def _encode(
+def demonstration_selection(config: SFTRun) -> Selection:
+    """Return how the best checkpoint of a run is chosen.
+
+    Raises:
+        ConfigError: The run does not measure what chooses it.
+    """
+    if not config.checkpointing.enabled:
+        return Selection(key=None)
+    has_sets = bool(config.data.validation_sets() or config.data.split_validation_size)
+    why_not = why_not_validated(config, has_sets=has_sets)
+    return select_demonstrations_by(
+        config.checkpointing.metric_name,
+        config.checkpointing.higher_is_better,
+        sets=[] if why_not else ["default"],
+        why_not=why_not,
+    )
+
+
+def _fingerprint(rows: Sequence[Demonstration], dialogues: Sequence[Dialogue]) -> str:
+    """Return a hash of the tokens, and of the turns that rows keep out of the loss."""
+    from laurel.training.state import fingerprint_of_tokens, hash_of
+
+    tokens = fingerprint_of_tokens([row.tokens for row in rows])
+    learned = [turn.learned for one in dialogues for turn in one.messages]
+    return tokens if all(learned) else hash_of([tokens, str(learned)])
+
+
+def tokenise(
     config: SFTRun, data: DemonstrationData, name: str, chat: ChatFormat, console: Console
 ) -> list[Demonstration]:
-    """Tokenize dialogues; those without an answer within the limit are left out and counted."""
+    """Tokenize the dialogues of a set; those without an answer within the limit are left out.
+
+    So are those that the template refuses, if `data.on_bad_row` is `skip`; the report counts all.
+    """
     if name not in data.reports:
         return []
     report = data.reports[name]
     dialogues: list[Dialogue] = data.train if name == "train" else data.validation
     longest = config.data.max_input_seq_length or config.policy.max_total_sequence_length
-    rows: list[Demonstration] = []
-    with console.status(f"tokenising {name}"):
-        for dialogue in dialogues:
-            row = chat.demonstration(
+    report.note_control_tokens(
+        ((dialogue.source, [dialogue.messages]) for dialogue in dialogues), chat.control_token_in
+    )
+
+    def encode(some: Sequence[Dialogue]) -> list[Demonstration | None]:
+        return [
+            chat.demonstration(
                 dialogue.messages,
                 demonstration_id=dialogue.source,
                 max_length=longest,
                 only_final=config.sft.only_unmask_final,
                 tools=dialogue.tools,
             )
+            for dialogue in some
+        ]
+
+    rows: list[Demonstration] = []
+    kept: list[Dialogue] = []
+    with console.status(f"tokenising {name}"):
+        for dialogue, row in encoded(
+            dialogues, encode, report=report, on_bad_row=config.data.on_bad_row
+        ):
             if row is None:
                 report.drop("nothing to learn", dialogue.source)
             else:
                 rows.append(row)
+                kept.append(dialogue)
     if not rows:
+        if "malformed" in report.dropped:
+            raise DataError(no_rows_left(report))
         raise DataError(
             f"{name}: no conversation has an answer within {longest} tokens; raise "
             "data.max_input_seq_length"
         )
+    if len(kept) < len(dialogues):
+        report.describe(kept)
     report.num_truncated = sum(row.truncated for row in rows)
     report.set_lengths([row.tokens.lengths_G[0] for row in rows])
     warning = report.warning_of_cuts(len(rows), longest)

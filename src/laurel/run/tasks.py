@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ from laurel.config.environments import (
     EnvironmentsConfig,
 )
 from laurel.config.grpo import GRPORun
+from laurel.data.reading import encoded
+from laurel.data.report import no_rows_left
 from laurel.data.tasks import TaskData, TaskNeeds
 from laurel.environments.registry import create_environments
 from laurel.errors import DataError, UserError
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, WorkerGroup
     from laurel.rewards.open import ScorerPlacement
-    from laurel.types import Task
+    from laurel.types import Task, TokenIds, ToolSchemas
 
 
 NUM_CHECKED = 2000
@@ -176,39 +178,59 @@ def leave_out(
 
 
 def fit_prompts(
-    data: TaskData, chat: ChatFormat, config: GRPORun, environments: Mapping[str, Environment]
+    data: TaskData, chat: ChatFormat, config: GRPORun, tools_of: Callable[[str], ToolSchemas]
 ) -> None:
-    """Leave out tasks whose prompts leave no room for an answer, and count them in the report."""
+    """Leave out tasks whose prompts leave no room for an answer, and count them in the report.
+
+    So are those that the template refuses, if `data.on_bad_row` is `skip`. `tools_of` returns the
+    functions that the environment of a name shows to the policy.
+    """
     room = config.policy.max_total_sequence_length - 1
     longest = min(config.data.max_input_seq_length or room, room)
     key = "policy.max_total_sequence_length" if longest == room else "data.max_input_seq_length"
+
+    def encode(some: Sequence[Task]) -> list[TokenIds]:
+        return chat.prompts_ids(
+            [task.prompt for task in some],
+            sources=[task.source for task in some],
+            tools=[tools_of(task.environment) for task in some],
+        )
+
+    def fits(task: Task) -> bool:
+        try:
+            return len(encode([task])[0]) <= longest
+        except DataError:
+            if config.data.on_bad_row == "error":
+                raise
+            return False
+
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         if not tasks:
             continue
-        ids = chat.prompts_ids(
-            [task.prompt for task in tasks],
-            sources=[task.source for task in tasks],
-            tools=[environments[task.environment].spec.tools for task in tasks],
+        report, skips = data.reports[name], config.data.on_bad_row
+        report.note_control_tokens(
+            ((task.source, [task.prompt]) for task in tasks), chat.control_token_in
         )
-        lengths = [len(row) for row in ids]
-        fits = [length <= longest for length in lengths]
-        kept = [task for task, it_fits in zip(tasks, fits, strict=True) if it_fits]
-        long = {task.source for task, it_fits in zip(tasks, fits, strict=True) if not it_fits}
+        rows = [
+            (task, len(ids))
+            for task, ids in encoded(tasks, encode, report=report, on_bad_row=skips)
+        ]
+        if not rows:
+            raise DataError(no_rows_left(report))
+        kept = [task for task, length in rows if length <= longest]
+        long = {task.source for task, length in rows if length > longest}
         for source in sorted(long):  # a row may make several tasks
-            data.reports[name].drop("over-long", source)
+            report.drop("over-long", source)
         if not kept:
             raise DataError(
-                f"{name}: all {len(tasks)} prompts are longer than {longest} tokens (the shortest "
-                f"has {min(lengths)}); raise {key}"
+                f"{name}: all {len(rows)} prompts are longer than {longest} tokens (the shortest "
+                f"has {min(length for _, length in rows)}); raise {key}"
             )
-        data.reports[name].describe(kept)
-        data.reports[name].set_lengths([length for length in lengths if length <= longest])
+        report.describe(kept)
+        report.set_lengths([length for _, length in rows if length <= longest])
         tasks[:] = kept
     if data.endless is not None:
-        data.endless.fits = lambda task: (
-            len(chat.prompt_ids(task.prompt, tools=environments[task.environment].spec.tools))
-            <= longest
-        )
+        data.endless.fits = fits
 
 
 # --------------------------------------------------------------------------------------------------

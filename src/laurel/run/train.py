@@ -18,6 +18,7 @@ from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS, Override
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS, Kind
+from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
@@ -112,6 +113,26 @@ def trained(
     return outcome
 
 
+def check_selection(config: Run) -> None:
+    """Check that a run measures the metrics that it names, as the run itself does at its start.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if isinstance(config, RewardTrainingRun):
+        from laurel.run.reward_model import reward_selection
+
+        reward_selection(config)
+    elif isinstance(config, SFTRun):
+        from laurel.run.sft import demonstration_selection
+
+        demonstration_selection(config)
+    else:
+        from laurel.run.grpo import policy_selection
+
+        policy_selection(config)
+
+
 def _use_of(kind: Kind, config: Section) -> str:
     """Return a command that uses the trained model, with {} for the model's directory."""
     # `laurel score` reads files of JSON lines: validation rows or else training rows. Without such
@@ -124,7 +145,7 @@ def _use_of(kind: Kind, config: Section) -> str:
                 said = [
                     f"{key}={column}"
                     for key, column in columns.items()
-                    if f"data.{column}_key" != key
+                    if column is not None and f"data.{column}_key" != key
                 ]
                 if config.data.on_bad_row == "skip":
                     said.append("data.on_bad_row=skip")

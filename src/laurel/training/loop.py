@@ -387,6 +387,11 @@ class TrainingLoop(ABC):
             logged, keyed = self.measure(position.step)
         except Interrupted:
             self.timers.collect()
+            self.state.hurries = True
+            self.progress.message(
+                f"the validation of step {position.step} was broken off, and nothing of it is "
+                "recorded; the resumed run makes it anew"
+            )
             return position
         total = "timing/validation/total_validation_time"
         logged[total] = math.fsum(v for k, v in logged.items() if k.startswith("timing/"))

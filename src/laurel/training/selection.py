@@ -15,6 +15,8 @@ from laurel.errors import ConfigError
 from laurel.observe.metrics import PREFERENCE_METRICS, STEP_METRICS, is_lower_better
 from laurel.training.stopping import Position
 
+NO_SET = "There is no validation set: name one under data"
+"""Why a run validates nothing where it has nothing to validate on."""
 TRAIN_METRICS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "grad_norm")
 
 
@@ -72,6 +74,7 @@ def select_by(
     attributes: Sequence[str] = (),
     benchmarks: Mapping[str, Sequence[str]] = MappingProxyType({}),
     has_steps: bool = False,
+    why_not: str = NO_SET,
     setting: str = "checkpointing.metric_name",
 ) -> Selection:
     """Resolve `checkpointing.metric_name` to a metric that this run measures.
@@ -87,6 +90,7 @@ def select_by(
         attributes: The attributes of a regression head.
         benchmarks: The names of the metrics of each benchmark that the run measures.
         has_steps: Whether the model is a process reward model.
+        why_not: The reason why nothing is validated, for the message, if nothing is.
         setting: The key that names the metric, for the message.
 
     Raises:
@@ -109,7 +113,7 @@ def select_by(
         metric_name,
         higher_is_better,
         possible,
-        has_validation=bool(sets or benchmarks),
+        why_not="" if sets or benchmarks else why_not,
         aliases={"val_loss": f"validation-{sets[0]}_loss"} if sets else {},
         setting=setting,
     )
@@ -120,7 +124,7 @@ def select_among(
     higher_is_better: bool | None,
     possible: Sequence[str],
     *,
-    has_validation: bool,
+    why_not: str,
     aliases: Mapping[str, str] = MappingProxyType({}),
     setting: str = "checkpointing.metric_name",
 ) -> Selection:
@@ -130,7 +134,7 @@ def select_among(
         metric_name: The configured name, which is not `auto`.
         higher_is_better: The configured direction; None derives it from the name.
         possible: The names of the metrics that the run measures.
-        has_validation: Whether the run has a validation set, for the message.
+        why_not: The reason why the run validates nothing, for the message; empty if it does.
         aliases: The names of metrics in other systems.
         setting: The key that names the metric, for the message.
 
@@ -140,14 +144,14 @@ def select_among(
     bare = metric_name.removeprefix("val:")
     key = aliases.get(metric_name) or aliases.get(bare) or _in_full(metric_name)
     if key is None or key not in possible:
-        raise _never_measured(f"{setting}={metric_name}", possible, has_validation=has_validation)
+        raise _never_measured(f"{setting}={metric_name}", possible, why_not=why_not)
     if higher_is_better is None:
         higher_is_better = not is_lower_better(key)
     return Selection(key=key, higher_is_better=higher_is_better)
 
 
-def _never_measured(setting: str, possible: Iterable[str], *, has_validation: bool) -> ConfigError:
-    hint = "" if has_validation else " There is no validation set: name one under data."
+def _never_measured(setting: str, possible: Iterable[str], *, why_not: str) -> ConfigError:
+    hint = f" {why_not}." if why_not else ""
     return ConfigError(
         f"{setting}: this run never measures that.{hint} It can measure: {', '.join(possible)}"
     )
@@ -177,6 +181,7 @@ def select_policy_by(
     has_validation: bool,
     environments: Sequence[str],
     sets: Sequence[str] = (),
+    why_not: str = NO_SET,
 ) -> Selection:
     """Resolve `checkpointing.metric_name` for GRPO; `auto` is the mean reward in validation.
 
@@ -198,13 +203,16 @@ def select_policy_by(
         for one in sets:  # the name of a set says nothing of its figures
             name = name.removeprefix(f"validation-{one}_")
         higher_is_better = any(word in name for word in ("reward", "accuracy", "entropy"))
-    return select_among(
-        metric_name, higher_is_better, possible, has_validation=has_validation, aliases=aliases
-    )
+    why_not = "" if has_validation else why_not
+    return select_among(metric_name, higher_is_better, possible, why_not=why_not, aliases=aliases)
 
 
 def policy_goal(
-    config: GRPOConfig, *, has_validation: bool, environments: Sequence[str]
+    config: GRPOConfig,
+    *,
+    has_validation: bool,
+    environments: Sequence[str],
+    why_not: str = NO_SET,
 ) -> Goal | None:
     """Resolve `grpo.stop_at_validation_metric`, which may omit the prefix of a metric.
 
@@ -215,6 +223,7 @@ def policy_goal(
         config: The section `grpo`, whose `stop_at_validation_metric` is the target.
         has_validation: Whether the run has a validation set.
         environments: The names of the environments of the run.
+        why_not: The reason why nothing is validated, for the message, if nothing is.
 
     Raises:
         ConfigError: Validations do not measure the metric, or a higher value is not better.
@@ -232,13 +241,17 @@ def policy_goal(
         raise _never_measured(
             f"grpo.stop_at_validation_metric={metric_name}",
             names if has_validation else (),
-            has_validation=has_validation,
+            why_not="" if has_validation else why_not,
         )
     return Goal(key=f"validation_{names[bare]}", threshold=threshold)
 
 
 def select_demonstrations_by(
-    metric_name: str | None, higher_is_better: bool | None, *, sets: Sequence[str]
+    metric_name: str | None,
+    higher_is_better: bool | None,
+    *,
+    sets: Sequence[str],
+    why_not: str = NO_SET,
 ) -> Selection:
     """Resolve `checkpointing.metric_name` for fine-tuning; `auto` is the loss of the first set."""
     if metric_name is None or (metric_name == "auto" and not sets):
@@ -247,6 +260,5 @@ def select_demonstrations_by(
     possible += [f"train_{name}" for name in (*DEMONSTRATION_METRICS, "grad_norm")]
     # Without a set, the first is one of training.
     aliases = {"val_loss": possible[0], "auto": possible[0]} if sets else {}
-    return select_among(
-        metric_name, higher_is_better, possible, has_validation=bool(sets), aliases=aliases
-    )
+    why_not = "" if sets else why_not
+    return select_among(metric_name, higher_is_better, possible, why_not=why_not, aliases=aliases)

@@ -65,6 +65,8 @@ class RunState(ABC):
         self.saves_in_background = saves_in_background
         self._config_yaml = config_yaml
         self._save_optimizer = save_optimizer
+        self.hurries = False
+        """Whether a signal has broken a validation off, so that there is little time to save."""
 
     @abstractmethod
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
@@ -243,6 +245,8 @@ def write_bad_rows(
 
 NUM_REFERENCE_GROUPS = 64
 """The number of training groups for reference statistics if there is no validation set."""
+FEW_REFERENCE_GROUPS = 8
+"""The same if a signal has broken the validation off, after which little time is left."""
 NUM_GOLDEN_GROUPS = 3
 
 
@@ -332,7 +336,8 @@ class RewardRunState(RunState):
             )
         measured_at, scores = self._reference
         if measured_at != step or not scores:
-            tokens = [sample.tokens for sample in self._train[:NUM_REFERENCE_GROUPS]]
+            count = FEW_REFERENCE_GROUPS if self.hurries else NUM_REFERENCE_GROUPS
+            tokens = [sample.tokens for sample in self._train[:count]]
             values_NK = self._scores(self.learner.outputs, tokens, batch_tokens=self._batch_tokens)
             counts = [count for group in tokens for count in group.num_reads_G]
             scores = [self.contract.scalar(row) for row in by_completion(values_NK, counts)]

@@ -1,6 +1,7 @@
 import gzip
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -88,15 +89,59 @@ def test_the_labels_of_steps_are_shown(tmp_path):
 
 def test_an_answer_in_steps_that_is_too_long_is_left_out_and_not_cut(tmp_path, model):
     row = {"prompt": "Count.", "completions": ["1 2 3 4 " * 20], "labels": [True]}
-    path = write(tmp_path / "rows.jsonl", row)
+    path = write(tmp_path / "rows.jsonl", row, {**row, "completions": ["1 2"]})
     process = ("policy.reward_model_cfg.reward_model_type=process", "rm.loss.type=step_bce")
     short = "policy.max_total_sequence_length=32"
     _, said, error = check(path, "--for", "rm", "--model", model, *process, short)
     assert error is None
-    assert " tokens, too long, the row is left out" in said
-    assert "cut to fit" not in said
+    assert "over-long 1 (line 1)" in said
+    assert "(rows.jsonl:2)" in said
+    assert "cut to fit 0 of 1 conversation" in said
     path = write(tmp_path / "pairs.jsonl", {**PAIR, "chosen": "1 2 3 4 " * 20})
     assert " tokens, cut to fit" in check(path, "--for", "rm", "--model", model, short)[1]
+
+
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_with_a_model_rows_that_only_its_template_shows_to_be_lost_are_counted(tmp_path, model):
+    directory = shutil.copytree(model, tmp_path / "strict")
+    (directory / "chat_template.jinja").write_text(STRICT, encoding="utf-8")
+    path = write(
+        tmp_path / "rows.jsonl",
+        {**PAIR, "prompt": [system("Be brief."), user("Where is the laurel?")]},
+        PAIR,
+        {"prompt": "Name a tree.", "chosen": "Oak.", "rejected": " Oak."},
+    )
+    facts = json.loads(check(path, "--json")[1])["fits"]
+    assert {fit["malformed"] for fit in facts.values()} == {0}
+    code, said, _ = check(path, "--model", str(directory), "--json")
+    assert code == 0
+    facts = json.loads(said)
+    kept = {"rm": 1, "sft": 2, "grpo": 2}
+    for trainer, fit in facts["fits"].items():
+        assert fit["malformed"] == 1
+        assert fit["report"]["rows_kept"] == kept[trainer]
+        assert fit["report"]["rows_left_out"]["malformed"]["sources"] == [
+            {
+                "source": "rows.jsonl:1",
+                "kind": "the chat template refuses it: System role not supported",
+            }
+        ]
+    lost = facts["fits"]["rm"]["report"]["rows_left_out"]["same tokens"]
+    assert lost["examples"] == ["rows.jsonl:3"]
+    assert facts["first_row"]["source"] == "rows.jsonl:2"
+    assert "stops at rows.jsonl:1 unless" in check(path, "--model", str(directory))[1]
+    # A run says the same, row by row.
+    options = ("data.split_validation_size=0", f"policy.model_name={directory}")
+    for trainer in ("rm", "sft"):
+        error = CliRunner().invoke(app, [trainer, f"data.train_data_path={path}", *options])
+        assert re.search(r"rows\.jsonl:1: .*System.*data\.on_bad_row=skip", str(error.exception))
 
 
 def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
@@ -174,7 +219,7 @@ def test_a_file_that_fits_nothing_lists_what_does(tmp_path):
     assert "sft no:" in said
     assert "grpo no:" in said
     assert "pairs prompt, chosen, rejected (rm, sft, grpo, eval pairs)" in said
-    assert "Name your columns: data.prompt_key, data.chosen_key, data.rejected_key (rm)" in said
+    assert "Name your columns: data.prompt_key, data.chosen_key, data.rejected_key" in said
     said = check(write(tmp_path / "odd.jsonl", {"Frage (user)": "Wo?", "gute Antwort": "Da."}))[1]
     assert "'data.input_key=Frage (user)'" in said
     mixed = tmp_path / "mixed.jsonl"

@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.cli.plan import command_of_file, read_shapes, run_plan
@@ -20,6 +22,7 @@ from laurel.models.spec import ModelSpec
 from laurel.planning.memory import Shapes
 from laurel.run.options import PlanOptions
 from laurel.run.request import judge_notes
+from laurel.run.train import trained
 from model_directories import save_model
 from planned import fitted
 from saved_steps import save_step
@@ -283,3 +286,20 @@ def test_several_judges_in_directories_tell_their_own_shapes(tmp_path):
     plan = "env.reward_model.dtensor_cfg.custom_parallel_plan={'*.o_proj': rowwise}"
     found = read_shapes(load_config(GRPORun, None, [*settings, plan]).config, PlanOptions())
     assert not any(shape.refuses_tensor_parallel for shape in found.shapes.reward_models)
+
+
+@pytest.mark.parametrize("kind", ["rm", "sft", "grpo"])
+def test_the_plan_and_the_run_refuse_the_same_metric_and_name_what_switches_it_off(kind):
+    named = ["data.train_data_path=t.jsonl", "data.val_data_path=v.jsonl", "policy.scratch={}"]
+    metric = {"rm": "validation-default_loss", "sft": "val_loss", "grpo": "val:accuracy"}[kind]
+    asked = [*named, f"checkpointing.metric_name={metric}"]
+    off = [*asked, f"{kind}.val_period=0", f"{kind}.val_at_end=false"]
+    options = PlanOptions(kind=kind, as_json=True)
+    words = rf"Validation is off: {kind}\.val_period=0, {kind}\.val_at_end=false"
+    with pytest.raises(ConfigError, match=words):
+        run_plan(None, off, options)
+    with pytest.raises(ConfigError, match=words):
+        trained(kind, None, off, Console(file=io.StringIO()))
+    assert run_plan(None, asked, options)
+    # Nobody asks for the metric of a run that saves nothing.
+    assert run_plan(None, [*off, "checkpointing.enabled=false"], options)

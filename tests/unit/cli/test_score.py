@@ -180,7 +180,7 @@ def test_words_that_name_columns_are_no_file(score, checkpoint, tmp_path):
         assert second["scores"] == [None]
     done = CliRunner().invoke(app, [*command, str(path), "data.shuffle=true"])
     assert isinstance(done.exception, ConfigError)
-    assert "data.rejected_key=COLUMN; or set data.on_bad_row=skip" in str(done.exception)
+    assert "data.system_key=COLUMN; or set data.on_bad_row=skip" in str(done.exception)
     with pytest.raises(DataError, match=r"keys Frage, .*data\.prompt_key=COLUMN"):
         score(checkpoint, [row])
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from laurel.config.data import BenchmarkSetConfig, DataConfig, DatasetConfig
+from laurel.config.data import BenchmarkSetConfig, DataConfig, DatasetConfig, TaskDataConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.data.tasks import load_task_data
 from laurel.errors import ConfigError
 
 PATHS = """
@@ -98,4 +100,19 @@ def test_validation_tasks_by_name(tmp_path: Path) -> None:
     assert [one.env_name for one in data.validation_sets()] == ["math", "code"]
     listed = text.replace("    Easy: ", "    - ").replace("    Hard: ", "    - ")
     data = load_config(GRPORun, written(tmp_path, listed), []).config.data
-    assert (data.validation_names(), len(data.validation_sets())) == ([], 2)
+    assert data.validation_names() == ["", ""]
+    listed = listed.replace("e.jsonl}", "e.jsonl, task_name: Easy}")
+    data = load_config(GRPORun, written(tmp_path, listed), []).config.data
+    assert data.validation_names() == ["Easy", ""]
+
+
+def test_tasks_of_a_list_have_the_names_of_their_blocks(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"input": "{n} + 1?", "output": "{n + 1}"}}\n' for n in range(2)))
+    block: dict[str, Any] = {"data_path": str(rows), "dataset_name": "ResponseDataset"}
+    data = TaskDataConfig.model_validate(
+        {"train": block, "validation": [block | {"task_name": "Easy"}, block]}
+    )
+    loaded = load_task_data(data, default_environment="math", environments=["math"])
+    named = [loaded.validation_set_of.get(task.id) for task in loaded.validation]
+    assert named == ["Easy", "Easy", None, None]

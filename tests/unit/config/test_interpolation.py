@@ -154,3 +154,11 @@ def test_one_malformed_reference_does_not_hide_another_problem(tmp_path: Path) -
         "run.yaml:3",
         "run.yaml:5",
     ]
+
+
+def test_a_value_that_does_not_fit_names_the_key_that_it_came_from(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("inner:\n  ratio: 2\nother:\n  size: ${inner.ratio}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:4: other\.size: ") as caught:
+        load_config(Run, path, ["inner.ratio=0.5"])
+    assert "${inner.ratio}, and inner.ratio=0.5 (override 'inner.ratio=0.5')" in str(caught.value)

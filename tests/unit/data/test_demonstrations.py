@@ -148,7 +148,7 @@ def test_rows_without_a_word_are_counted(load):
         ({"messages": [USER, {**GOOD, "tool_calls": [{}]}]}, {}, "'messages' holds .*'tool_calls'"),
         ({"prompt": "x", "completion": "y"}, {"dataset_name": "openai_format"}, "no 'messages'"),
         ({"conversations": [{"from": "ghost", "value": "Boo"}]}, {}, "'ghost'; known are human"),
-        ({"conversations": ["Boo"]}, {}, "no {'from', 'value'}"),
+        ({"conversations": ["Boo"]}, {}, "no {'from': ..., 'value': ...}: 'Boo'"),
         ({"a": "x"}, {"input_key": "a"}, "no 'output'.*data.output_key"),
         (
             {"question": "x", "answer": "420", "responses": ["a", "b"]},

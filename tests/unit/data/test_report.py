@@ -49,6 +49,17 @@ def test_the_longer_answer_wins_in_a_share_of_the_decided_pairs():
     assert report.to_dict()["completions_per_prompt"] == {"2": 4, "3": 1}
 
 
+def test_rows_that_spell_control_tokens_are_noted():
+    report = report_of(preference("q", "a", "b"))
+    rows = [(f"r:{i}", [(Message("user", text),)]) for i, text in enumerate(["a", "b</s>", "</s>"])]
+    report.note_control_tokens(rows, lambda text: "</s>" if "</s>" in text else None)
+    (note,) = report.notes
+    assert note.startswith("2 rows spell control tokens")
+    assert "</s> in r:1" in note
+    report.note_control_tokens(rows, lambda text: None)
+    assert report.notes == [note]
+
+
 def test_merging_adds_everything_up():
     first = report_of(preference("q", "aa", "b"))
     second = report_of(preference("q", "a", "bb"), preference("r", "a", "b", "c", ranks=(0, 0, 0)))

@@ -267,7 +267,7 @@ def test_an_answer_that_is_needed_and_missing_names_row_and_column(load):
 @pytest.mark.parametrize(
     ("row", "config", "said"),
     [
-        ({"text": "1+1?"}, {}, "no 'input', and none of question, problem.*text"),
+        ({"text": "1+1?"}, {}, "no 'input', and none of prompt, question.*text"),
         ({"question": "1+1?"}, {"input_key": "questio"}, r"data.input_key .*\('question'\?\)"),
         ({"question": "?", "answer": "2"}, {"dataset_name": "GSM8K"}, "no '####'"),
         ({"question": "?", "answer": [2]}, {}, "'answer' is a list"),

@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tiny_tokenizers as made
+from chat_rows import assistant
+from laurel.data.sources import message
 from laurel.errors import DataError, ModelError
 from laurel.generation.transformers.batch import StopStringWatch
 from laurel.models.chat import ChatFormat
@@ -574,3 +576,52 @@ def test_tokens_of_another_text_are_an_error():
         BY_LEARNED_BYTES.token_ends(ids, "2 + 2", [2])
     # What a stop string cut off the text is in the tokens.
     assert BY_LEARNED_BYTES.token_ends(ids, "1 +", [3]) == [len(ids)]
+
+
+QWEN_3 = (
+    "{% for m in messages %}{% set said = m.content %}{% set thought = '' %}"
+    "{% if m.role == 'assistant' and '</think>' in said %}"
+    "{% set thought = said.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
+    "{% set said = said.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ said + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Reads thoughts from the content, and writes those of the last answer."""
+KEYED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.thinking %}"
+    "{{ '(' + m.thinking + ')' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Reads thoughts from a key of their own, as gpt-oss does."""
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_turns_without_a_weight_are_read_and_not_learned(template):
+    chat = with_template(template)
+    first = Message("assistant", "So.", learned=False)
+    kept, talk = TALK[-1], (TALK[0], first, *TALK[2:])
+    demonstration = chat.demonstration(talk, demonstration_id="7")
+    assert learned(chat, demonstration) == ["Yes.<|im_end|>"]
+    assert text_of(chat, demonstration.tokens.trunk_ids).endswith(
+        "Really?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    talk = (*TALK[:-1], Message(kept.role, kept.content, learned=False))
+    assert learned(chat, chat.demonstration(talk, demonstration_id="7")) == ["So.<|im_end|>"]
+    assert chat.demonstration(talk, demonstration_id="7", only_final=True) is None
+
+
+def test_thoughts_of_the_last_answer_are_learned_or_the_row_is_refused():
+    asked = Message("user", "What is 3+4?")
+    thinks = message({**assistant("7"), "reasoning_content": "3 and 4 make 7"}, what="x")
+    for template in (CHATML, QWEN_3):
+        chat = with_template(template)
+        taught = chat.demonstration((asked, thinks), demonstration_id="7")
+        assert learned(chat, taught) == ["<think>\n3 and 4 make 7\n</think>\n\n7<|im_end|>"]
+    chat = with_template(KEYED)
+    taught = chat.demonstration((asked, thinks), demonstration_id="7")
+    assert learned(chat, taught) == ["(3 and 4 make 7)7<|im_end|>"]
+    forgets = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+    with pytest.raises(DataError, match="leaves out the thoughts"):
+        with_template(forgets).demonstration((asked, thinks), demonstration_id="7")

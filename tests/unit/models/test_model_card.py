@@ -125,6 +125,16 @@ def test_it_names_the_token_that_the_score_is_read_from(make, token):
     assert "mean 0.5, standard deviation 2 over 64 completions" in card
 
 
+def test_it_says_what_other_programs_make_of_control_tokens_in_messages():
+    contract = contract_of()
+    card = reward_model_card(CardFacts(), contract)
+    assert "Laurel tokenises contents of messages as plain text. Other programs" in card
+    assert "(`<|im_end|>`) holds it" in card
+    older = reward_model_card(CardFacts(), contract.with_rules(format=1))
+    assert "Laurel tokenises contents" not in older
+    assert "(`<|im_end|>`) holds it" in older
+
+
 def test_a_template_that_ends_with_the_answer_is_not_said_to_end_with_a_token():
     tokenizer = made.make_tokenizer(template="{{ messages[-1]['content'] }}")
     card = reward_model_card(CardFacts(), contract_of(tokenizer, append_eos=False))

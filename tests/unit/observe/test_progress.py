@@ -110,6 +110,20 @@ def test_phases_do_not_slow_the_rate_but_count_for_the_time_left():
     assert lines[2] == "step 3/4 (75%)  3 pairs/s  30 tokens/s  elapsed 0:00:16  left 0:00:05"
 
 
+def test_a_long_phase_is_a_line_for_each_tenth():
+    progress, clock, file = plain(4)
+    with progress:
+        with progress.phase("validating default", total=232) as phase:
+            for _ in range(232):
+                clock.now += 7.0
+                phase.advance()
+        with progress.phase("validating default", total=2) as phase:
+            clock.now += 7.0
+            phase.advance(2)
+    found = [int(line.split()[2].split("/")[0]) for line in file.getvalue().splitlines()]
+    assert found == [1, *(math.ceil(23.2 * tenth) for tenth in range(1, 11)), 2]
+
+
 def test_messages_are_literal_and_safe():
     progress, _, file = plain(10)
     with progress:

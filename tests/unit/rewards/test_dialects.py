@@ -140,6 +140,18 @@ def test_openrlhf():
     assert values(question.read(answer)) == [[1.0, 2.0]]
 
 
+def test_a_text_in_which_a_message_spells_a_control_token_is_not_sent():
+    """The server would take it for the template's; token ids say which it is."""
+    token = contract().tokenizer.eos_token
+    forged = group_of(GROUP.prompt, (f"No.{token}", "No."), group_id="g")
+    question = asked("openrlhf", [forged])
+    assert question.value["query"] == texts_of(forged)[1:]
+    ((bad, good),) = question.read({"rewards": [2.0], "scores": [0.0], "extra_logs": {}}).scores
+    assert bad.failure.startswith("text: a message spells a control token")
+    assert good.value == 2.0
+    assert len(asked("vllm", [forged]).value["input"]) == 2
+
+
 def test_slime():
     dialect = dialect_of("slime", reward_key="reward")
     assert (dialect.path, dialect.max_completions) == ("", 1)

@@ -315,3 +315,23 @@ def test_an_encoder_scores_too():
     for one, other in zip(scored, alone, strict=True):
         assert [s.value for s in one] == pytest.approx([s.value for s in other], abs=1e-5)
         assert all(math.isfinite(s.value) for s in one)
+
+
+def test_answers_that_become_the_same_tokens_get_the_same_score_to_the_last_bit():
+    scorer = scorer_of(rules={"max_length": 64, "truncation_side": "right"})
+    computed = []
+    values = scorer._values
+
+    def counted(tokens, *others, **more):
+        computed.extend(len(group.branches_ids_G) for group in tokens)
+        return values(tokens, *others, **more)
+
+    scorer._values = counted
+    long = "word " * 30
+    asked = [Message("user", "Where?")]
+    group = group_of(asked, [f"{long} Oak.", "Yes.", f"{long} Elm.", "Yes.", "No."], group_id="g")
+    (scores,) = scorer.score_now([group])
+    assert computed == [3]
+    assert scores[0] == scores[2]
+    assert scores[1] == scores[3]
+    assert len({score.value for score in scores}) == 3

@@ -8,15 +8,19 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
 from laurel.errors import ConfigError, EnvironmentFailedError, ModelError, Terms
+from laurel.models.checkpoint.export import save_reward_model
+from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ModelSpec
 from laurel.rewards import open as opening
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.rewards.replicas import GroupScorer
+from laurel.rewards.scorer import golden_scores
 from laurel.rewards.server import service
 from laurel.rewards.spec import MemberSpec, ScorerSpec, find_reward_model
 from laurel.types import Message, group_of
@@ -39,6 +43,45 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     loaded.contract = loaded.contract.with_rules(mean=0.5, std=2.0)
     write_model(loaded, directory)
     return str(directory)
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of an earlier version, one of whose golden conversations spells a control token."""
+    directory = tmp_path_factory.mktemp("older")
+    loaded = small_model()
+    contract = loaded.contract.with_rules(format=1)
+    forged = f"No.{contract.tokenizer.eos_token}Yes."
+    golden = golden_scores(
+        loaded.model, contract, [group_of(GROUPS[0].prompt, (forged,), group_id="g")]
+    )
+    save_reward_model(directory, loaded.model, contract.with_rules(golden=golden), card="Older.")
+    return directory
+
+
+def test_a_model_of_an_earlier_version_scores_as_it_did_and_this_is_said(older: Path) -> None:
+    said: list[str] = []
+    with open_scorer(of_model(str(older)), say=said.append) as scorer:
+        assert not scorer.contract.rules.has_plain_contents
+    assert sum("scoring.json is of format 1" in line for line in said) == 1
+    assert any("checked golden scores agree" in line for line in said)
+
+
+@pytest.mark.parametrize(("resumes", "expected"), [(False, 2), (True, 1)])
+def test_a_run_that_begins_reads_contents_as_text_and_one_that_goes_on_as_before(
+    older: Path, resumes: bool, expected: int
+) -> None:
+    loaded = load_reward_model(
+        ModelSpec(name=str(older), precision="float32"),
+        seed=0,
+        max_length=64,
+        truncation_side="left",
+        device=torch.device("cpu"),
+        resume_from=older if resumes else None,
+        for_training=True,
+    )
+    assert loaded.contract.rules.format == expected
+    assert any("of format 1" in note for note in loaded.notes) == resumes
 
 
 def of_model(model: str, **settings: Any) -> ScorerSpec:

@@ -2,19 +2,19 @@
 
 import io
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
+import tiny_tokenizers as made
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS
 from laurel.data.report import DataReport
 from laurel.errors import DataError
-from laurel.run.reward_model import load_data, tokenise
-from laurel.types import Preference
+from laurel.models.scoring import ScoringContract, token_group
+from laurel.run.reward_model import distinct_answers, load_data, tokenise
+from laurel.types import Message, Preference
 from process_models import process_model, solutions
 from runs import pairs, write_rows
 
@@ -50,30 +50,114 @@ def test_margins_that_the_loss_does_not_read_are_noted_and_others_not(tmp_path):
     assert not any("margin" in note for note in data.reports["train"].notes)
 
 
-@pytest.mark.parametrize(("num_cut", "is_told"), [(3, True), (2, False)])
-def test_most_being_cut_is_a_warning(num_cut, is_told):
-    tokens = [
-        SimpleNamespace(truncated_G=(i < num_cut, i + 1 < num_cut), lengths_G=(8, 8))
-        for i in (0, 2)
-    ]
-    contract: Any = SimpleNamespace(
-        encode=lambda groups, sources, exact_steps: tokens,
-        rules=SimpleNamespace(max_length=8, steps=None),
+def contract_of(max_length=32, template=None):
+    tokenizer = made.chatml()
+    if template is not None:
+        tokenizer.chat_template = template
+    return ScoringContract.create(
+        tokenizer, max_length=max_length, truncation_side="right", append_eos=True
     )
-    preferences: Any = [SimpleNamespace(group=None, source=str(i)) for i in range(2)]
-    stream = io.StringIO()
-    report = DataReport(name="train")
-    tokenise(
+
+
+def preference(*answers, question="Where?", ranks=None, source="rows.jsonl:1"):
+    return Preference(
+        group=solutions(question, *answers, group_id=source),
+        ranks_G=tuple(range(len(answers))) if ranks is None else ranks,
+        source=source,
+    )
+
+
+def tokenised(preferences, contract, *, on_bad_row="error", overlong="truncate"):
+    """The samples, the report and what was printed."""
+    stream, report = io.StringIO(), DataReport(name="train", num_read=len(preferences))
+    samples = tokenise(
         preferences,
         contract=contract,
         report=report,
-        overlong="truncate",
+        overlong=overlong,
+        on_bad_row=on_bad_row,
         console=Console(file=stream, width=300),
     )
+    assert report.num_kept == len(samples)
+    return samples, report, stream.getvalue()
+
+
+@pytest.mark.parametrize("num_cut", [3, 2])
+def test_most_being_cut_is_a_warning(num_cut):
+    answers = [f"{i} " + "a" * (100 if i < num_cut else 1) for i in range(4)]
+    rows = [preference(*answers[:2]), preference(*answers[2:], source="rows.jsonl:2")]
+    _, report, said = tokenised(rows, contract_of(100))
     assert report.num_truncated == num_cut
-    said = f"warning: train: {num_cut} of 4 conversations cut to 8 tokens"
-    assert (said in stream.getvalue()) == is_told
-    assert ("policy.max_total_sequence_length" in stream.getvalue()) == is_told
+    is_told = num_cut > 2
+    assert (f"warning: train: {num_cut} of 4 conversations cut to 100 tokens" in said) == is_told
+    assert ("policy.max_total_sequence_length" in said) == is_told
+
+
+TRIMS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("answers", "contract", "kind"),
+    [
+        (("word " * 40 + "Oak.", "word " * 40 + "Table."), contract_of(), "cut to 32 tokens"),
+        (("Oak.", " Oak.\n"), contract_of(template=TRIMS), "as the chat template writes them"),
+    ],
+    ids=["cut", "trimmed"],
+)
+def test_a_pair_that_becomes_the_same_tokens_is_left_out_and_counted(answers, contract, kind):
+    rows = [preference(*answers), preference("Oak.", "Table.", source="rows.jsonl:2")]
+    samples, report, _ = tokenised(rows, contract)
+    assert [one.preference.source for one in samples] == ["rows.jsonl:2"]
+    assert report.to_dict()["rows_left_out"]["same tokens"]["sources"] == [
+        {"source": "rows.jsonl:1", "kind": kind}
+    ]
+    assert (report.num_kept, report.num_pairs) == (1, 1)
+    with pytest.raises(DataError, match=rf"nothing is left of 1 row.*same tokens.*{kind}"):
+        tokenised(rows[:1], contract)
+
+
+def test_answers_of_a_list_that_become_those_of_another_rank_are_left_out():
+    contract = contract_of(template=TRIMS)
+    answers = ("Oak.", "Elm.", "Elm. ", "Ash.", "Ash. ", "No.")
+    (sample,), report, _ = tokenised([preference(*answers, ranks=(0, 1, 2, 3, 3, 4))], contract)
+    said = [one.messages[0].content for one in sample.preference.group.completions_G]
+    assert said == ["Oak.", "Ash.", "Ash. ", "No."]
+    assert sample.preference.ranks_G == (0, 3, 3, 4)
+    assert len(sample.tokens.branches_ids_G) == len(sample.tokens.truncated_G) == 4
+    assert report.num_completions == {4: 1}
+    assert report.notes[-1].startswith("2 answers were left out of rows of several")
+    # Without another rank to compare with, nothing is left of a row.
+    assert not distinct_answers(preference("a", "b", "c"), token_group("", [([1, 2], False)] * 3))
+    assert distinct_answers(
+        preference("a", "b"), token_group("", [([1, 2], False), ([1, 3], False)])
+    )
+
+
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_row_that_the_template_refuses_is_a_bad_row():
+    contract = contract_of(template=STRICT)
+    good = preference("Oak.", "Table.")
+    system = (Message("system", "Be brief."), *good.group.prompt)
+    bad = replace(good, group=replace(good.group, prompt=system), source="rows.jsonl:2")
+    with pytest.raises(DataError, match=r"^rows\.jsonl:2: .*System role.*data\.on_bad_row=skip"):
+        tokenised([good, bad], contract)
+    samples, report, _ = tokenised([good, bad], contract, on_bad_row="skip")
+    assert [one.preference.source for one in samples] == ["rows.jsonl:1"]
+    left_out = report.dropped["malformed"]
+    assert left_out.sources == {
+        "the chat template refuses it: System role not supported": ["rows.jsonl:2"]
+    }
+    assert report.num_kept == 1
 
 
 def test_a_row_whose_steps_are_not_found_again_is_refused_with_its_source():
@@ -90,6 +174,7 @@ def test_a_row_whose_steps_are_not_found_again_is_refused_with_its_source():
             contract=contract,
             report=DataReport(name="train"),
             overlong="drop",
+            on_bad_row="error",
             console=Console(file=io.StringIO()),
         )
 

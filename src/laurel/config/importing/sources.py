@@ -30,7 +30,7 @@ from laurel.config.yaml_tree import (
     read_document,
     read_file,
 )
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, no_file_at
 
 System = Literal["trl", "openrlhf", "verl", "nemo-rl"]
 
@@ -158,6 +158,8 @@ def _read(request: ImportRequest, name: str) -> _Read:
 
 
 def _text(path: Path) -> str:
+    if (problem := no_file_at(path)) is not None:
+        raise ConfigError(problem)
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
