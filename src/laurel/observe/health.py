@@ -490,12 +490,13 @@ def _gold_fell(history: History, peak: Level, count: int) -> AlarmFinding | None
 
 
 def kl_jump(history: History) -> AlarmFinding | None:
-    """Check whether the policy leapt away from the reference in one step.
+    """Check whether the policy leapt away from the reference in one step, and was paid for it.
 
     A divergence grows as the square of a distance: a policy that leaves the reference at a constant
     speed has 4 times the divergence at its second step and 2.25 times at its third, whatever its
     learning rate is. So the divergence is compared with the one to which the speed of the steps
-    before leads, in the root of the divergence.
+    before leads, in the root of the divergence. Where the reward fell in the same step, the leap
+    was a bad update, which the reward shows.
     """
     config, name = history.config, history.divergence()
     if name is None or not history.is_fresh(name):
@@ -508,8 +509,10 @@ def kl_jump(history: History) -> AlarmFinding | None:
     speed = max(0.0, statistics.median(speeds)) if speeds else 0.0
     expected = (max(distances) + speed) ** 2
     threshold = max(config.kl_least, config.kl_jump * expected)
+    reward = history.step(REWARD)
+    is_paid = reward is None or reward.value >= reward.before
     return AlarmFinding(
-        is_bad=value >= threshold,
+        is_bad=value >= threshold and is_paid,
         metric=name,
         value=value,
         threshold=threshold,
