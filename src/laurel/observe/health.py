@@ -398,7 +398,15 @@ def is_of_validation(name: str) -> bool:
 _of = format_number
 
 Evidence = Literal[
-    "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "failed"
+    "best",
+    "worst",
+    "longest",
+    "shortest",
+    "repetitive",
+    "control_tokens",
+    "cut_off",
+    "equal",
+    "failed",
 ]
 """The completions that illustrate an alarm."""
 
@@ -489,12 +497,13 @@ def _gold_fell(history: History, peak: Level, count: int) -> AlarmFinding | None
 
 
 def kl_jump(history: History) -> AlarmFinding | None:
-    """Check whether the policy leapt away from the reference in one step.
+    """Check whether the policy leapt away from the reference in one step, and was paid for it.
 
     A divergence grows as the square of a distance: a policy that leaves the reference at a constant
     speed has 4 times the divergence at its second step and 2.25 times at its third, whatever its
     learning rate is. So the divergence is compared with the one to which the speed of the steps
-    before leads, in the root of the divergence.
+    before leads, in the root of the divergence. Where the reward fell in the same step, the leap
+    was a bad update, which the reward shows.
     """
     config, name = history.config, history.divergence()
     if name is None or not history.is_fresh(name):
@@ -507,8 +516,10 @@ def kl_jump(history: History) -> AlarmFinding | None:
     speed = max(0.0, statistics.median(speeds)) if speeds else 0.0
     expected = (max(distances) + speed) ** 2
     threshold = max(config.kl_least, config.kl_jump * expected)
+    reward = history.step(REWARD)
+    is_paid = reward is None or reward.value >= reward.before
     return AlarmFinding(
-        is_bad=value >= threshold,
+        is_bad=value >= threshold and is_paid,
         metric=name,
         value=value,
         threshold=threshold,
@@ -621,7 +632,9 @@ def truncation(history: History) -> AlarmFinding | None:
 def control_tokens(history: History) -> AlarmFinding | None:
     """Check whether more completions spell control tokens, which would forge a turn to a judge."""
     what = "share of completions that spell a control token as text"
-    return _risen(history, CONTROL_TOKENS, history.config.control_token_rise, what, "best")
+    return _risen(
+        history, CONTROL_TOKENS, history.config.control_token_rise, what, "control_tokens"
+    )
 
 
 def keeps_format(history: History) -> AlarmFinding | None:

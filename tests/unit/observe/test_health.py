@@ -304,6 +304,13 @@ def test_a_divergence_that_leaps():
     assert told(columns(kl=noisy(*[1.0] * 30, by=0.5))) == []
 
 
+def test_a_leap_that_the_reward_did_not_pay_for_is_a_bad_update():
+    """The reward is compared with the median of the steps before, 0.6."""
+    kl, reward = [0.1] * 5 + [0.7], [0.5, 0.6, 0.7, 0.6, 0.6]
+    assert told(columns(kl=kl, reward=[*reward, 0.6])) == [(6, "kl_jump", "raised")]
+    assert told(columns(kl=kl, reward=[*reward, 0.59])) == []
+
+
 @pytest.mark.parametrize("speed", [0.03, 0.2, 0.7])
 def test_a_divergence_at_a_constant_speed_is_no_leap(speed):
     """Whatever the learning rate: 4 times as much at the second step is how it begins."""
