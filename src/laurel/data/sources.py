@@ -441,6 +441,8 @@ def looks_written(content: str) -> str | None:
 # A list or an object whose first key is in quotes, perhaps as NumPy prints it.
 _PRINTED = re.compile(r"\s*(?:array\(\s*)?(\[?)\s*\{\s*['\"](\w+)['\"]\s*:")
 _OF_MESSAGES = ({"role", "content"}, {"from", "value"})
+_KEYS = frozenset().union(*_OF_MESSAGES)
+_ANY_KEY = re.compile(r"""['"](?:role|from|completion)['"]\s*:""")
 _OF_ANSWERS = ({"rank", "completion"}, {"completion", "attributes"})
 _STRING = re.compile(r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")", re.DOTALL)
 
@@ -454,7 +456,8 @@ def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
         UnusableRow: The text begins as a list of messages does, and cannot be read as one.
     """
     found = _PRINTED.match(written)
-    if found is None:
+    # Tests of programs are long, and other JSON need not be parsed.
+    if found is None or (found[2] not in _KEYS and not _ANY_KEY.search(written)):
         return None
     for read in (_parse, _printed_by_python):
         try:
@@ -469,7 +472,7 @@ def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
             for value in (values if isinstance(values, list) else [values])
         )
         return values if is_known else None
-    if found[1] and found[2] in set().union(*_OF_MESSAGES):
+    if found[1] and found[2] in _KEYS:
         raise UnusableRow(
             "messages written as text that cannot be read",
             f"a column holds messages as text that is neither JSON nor Python: {written:.60}",

@@ -346,3 +346,13 @@ def test_the_command_ends_with_2_and_one_line():
     assert done.stderr.startswith("error: no reward model is named; add --model")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+def test_columns_that_are_not_scored_are_named_once(score, checkpoint, tmp_path):
+    row = {"system": "Be brief.", "prompt": "Where?", "completion": "Here.", "remark": "a good one"}
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines([row, row]))
+    for file, rows in ((path, ()), ("-", [row, row])):
+        said = " ".join(score(checkpoint, rows, file=file).err.split())
+        assert said.count("'remark'") == 1
+        assert "the system message is from 'system': 2 rows" in said

@@ -188,3 +188,17 @@ def test_rows_that_cannot_be_used(tmp_path, form, row, message):
         read_benchmark(form, [path])
     assert str(caught.value).startswith(path)
     assert f"A row of {form.title} is {form.written}" in str(caught.value)
+
+
+def test_columns_that_an_evaluation_does_not_read_are_named(tmp_path):
+    notes = []
+    row = {**PAIR, "system": "Be brief.", "remark": "One of the better pairs.", "chosen_model": "m"}
+    (read,) = read_benchmark(
+        REWARD_BENCH, [write(tmp_path / "rows.jsonl", [row])], say=notes.append
+    )
+    assert (read.group.prompt[0].role, read.group.prompt[0].content) == ("system", "Be brief.")
+    assert [("'system'" in note, "'remark'" in note) for note in notes] == [
+        (True, False),
+        (False, True),
+    ]
+    assert not any("chosen_model" in note for note in notes)
