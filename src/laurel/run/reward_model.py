@@ -516,7 +516,17 @@ def tokenise(
                 "tokens; raise data.max_input_seq_length or set data.overlong=truncate"
                 + (" (not of a process reward model)" if reads_steps else "")
             )
-        raise DataError(no_rows_left(report))
+        same = report.dropped.get("same tokens")
+        are_cut = same is not None and any(kind.startswith("cut") for kind in same.kinds)
+        raise DataError(
+            no_rows_left(report)
+            + (
+                ". Raise data.max_input_seq_length or policy.max_total_sequence_length, or cut the "
+                "other side (data.truncation_side)"
+                if are_cut
+                else ""
+            )
+        )
     if num_same or len(samples) < len(preferences):
         report.describe([sample.preference for sample in samples])
     report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
