@@ -389,6 +389,12 @@ def fields_of(message: Message, template: str) -> dict[str, str]:
     return fields
 
 
+def loses_thoughts(message: Message, text: str) -> bool:
+    """Report whether the rendered text lacks the thoughts that a message begins with."""
+    found = _THOUGHTS.fullmatch(message.content.lstrip())
+    return found is not None and found[1].strip() not in text
+
+
 def refuse_left_out(conversation: Conversation, text: str) -> None:
     """Check that a template rendered all messages of a conversation.
 
