@@ -238,6 +238,8 @@ class Checker:
                 # pydantic would read `true` as 1.
                 message = f"must be {describe_kinds(kinds)}, not {_shown(node.value)}"
                 return self._report(path, node.place, message)
+            if takes_number and float not in kinds and _is_whole(node.value):
+                return int(node.value)  # 1e23, which pydantic would not read
             is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
             wants_text = str in kinds and not takes_number
             return node.text if is_number and wants_text and node.text is not None else node.value
@@ -332,6 +334,7 @@ class Checker:
 _DESCRIBED_BY_KIND = (
     "_type",
     "_parsing",
+    "_parsing_size",
     "_from_float",
     "literal_error",
     "greater_than",
@@ -339,6 +342,10 @@ _DESCRIBED_BY_KIND = (
     "less_than",
     "less_than_equal",
 )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def _reason(problem: ErrorDetails) -> str:
