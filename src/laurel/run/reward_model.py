@@ -518,7 +518,17 @@ def tokenise(
                 "tokens; raise data.max_input_seq_length or set data.overlong=truncate"
                 + (" (not of a process reward model)" if reads_steps else "")
             )
-        raise DataError(no_rows_left(report))
+        same = report.dropped.get("same tokens")
+        are_cut = same is not None and any(kind.startswith("cut") for kind in same.kinds)
+        raise DataError(
+            no_rows_left(report)
+            + (
+                ". Raise data.max_input_seq_length or policy.max_total_sequence_length, or cut the "
+                "other side (data.truncation_side)"
+                if are_cut
+                else ""
+            )
+        )
     if (place := _lost_thoughts(samples, contract)) is not None:
         report.notes.append(
             "the chat template leaves out the thoughts of answers (<think> ... </think>), so that "

@@ -116,8 +116,11 @@ def test_a_pair_that_becomes_the_same_tokens_is_left_out_and_counted(answers, co
         {"source": "rows.jsonl:1", "kind": kind}
     ]
     assert (report.num_kept, report.num_pairs) == (1, 1)
-    with pytest.raises(DataError, match=rf"nothing is left of 1 row.*same tokens.*{kind}"):
+    with pytest.raises(
+        DataError, match=rf"nothing is left of 1 row.*same tokens.*{kind}"
+    ) as problem:
         tokenised(rows[:1], contract)
+    assert ("data.truncation_side" in str(problem.value)) == kind.startswith("cut")
 
 
 def test_answers_of_a_list_that_become_those_of_another_rank_are_left_out():
