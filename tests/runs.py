@@ -282,6 +282,12 @@ def series(directory: Path, name: str, *, run: str = "exp_001") -> dict[int, flo
     return {int(line["step"]): line[name] for line in lines if name in line}
 
 
+_EQUAL_FILES = (
+    *("config.json", "tokenizer_config.json", "generation_config.json", "tokenizer.json"),
+    *("scoring.json", "training_state.json"),
+)
+
+
 def manifest_hashes(checkpoint: Path) -> dict[str, str]:
     """Hashes of what must be equal in equal runs: weights, tokenizer, contract, optimizer."""
     manifest = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))
@@ -290,7 +296,7 @@ def manifest_hashes(checkpoint: Path) -> dict[str, str]:
     return {
         name: record["sha256"]
         for name, record in named
-        if name.endswith((".safetensors", "scoring.json", "tokenizer.json", "training_state.json"))
+        if name.endswith((".safetensors", ".jinja", *_EQUAL_FILES))
     }
 
 

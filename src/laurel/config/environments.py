@@ -19,7 +19,14 @@ from laurel.config.policy import (
     RewardModelConfig,
     TokenizerConfig,
 )
-from laurel.config.yaml_tree import MAY_CHANGE, Section, foreign
+from laurel.config.yaml_tree import (
+    CALLS,
+    MAY_CHANGE,
+    ONE_PER_CORE,
+    PROCESSES,
+    Section,
+    foreign,
+)
 from laurel.errors import about, key_of
 from laurel.sandbox.comparison import Comparison
 
@@ -37,7 +44,7 @@ class SandboxConfig(Section):
 
     removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("url", "api_key_env"), _NO_SERVER)
 
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Programs at a time; at most one per core, and as many as fit into memory."""
     min_tier: Annotated[Literal["A", "B", "C", "D"], MAY_CHANGE] = "C"
     """Worst isolation for a run to start; `laurel sandbox check` shows this machine's. A:
@@ -100,7 +107,7 @@ _SANDBOX = SandboxConfig()
 class CodeEnvironmentConfig(Section):
     """Programs of the policy, run in a sandbox: scored by tests, or used as a tool."""
 
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Programs at a time on each machine (on Ray: on every node). At most one per core, and as many
     as fit into memory."""
     terminate_on_evaluation: bool = True
@@ -274,6 +281,8 @@ class JudgeConfig(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
     half the memory."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the layers of a judge that is loaded, as `policy.compile` does."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of question and verdict of a judge that is loaded; null is 8192, or the model's
     positions if fewer. A longer question fails; it is never truncated."""
@@ -411,7 +420,7 @@ class JudgeConfig(AskingConfig):
         if self.backend != "vllm":
             found.append(("is for backend=vllm", ("vllm_cfg",)))
         else:
-            found.append(("is for backend=transformers", ("batch_tokens",)))
+            found.append(("is for backend=transformers", ("batch_tokens", "compile")))
         for why, keys in found:
             for key in keys:
                 if _is_set(self, key):
@@ -433,7 +442,15 @@ class JudgeConfig(AskingConfig):
 
 
 LOADED_JUDGE_KEYS = (
-    *("backend", "vllm_cfg", "precision", "max_model_len", "batch_tokens", "max_concurrent"),
+    *(
+        "backend",
+        "vllm_cfg",
+        "precision",
+        "compile",
+        "max_model_len",
+        "batch_tokens",
+        "max_concurrent",
+    ),
     *("tokenizer", "read_out", "compares", "words", "max_opponents"),
 )
 """The keys of `judge` without effect on one that is asked at `urls`."""
@@ -479,7 +496,7 @@ class FunctionConfig(Section):
     tokenizer: str | None = None
     """Hub name or directory of a model whose tokenizer is passed to a parameter
     `reward_model_tokenizer`, as verl does."""
-    max_concurrent: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
+    max_concurrent: Annotated[int | None, MAY_CHANGE, CALLS] = Field(default=None, ge=1)
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
     max_rpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
@@ -528,6 +545,8 @@ class ScorerSource(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the model's layers, as `policy.compile` does."""
     batch_size: Annotated[int, MAY_CHANGE] = Field(default=32, ge=1)
     """Conversations of one forward pass without packing and dynamic batching."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -644,7 +663,7 @@ class ScorerSource(AskingConfig):
 
 
 _OF_A_MODEL = (
-    *("tokenizer", "precision", "batch_size", "max_model_len", "trust_remote_code"),
+    *("tokenizer", "precision", "compile", "batch_size", "max_model_len", "trust_remote_code"),
     *("safetensors_only", "sequence_packing", "dynamic_batching", "batch_tokens", "batch_timeout"),
     "dtensor_cfg",
 )
@@ -689,7 +708,7 @@ class MathEnvironmentConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("MathEnvironmentConfig")
 
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Processes that check answers; at most one per core is started. Default: as many as
     most machines have cores to spare."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
@@ -800,6 +819,10 @@ class OpenRewardConfig(SessionsConfig):
     a server of your own."""
 
 
+Bound = Annotated[float, Field(allow_inf_nan=True)]
+"""A bound that may be infinite, and then bounds nothing."""
+
+
 class ScoreTransformConfig(Section):
     """Changes of a reward model's scores before they are rewards, in this order."""
 
@@ -813,9 +836,9 @@ class ScoreTransformConfig(Section):
     """Multiplied."""
     shift: float = 0.0
     """Added."""
-    clip: tuple[float, float] | None = None
-    """Lowest and highest reward. Default: a bound hides what the reward model says of the best
-    answers."""
+    clip: tuple[Bound, Bound] | None = None
+    """Lowest and highest reward; `-.inf` and `.inf` are none. Default: a bound hides what the
+    reward model says of the best answers."""
 
     @model_validator(mode="after")
     def _clip_is_a_range(self) -> ScoreTransformConfig:
@@ -829,9 +852,9 @@ class ScoreTransformConfig(Section):
 class ResourcesConfig(Section):
     """The slots of the cluster that are reserved for one role: generation or the reward model."""
 
-    gpus_per_node: int | None = Field(default=None, ge=1)
+    gpus_per_node: int | None = Field(default=None, ge=1, le=1024)
     """Slots reserved on each node."""
-    num_nodes: int | None = Field(default=None, ge=1)
+    num_nodes: int | None = Field(default=None, ge=1, le=16384)
     """Nodes with reserved slots."""
 
 
@@ -865,10 +888,10 @@ class RewardModelEnvironmentConfig(ScorerSource):
     """Score completions while others are still generated; false: the whole batch of a step at its
     end. The scores are equal except for rounding. Default: a step is shorter with it
     (docs/benchmarks.md)."""
-    num_replicas: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
+    num_replicas: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=1, ge=1)
     """Replicas of the model with the loop; several are processes of their own. On Ray the slots of
     `resources`, or of the placement, decide."""
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=0, ge=0)
+    num_workers: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=0, ge=0)
     """Processes that render and tokenise conversations or run `function`; each of several models
     has its own. 0: threads of this process. On Ray they are actors, spread over the nodes. Default:
     threads do where prompts are short."""
@@ -1003,7 +1026,7 @@ class ToolsConfig(Section):
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Limit of one call, after which its process is killed; the policy reads that, and it is
     counted."""
-    num_workers: Annotated[int, MAY_CHANGE] = Field(default=8, ge=1)
+    num_workers: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=8, ge=1)
     """Calls at a time, each in a process of its own."""
     max_result_chars: int = Field(default=4096, ge=64)
     """Longest result that the policy sees; a longer one loses its middle."""

@@ -13,7 +13,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from laurel.config.schema_info import with_defaults
-from laurel.config.yaml_tree import MISSING, KeyPath, Section, YamlNode, dotted, nearest
+from laurel.config.yaml_tree import (
+    MISSING,
+    KeyPath,
+    Section,
+    YamlNode,
+    dotted,
+    find_node,
+    nearest,
+)
 
 
 def _number(value: Any) -> int | float:
@@ -60,6 +68,10 @@ def register_resolvers() -> None:
         register(name, resolver, replace=True)
 
 
+MOST_VALUES = 10_000
+"""The largest number of values that all references of a configuration may stand for."""
+
+
 class UnresolvedError(Exception):
     """Raised if a `${}` reference cannot be resolved; the message says why."""
 
@@ -70,6 +82,8 @@ class Interpolations:
     def __init__(self, tree: YamlNode, schema: type[Section] | None = None) -> None:
         self.tree = tree
         self.schema = schema
+        self._sizes: dict[KeyPath, int] = {}
+        self._num_values = 0
 
     @functools.cached_property
     def _whole(self) -> tuple[YamlNode, Any]:
@@ -80,6 +94,23 @@ class Interpolations:
             tree = with_defaults(self.schema, tree, everything=True)
         return tree, OmegaConf.create(_for_omegaconf(tree))
 
+    def _size(self, path: KeyPath, node: YamlNode, inside_of: set[KeyPath]) -> int:
+        """Count the values of a node at `path` with all that its references repeat."""
+        if isinstance(node.value, dict | list):
+            items = node.value.items() if isinstance(node.value, dict) else enumerate(node.value)
+            return 1 + sum(self._size((*path, key), child, inside_of) for key, child in items)
+        if not node.reference:
+            return 1
+        size = 1
+        for dots, key in re.findall(r"\$\{(\.*)([\w.]+)\}", node.value):
+            target = (*(path[: -len(dots)] if dots else ()), *key.split("."))
+            if target not in self._sizes and target not in inside_of:
+                found = find_node(self._whole[0], target)
+                inside = 1 if found is None else self._size(target, found, inside_of | {target})
+                self._sizes[target] = min(inside, MOST_VALUES + 1)
+            size += self._sizes.get(target, 1)  # OmegaConf reports a circle
+        return size
+
     def value(self, path: KeyPath, text: str) -> Any:
         """Resolve the reference `text` that is written at `path`.
 
@@ -89,6 +120,12 @@ class Interpolations:
         if not _is_well_formed(text):
             raise UnresolvedError(f"'{text}' is not a well-formed interpolation")
         tree, value = self._whole
+        self._num_values += self._size(path, YamlNode(text, ""), set())
+        if self._num_values > MOST_VALUES:
+            raise UnresolvedError(
+                f"'{text}': the references repeat more than {MOST_VALUES} values, as references to "
+                "lists of references do"
+            )
         try:
             for key in path:
                 value = value[key]

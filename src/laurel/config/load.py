@@ -238,6 +238,8 @@ class Checker:
                 # pydantic would read `true` as 1.
                 message = f"must be {describe_kinds(kinds)}, not {_shown(node.value)}"
                 return self._report(path, node.place, message)
+            if takes_number and float not in kinds and _is_whole(node.value):
+                return int(node.value)  # 1e23, which pydantic would not read
             is_number = isinstance(node.value, int | float) and not isinstance(node.value, bool)
             wants_text = str in kinds and not takes_number
             return node.text if is_number and wants_text and node.text is not None else node.value
@@ -285,6 +287,9 @@ class Checker:
             gone = section.removed.get(str(value))
             if gone is not None:
                 message = f"there is no {value} any more ({gone}); leave it out"
+        elif problem["type"] == "finite_number":
+            or_null = ", or null" if type(None) in kinds else ""
+            message = f"must be a finite number{or_null}, not {_shown(value)}"
         # A reference may stand for the rest of the path; then the last node on it has the line.
         ways = (find_node(node, where[:length]) for length in range(len(where), -1, -1))
         written = next(found for found in ways if found is not None)
@@ -329,6 +334,7 @@ class Checker:
 _DESCRIBED_BY_KIND = (
     "_type",
     "_parsing",
+    "_parsing_size",
     "_from_float",
     "literal_error",
     "greater_than",
@@ -336,6 +342,10 @@ _DESCRIBED_BY_KIND = (
     "less_than",
     "less_than_equal",
 )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
 
 
 def _reason(problem: ErrorDetails) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -137,6 +137,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 # --------------------------------------------------------------------------------------------------
 # YAML files as trees whose every value knows its line, and the inheritance between files.
 
+MOST_NODES = 100_000
+"""The largest number of values that a configuration may have, with all repetitions."""
 _TAG = "tag:yaml.org,2002:"
 _MISSING_TAG = "!missing"
 
@@ -275,6 +277,7 @@ class _Reader:
         self.lines = lines
         self.problems: list[str] = []
         self.open: list[yaml.Node] = []
+        self.num_nodes = 0
 
     def tree(self) -> YamlNode:
         try:
@@ -307,6 +310,12 @@ class _Reader:
         return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
 
     def _node(self, node: yaml.Node, place: str) -> YamlNode:
+        self.num_nodes += 1
+        if self.num_nodes > MOST_NODES:
+            raise ConfigError(
+                f"{place}: the file has more than {MOST_NODES} values, and what an anchor repeats "
+                "counts each time; a configuration has some hundreds"
+            )
         if node in self.open:
             self.problems.append(f"{place}: an anchor that contains itself")
             return YamlNode(None, place)
@@ -373,6 +382,22 @@ NO_ITEMS_IS_NONE = BeforeValidator(lambda value: None if value == [] else value)
 
 
 @dataclass(frozen=True, slots=True)
+class OfMachine:
+    """Marks a count of what this machine has to carry, which bounds it (`workers.bounds`)."""
+
+    what: Literal["threads", "processes", "calls"]
+    is_lowered: bool = False
+    """Whether a larger count is lowered to the cores, and so is no error."""
+
+
+THREADS = OfMachine("threads")
+PROCESSES = OfMachine("processes")
+CALLS = OfMachine("calls")
+"""Marks calls that wait at the same time, each with a thread or a connection of its own."""
+ONE_PER_CORE = OfMachine("processes", is_lowered=True)
+
+
+@dataclass(frozen=True, slots=True)
 class MayChange:
     """Marks a key, with everything below it, that may change when a run resumes.
 
@@ -413,7 +438,11 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset()

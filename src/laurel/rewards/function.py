@@ -40,7 +40,8 @@ MAX_HUNG = 32
 class FunctionScorer:
     """Scores by calling a function, in threads here or in processes that can be killed.
 
-    A completion fails where the function raises, times out or returns no finite number. Example::
+    A completion fails where the function raises, times out or returns no finite number. Of a
+    dictionary, `score` is the reward, and the other numbers are its components. Example::
 
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
@@ -49,6 +50,7 @@ class FunctionScorer:
     """
 
     reads_metadata = True
+    names_components = True
     # The function's own noise is its affair; nothing is rounded here.
     noise = 0.0
 

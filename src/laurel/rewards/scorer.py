@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laurel.data.forest import bin_pack, pack_padded, to_forest, to_padded
-from laurel.errors import ScoringContractError
+from laurel.errors import ScoringContractError, setting_of
 from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
     Probe,
@@ -27,6 +27,7 @@ from laurel.models.loading.policy import (
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
 from laurel.rewards.preparing import Prepared, Preparing, Rendered, fill_in, prepared_by
+from laurel.rewards.version import model_version
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
 
 OnBatch = Callable[[int, int], None]
@@ -123,6 +124,8 @@ class ContractScorer(ModelScorer):
 
     has_exact_scores = True
     """Whether `score_exactly` can compute in a higher precision."""
+    source: str | None = None
+    """Directory or name of the model; None if it was made in this process."""
 
     def __init__(
         self, contract: ScoringContract, *, batch_tokens: int, batch_size: int | None
@@ -163,6 +166,11 @@ class ContractScorer(ModelScorer):
     def is_ended(self) -> bool:
         """Whether the workers are gone, so that every call raises their error."""
         return False
+
+    @property
+    def version(self) -> str:
+        """Version of the model, for which its files are read; empty without a `source`."""
+        return "" if self.source is None else model_version(self.source, self.contract.rules)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -545,9 +553,15 @@ def check_golden_by(
         for value, expected in zip(values_K, golden.values_K, strict=True):
             difference = abs(value - expected) / max(1.0, abs(expected))
             if not difference <= tolerance:
+                cause = why(values_K, golden.values_K)
+                if dtype != (saved := contract.rules.golden_dtype):
+                    cause = (
+                        f"it was saved in {saved} and is loaded in {dtype}; load it with "
+                        f"{setting_of('policy.precision', saved)}. If that does not help, {cause}"
+                    )
                 raise ScoringContractError(
                     f"a golden conversation scores {value:.6g} here and scored {expected:.6g} when "
-                    f"the model was saved: {why(values_K, golden.values_K)}"
+                    f"the model was saved: {cause}"
                 )
             worst = max(worst, difference)
     return worst

@@ -29,7 +29,7 @@ from laurel.run.context import (
 )
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.request import why_not_validated
-from laurel.run.specs import model_spec, step_order
+from laurel.run.specs import batch_notes, model_spec, step_order
 from laurel.training.selection import EarlyStopping, Selection, select_by
 from laurel.training.stopping import Deadline, Position
 from laurel.types import Preference
@@ -244,6 +244,8 @@ def _train(
     if context.resume_from:
         console.print(f"resuming from {context.resume_from}, after step {position.step}")
     order = step_order(config, len(train))
+    for note in batch_notes("policy.train_global_batch_size", order.batch_size, len(train)):
+        console.print(f"note    {note}")
     schedule = Schedule(
         section=config.rm,
         saving=config.checkpointing,
@@ -517,6 +519,11 @@ def tokenise(
                 + (" (not of a process reward model)" if reads_steps else "")
             )
         raise DataError(no_rows_left(report))
+    if (place := _lost_thoughts(samples, contract)) is not None:
+        report.notes.append(
+            "the chat template leaves out the thoughts of answers (<think> ... </think>), so that "
+            f"nothing is learned from them (first in {place})"
+        )
     if num_same or len(samples) < len(preferences):
         report.describe([sample.preference for sample in samples])
     report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
@@ -526,6 +533,20 @@ def tokenise(
     if warning is not None:
         console.print(f"warning: {warning}")
     return samples
+
+
+def _lost_thoughts(samples: Sequence[PreferenceSample], contract: ScoringContract) -> str | None:
+    """Return the place of the first answer with thoughts if the template leaves these out."""
+    from laurel.models.tokenizer import loses_thoughts
+
+    for preference in (sample.preference for sample in samples):
+        for index, completion in enumerate(preference.group.completions_G):
+            last = completion.messages[-1]
+            if loses_thoughts(last, ""):
+                # A template does with one answer what it does with all.
+                text = contract.render(preference.group.conversation(index))
+                return preference.source if loses_thoughts(last, text) else None
+    return None
 
 
 def distinct_answers(preference: Preference, tokens: TokenGroup) -> list[int]:

@@ -18,7 +18,7 @@ from laurel.config.overrides import parse_override
 from laurel.config.policy import PolicyConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTPolicyConfig, SFTRun
-from laurel.errors import ConfigError, Terms, key_of, setting_of, speaking
+from laurel.errors import ConfigError, Terms, counted, key_of, setting_of, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import say_on
 
@@ -47,6 +47,7 @@ def model_spec(policy: PolicyConfig) -> ModelSpec:
         tokenizer=policy.tokenizer,
         head=policy.reward_model_cfg,
         precision=policy.precision,
+        compile=policy.compile,
         reads_forests=policy.sequence_packing.enabled,
         logprob_chunk_size=(
             policy.logprob_chunk_size
@@ -93,11 +94,22 @@ def step_order(config: RewardTrainingRun | SFTRun, num_rows: int) -> StepOrder:
     return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed)
 
 
+def batch_notes(key: str, size: int, num_rows: int, *, unit: str = "row") -> list[str]:
+    """Say that a step takes more than there is to learn from, if it does."""
+    if size <= num_rows:
+        return []
+    return [f"{key}={size} exceeds the data: there are {counted(num_rows, unit)} to train on"]
+
+
 # --------------------------------------------------------------------------------------------------
 # The options of a command line that say which reward model is meant, and how it is loaded.
 
 OPTIONS = Terms(
-    {"policy.model_name": "--model", "cluster.device": "--device"},
+    {
+        "policy.model_name": "--model",
+        "policy.precision": "--precision",
+        "cluster.device": "--device",
+    },
     hint="(Here, keys of policy are given as --set, e.g. --set tokenizer.pad_token=auto)",
 )
 """Words errors about a model in terms of command-line options, for commands without a file."""
@@ -109,6 +121,7 @@ _SAID_BY_CONTRACT = (
     "reward_model_cfg",
     "max_total_sequence_length",
     "tokenizer.chat_template_kwargs",
+    "tokenizer.date",
 )
 
 

@@ -29,7 +29,7 @@ from laurel.config.load import load_config, to_yaml
 from laurel.config.overrides import Override, parse_override
 from laurel.config.resuming import Change, changes
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.yaml_tree import YamlNode, plain_values
+from laurel.config.yaml_tree import PROCESSES, YamlNode, plain_values
 from laurel.data.preferences import Fold
 from laurel.errors import (
     ConfigError,
@@ -54,6 +54,7 @@ from laurel.run.reward_model import (
 )
 from laurel.training.selection import Selection
 from laurel.training.stopping import StopRequest
+from laurel.workers.bounds import check_count, check_counts
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -501,6 +502,9 @@ class Sweep:
             ) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         number = self.options.num_folds
+        if self.base.cluster.address is None:
+            check_counts(self.base)
+            check_count("--workers", self.options.num_workers, PROCESSES)
         # Read once before the first trial: what is wrong with the data is wrong in every trial.
         data = load_data(self.base, fold=Fold(index=0, number=number, seed=0) if number else None)
         directory, path = self.options.output, self.options.output / IDENTITY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -26,12 +27,14 @@ from laurel.run.allocation import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
 from laurel.training.stopping import StopRequest, end_unsaved
+from laurel.workers.bounds import check_counts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.config.schemas import Run
     from laurel.config.yaml_tree import Section
+    from laurel.observe.run_record import RunRecord
     from laurel.training.loop import RunOutcome
 
 MAX_LINES = 10
@@ -50,6 +53,7 @@ def run_training(
     A run that a signal or its time budget ended has saved its state and exits with 0; Ctrl-C exits
     with 130. With `as_json`, the outcome is also written as JSON to the stream of `json_output`.
     """
+    before = multiprocessing.active_children()
     console = message_console(stderr=False)
     last = console if as_json else make_console()
     try:
@@ -62,8 +66,23 @@ def run_training(
         sys.exit(130)
     if as_json:
         write_json(asdict(outcome))
+    end_children(but=before)
     if outcome.signal == "SIGINT":
         sys.exit(130)
+
+
+def end_children(but: Sequence[multiprocessing.process.BaseProcess] = ()) -> None:
+    """End the processes that a user's code left running, for which this process would wait."""
+    left = [child for child in multiprocessing.active_children() if child not in but]
+    if left:
+        print(
+            f"warning: an environment or a function started processes and left {len(left)} of them "
+            "running; they are ended",
+            file=sys.stderr,
+        )
+    for child in left:
+        child.kill()
+        child.join()
 
 
 def trained(
@@ -93,6 +112,8 @@ def trained(
             "cluster.device=cuda: this machine has no GPU, or CUDA_VISIBLE_DEVICES hides it; set "
             "it to auto or cpu"
         )
+    if cluster.address is None:
+        check_counts(config)  # of a running cluster, each worker checks its own
     if is_process:
         with suppress(UserError):  # the run itself reports what cannot be planned
             if plan_allocation(config).are_remote:
@@ -198,7 +219,8 @@ def conclude(
         console: The console to print to.
         use: A command that uses the model, with {} for the model's directory.
         limit: The reason why the run ended at its last step, if that may be unexpected.
-        unsaved: The error that left the last checkpoint unsaved; it is printed first.
+        unsaved: The error that left the last checkpoint unsaved; it is printed first, and then that
+            no step changed the policy, if none did.
     """
     at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
     again, finished = "run it again to resume", f"finished {at}, in {seconds}"
@@ -206,9 +228,14 @@ def conclude(
         again = "nothing was saved, so it will start over"
         # Without an error, the configuration saves nothing.
         finished += "" if unsaved else "; nothing was saved (checkpointing.enabled=false)"
+    problems = [] if unsaved is None else [f"problem: {unsaved}"]
+    record = None if outcome.run_dir is None else _record_of(outcome.run_dir, console)
+    if record is not None:
+        from laurel.observe.report.findings import learned_nothing
+
+        problems += [said] if (said := learned_nothing(record)) else []
     room = MAX_LINES
-    if unsaved is not None:
-        problem = Text(visible(f"problem: {unsaved}"))
+    for problem in map(Text, map(visible, problems)):
         room -= len(problem.wrap(console, console.width))
         console.print(problem)
     how = {
@@ -229,7 +256,9 @@ def conclude(
         last.append(("use it", use.format(model)))
     if outcome.run_dir is not None:
         last.append(("report", f"laurel report {outcome.run_dir}"))
-        _say_what_came_out(outcome.run_dir, console, room=room - 1 - len(last))
+        if record is not None:
+            left = room - 1 - len(last)
+            _say_what_came_out(record, console, room=left, said=problems)
     for label, text in last:
         if text.startswith("laurel "):
             print_command(console, f"{label:<8}", text)
@@ -237,18 +266,29 @@ def conclude(
             console.print(f"{label:<8}{text}", soft_wrap=True)
 
 
-def _say_what_came_out(run_dir: Path, console: Console, *, room: int) -> None:
-    """Print the run's results, and as many of the first findings as fit, but at least one."""
-    from laurel.observe.report.findings import first_findings, results
+def _record_of(run_dir: Path, console: Console) -> RunRecord | None:
+    """Read the log of a run; if it cannot be read, warn."""
     from laurel.observe.run_record import read_run_record
 
     try:
-        record = read_run_record(run_dir)
-        lines, findings = results(record), first_findings(record)
+        return read_run_record(run_dir)
     except (DataError, OSError) as error:
         # The run has trained and saved, so this is no failure of it.
         console.print(f"warning: the log of the run cannot be read: {error}", soft_wrap=True)
-        return
+        return None
+
+
+def _say_what_came_out(
+    record: RunRecord, console: Console, *, room: int, said: Sequence[str]
+) -> None:
+    """Print the run's results, and as many of the first findings as fit, but at least one.
+
+    Findings that have been `said` are not repeated.
+    """
+    from laurel.observe.report.findings import first_findings, results
+
+    lines = results(record)
+    findings = [line for line in first_findings(record) if line not in said]
     texts = [Text(visible(line)) for line in (*lines, *findings)]
     for index, text in enumerate(texts):
         room -= len(text.wrap(console, console.width))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 from laurel.errors import ConfigError
 
@@ -117,6 +117,8 @@ class StopRequest:
 
     has_begun: ClassVar[bool] = False
     """Whether this process has begun to listen for signals, because a run is being set up."""
+    receiving: ClassVar[StopRequest | None] = None
+    """The request that receives this process's signals, if one does."""
 
     def __init__(
         self,
@@ -135,6 +137,8 @@ class StopRequest:
         self._on_signal = on_signal
         self._leave = leave
         self._stack = ExitStack()
+        self._before: dict[signal.Signals, Any] = {}
+        """The handlers of the signals before, which a fork of this process gets back."""
 
     def __enter__(self) -> StopRequest:
         StopRequest.has_begun = True
@@ -143,14 +147,18 @@ class StopRequest:
             theirs.setblocking(False)
             listener = threading.Thread(target=self._listen, args=(ours,), daemon=True)
             listener.start()
+            self._stack.callback(theirs.close)
             self._stack.callback(listener.join)
-            self._stack.callback(theirs.close)  # which ends the listener
+            # This ends the listener; a close would not, where a fork holds the socket as well.
+            self._stack.callback(theirs.shutdown, socket.SHUT_RDWR)
             previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
             self._stack.callback(signal.set_wakeup_fd, previous)
             for number in SIGNALS:
                 # Without a handler Python would not write signals to the listener.
                 previous_handler = signal.signal(number, lambda *_: None)
                 self._stack.callback(signal.signal, number, previous_handler)
+                self._before[number] = previous_handler
+            StopRequest.receiving = self
         return self
 
     def __exit__(
@@ -159,6 +167,8 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if StopRequest.receiving is self:
+            StopRequest.receiving = None
         self._stack.close()
 
     @property
@@ -183,6 +193,19 @@ class StopRequest:
         self._heard_at = time.monotonic()
         self.signal = number
         self._on_signal(number.name)
+
+
+def _leave_signals_in_fork() -> None:
+    # A signal of a fork is not the run's: the environment that forked it may end it with SIGTERM.
+    request = StopRequest.receiving
+    if request is not None:
+        StopRequest.receiving = None
+        signal.set_wakeup_fd(-1)
+        for number, handler in request._before.items():
+            signal.signal(number, handler)
+
+
+os.register_at_fork(after_in_child=_leave_signals_in_fork)
 
 
 class Deadline:

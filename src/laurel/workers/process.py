@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laurel.config.yaml_tree import THREADS
 from laurel.errors import BroadcastError, ConfigError, setting_of
 from laurel.sandbox.limits import available_cores
+from laurel.workers.bounds import check_count
 from laurel.workers.rendezvous import LOOPBACK, RankPlace
 
 
@@ -26,9 +28,11 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
         seed: Seed of every random generator.
 
     Raises:
-        ConfigError: A GPU is asked for and there is none.
+        ConfigError: A GPU is asked for and there is none, or too many threads for this machine.
     """
     chosen = choose_device(device)
+    if cpu_threads is not None:
+        check_count("cluster.cpu_threads", cpu_threads, THREADS)
     torch.set_num_threads(cpu_threads or available_cores())
     seed_everything(seed)
     return chosen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -162,3 +164,26 @@ def test_a_value_that_does_not_fit_names_the_key_that_it_came_from(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"run\.yaml:4: other\.size: ") as caught:
         load_config(Run, path, ["inner.ratio=0.5"])
     assert "${inner.ratio}, and inner.ratio=0.5 (override 'inner.ratio=0.5')" in str(caught.value)
+
+
+def nested(item: str, reference: str) -> str:
+    """Seven lists of nine, each of the one before: 4.8 million values in some hundred bytes."""
+    lines = [f"a: [{', '.join(['x'] * 9)}]"]
+    lines += [f"{b}: [{', '.join([reference.format(a)] * 9)}]" for a, b in pairwise("abcdefg")]
+    return "".join(f"    {item.format(line[0])}{line[3:]}\n" for line in lines)
+
+
+def test_what_anchors_and_references_repeat_is_bounded(tmp_path: Path) -> None:
+    anchors = "inner:\n  free:\n" + nested("{0}: &{0} ", "*{}")
+    assert re.match(
+        r"run\.yaml:\d+: the file has more than 100000 values", refused(tmp_path, anchors)
+    )
+    references = "inner:\n  free:\n" + nested("{0}: ", "'${{inner.free.{}}}'")
+    assert "repeat more than 10000 values" in refused(tmp_path, references)
+    relative = "inner:\n  free:\n" + nested("{0}: ", "'${{..{}}}'")
+    assert "repeat more than 10000 values" in refused(tmp_path, relative)
+
+
+def test_a_number_that_is_too_large_for_a_count_is_read(tmp_path: Path) -> None:
+    assert load(tmp_path, "inner: {size: 1e23}\n").inner.size == int(1e23)
+    assert "must be a whole number" in refused(tmp_path, "inner: {size: 1.5}\n")

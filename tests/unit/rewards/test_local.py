@@ -12,7 +12,7 @@ import laurel.rewards.scorer as scorer_module
 import tiny
 import tiny_tokenizers as made
 from laurel.data.forest import to_forest
-from laurel.errors import ScoringContractError
+from laurel.errors import ScoringContractError, speaking
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.forest.decoder import RewardModel
 from laurel.models.loading.reward_model import load_reward_model
@@ -27,6 +27,7 @@ from laurel.rewards.scorer import (
     model_batch,
     score_tokens,
 )
+from laurel.run.specs import OPTIONS
 from laurel.types import Message, group_of
 
 
@@ -285,6 +286,21 @@ def test_a_changed_weight_or_head_is_refused(checkpoint, name, change, precision
     alter(directory, name, change)
     loaded = load(precision)
     with pytest.raises(ScoringContractError, match="weights, head or library behave differently"):
+        check_golden(loaded.model, loaded.contract)
+
+
+def test_another_precision_is_named_with_the_setting_that_mends_it_before_anything_else(checkpoint):
+    directory, load = checkpoint
+    alter(directory, "score.weight", lambda w: w * 1.5)  # further off than rounding explains
+    loaded = load(weights=torch.bfloat16)
+    with pytest.raises(ScoringContractError) as refusal:
+        check_golden(loaded.model, loaded.contract)
+    said = str(refusal.value)
+    assert (
+        "saved in float32 and is loaded in bfloat16; load it with policy.precision=float32" in said
+    )
+    assert said.index("policy.precision") < said.index("weights, head or library")
+    with speaking(OPTIONS), pytest.raises(ScoringContractError, match="--precision float32"):
         check_golden(loaded.model, loaded.contract)
 
 

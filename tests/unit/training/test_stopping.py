@@ -152,3 +152,28 @@ def test_durations(text, seconds):
 def test_other_forms_are_refused(text):
     with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
         parse_duration(text)
+
+
+def fork_that_sleeps():
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_neither_keeps_the_request_open_nor_sends_it_its_signals():
+    """An environment forks in `step`: the fork holds a copy of all that is open."""
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        child = fork_that_sleeps()
+        os.kill(child, signal.SIGTERM)  # as `terminate` of multiprocessing does
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        left = fork_that_sleeps()
+    # The listener has ended, though the fork holds the socket.
+    os.kill(left, signal.SIGKILL)
+    os.waitpid(left, 0)
+    assert stop.signal is None
+    assert signal.getsignal(signal.SIGTERM) == before
