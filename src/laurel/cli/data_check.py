@@ -281,7 +281,7 @@ def _tokenised(reading: Reading, model: str) -> Reading:
     """
     if reading.report is None:
         return reading
-    from laurel.run.sft import tokenise as tokenise_dialogues
+    from laurel.run.sft import tokenise_dialogues
 
     config, rows, report = reading.config, list(reading.rows), reading.report
     console = Console(quiet=True)

@@ -268,12 +268,12 @@ class History:
         values = self.latest(name)
         before = values[: len(values) - but_last]
         if not all(0.0 <= value <= 1.0 for value in values):
-            return noise_of(before)
+            return estimated_noise(before)
         samples, problems = (self.latest(size)[-1:] for size in self._sizes_of_gold())
         if not samples or not problems or not 0.0 < problems[0] <= samples[0]:
-            return noise_of(before, size=EFFECTIVE_SIZE)
+            return estimated_noise(before, size=EFFECTIVE_SIZE)
         effect = 1.0 + ALIKE * (samples[0] / problems[0] - 1.0)
-        return noise_of(before, size=samples[0] / effect)
+        return estimated_noise(before, size=samples[0] / effect)
 
     def baseline(self, name: str) -> Baseline | None:
         """Return the baseline of a metric, from the first steps before the latest window.
@@ -352,7 +352,7 @@ class History:
             self.peak = Level(gold=gold, count=count, reward=reward, divergence=divergence)
 
 
-def noise_of(values: Sequence[float], *, size: float | None = None) -> Noise | None:
+def estimated_noise(values: Sequence[float], *, size: float | None = None) -> Noise | None:
     """Estimate the noise of a metric from its values; None if they are too few.
 
     Differences of successive values tell it, on which a slow drift has hardly any effect. That of
@@ -471,7 +471,7 @@ def _gold_fell(history: History, peak: Level, count: int) -> AlarmFinding | None
         return None
     each = math.sqrt(1 / level.count + 1 / peak.count)
     rewards = history.latest(REWARD)
-    of_reward = noise_of(rewards[: len(rewards) - count])
+    of_reward = estimated_noise(rewards[: len(rewards) - count])
     slack = 0.0 if of_reward is None or is_of_validation(name) else 2 * of_reward.unit * each
     has_paid = level.reward >= peak.reward - slack
     away, before = level.divergence, peak.divergence

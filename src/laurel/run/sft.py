@@ -57,8 +57,8 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         from laurel.training.state import TRAINING_DATA, VALIDATION_DATA, PolicyRunState
 
         chat = ChatFormat(facts.tokenizer, config.policy.tokenizer.chat_template_kwargs)
-        train = tokenise(config, data, "train", chat, console)
-        validation = {"default": tokenise(config, data, "validation", chat, console)}
+        train = tokenise_dialogues(config, data, "train", chat, console)
+        validation = {"default": tokenise_dialogues(config, data, "validation", chat, console)}
         validation = {name: rows for name, rows in validation.items() if rows}
         run_dir = choose_run_dir(context)
         rows = {
@@ -146,7 +146,7 @@ def _fingerprint(rows: Sequence[Demonstration], dialogues: Sequence[Dialogue]) -
     return tokens if all(learned) else hash_of([tokens, str(learned)])
 
 
-def tokenise(
+def tokenise_dialogues(
     config: SFTRun, data: DemonstrationData, name: str, chat: ChatFormat, console: Console
 ) -> list[Demonstration]:
     """Tokenize the dialogues of a set; those without an answer within the limit are left out.

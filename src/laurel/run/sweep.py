@@ -54,7 +54,7 @@ from laurel.run.reward_model import (
 )
 from laurel.training.selection import Selection
 from laurel.training.stopping import StopRequest
-from laurel.workers.bounds import check_count, check_counts
+from laurel.workers.bounds import bound_count, check_counts
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -504,7 +504,7 @@ class Sweep:
         number = self.options.num_folds
         if self.base.cluster.address is None:
             check_counts(self.base)
-            check_count("--workers", self.options.num_workers, PROCESSES)
+            bound_count("--workers", self.options.num_workers, PROCESSES)
         # Read once before the first trial: what is wrong with the data is wrong in every trial.
         data = load_data(self.base, fold=Fold(index=0, number=number, seed=0) if number else None)
         directory, path = self.options.output, self.options.output / IDENTITY

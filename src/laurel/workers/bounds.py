@@ -12,7 +12,7 @@ PER_CORE = {"threads": 16, "processes": 16, "calls": 1024}
 """How many of each a core may carry; more would only wait, or take the machine down."""
 
 
-def check_count(key: str, count: int, bound: OfMachine) -> None:
+def bound_count(key: str, count: int, bound: OfMachine) -> None:
     """Check that this machine can carry a count.
 
     Raises:
@@ -35,7 +35,7 @@ def check_counts(config: Section) -> None:
     """
     for key, count, bound in counts_in(config):
         if not bound.is_lowered:
-            check_count(key, count, bound)
+            bound_count(key, count, bound)
 
 
 def counts_in(config: Section, path: str = "") -> Iterator[tuple[str, int, OfMachine]]:
