@@ -16,8 +16,8 @@ from laurel.environments.interface import (
     response_of,
 )
 
-ENDS = ("return", "raise", "exit", "leave")
-ANSWERS = [f"{answer} {end}" for end in ENDS for answer in ("4", "five", "4", "six")]
+ENDS = ("raise", "exit", "return", "leave")
+ANSWERS = [f"{answer} {end}" for end in ENDS for answer in ("4", "five")]
 
 
 def expected(answer: str) -> float:
@@ -55,6 +55,28 @@ async def awaited_score(data_source, solution_str, ground_truth, extra_info):
 
 def group_scores(data_sources, solution_strs, ground_truths, extra_infos):
     return [check(solution) for solution in solution_strs]
+
+
+class LateNumber:
+    """A number that forks when it is read."""
+
+    shape = ()
+
+    def __init__(self, value):
+        self.value = value
+
+    def item(self):
+        if os.fork() == 0:
+            return 1.0
+        return self.value
+
+
+def late_score(data_source, solution_str, ground_truth, extra_info):
+    return LateNumber(0.25)
+
+
+async def awaited_late_score(data_source, solution_str, ground_truth, extra_info):
+    return LateNumber(0.25)
 
 
 def tool(answer: str) -> float:

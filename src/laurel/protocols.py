@@ -69,7 +69,8 @@ class Generator(Protocol):
 class Scorer(Protocol):
     """A scorer of completions: a reward model or anything else that gives rewards.
 
-    Optional attributes: `reads_metadata` (False): scores depend on `Group.metadata` as well.
+    Optional attributes: `names_components` (False): `Score.parts` are components of the reward.
+    `reads_metadata` (False): scores depend on `Group.metadata` as well.
     `judges_groups` (False): scores depend on the other completions of the group as well, equal ones
     among them. `noise` (measured): standard deviation of the error of its scores.
     """

@@ -452,6 +452,9 @@ class EnvironmentSpec:
     """Functions that the policy may call, which its chat template shows in every prompt."""
     gives_steps: bool = False
     """Whether `EnvironmentReturn.steps` has the rewards of steps."""
+    components: tuple[str, ...] | None = None
+    """Names of the components of its rewards; empty: it gives one number. None: its first rewards
+    tell."""
 
     def __post_init__(self) -> None:
         if self.judges not in get_args(JudgingUnit):
@@ -492,8 +495,8 @@ class _SixFields(NamedTuple):
 class EnvironmentReturn(_SixFields):
     """The results of an environment for a batch of conversations, in order.
 
-    It unpacks into the six fields that environments of NeMo RL return; `failures`, `notes` and
-    `steps` are attributes beside them.
+    It unpacks into the six fields that environments of NeMo RL return; `failures`, `notes`, `steps`
+    and `components` are attributes beside them.
     """
 
     failures: list[str | None] | None = None
@@ -509,6 +512,8 @@ class EnvironmentReturn(_SixFields):
     the environment has any (`EnvironmentSpec.gives_steps`). They are no part of `rewards`. A step
     that ends with the text ends with the turn: with the token that ends it.
     """
+    components: Sequence[Mapping[str, float]] | None = None
+    """Named components of each reward, which GDPO compares, where `rewards` is not their sum."""
 
     def __new__(
         cls,
@@ -521,17 +526,24 @@ class EnvironmentReturn(_SixFields):
         failures: list[str | None] | None = None,
         notes: Sequence[Any] | None = None,
         steps: Sequence[Sequence[StepReward] | None] | None = None,
+        components: Sequence[Mapping[str, float]] | None = None,
     ) -> EnvironmentReturn:
         """Make the six fields, and the attributes beside them."""
         made = super().__new__(
             cls, observations, metadata, next_stop_strings, rewards, terminateds, answers
         )
         made.failures, made.notes, made.steps = failures, notes, steps
+        made.components = components
         return made
 
     @property
     def _beside(self) -> dict[str, Any]:
-        return {"failures": self.failures, "notes": self.notes, "steps": self.steps}
+        return {
+            "failures": self.failures,
+            "notes": self.notes,
+            "steps": self.steps,
+            "components": self.components,
+        }
 
     def _replace(self, **changes: Any) -> EnvironmentReturn:
         """Return a copy with fields replaced, or with attributes beside them replaced."""

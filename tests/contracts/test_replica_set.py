@@ -8,17 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from group_workers import Worker
-from laurel.errors import EngineError, WorkerError
+from laurel.errors import EngineError, ModelError, WorkerError
 from laurel.protocols import WorkerGroup
 from laurel.workers.replica_set import ReplicaSet, TakesDownError
 from laurel.workers.reservations import Resources
 from laurel.workers.spawned import SpawnedGroup
-from laurel.workers.supervisor import Restarts
+from laurel.workers.supervisor import EndlessRestarts, Restarts
 from process_group import ProcessGroup
 from sandbox_processes import END, is_gone, wait_until
 
@@ -221,3 +222,60 @@ def test_where_one_cannot_be_made_the_others_are_ended() -> None:
     with pytest.raises(WorkerError, match="no room"):
         ReplicaSet(make, 3, name=ROLE, end=ended.append, restarts=Restarts(0))
     assert sorted(ended) == [0, 2]
+
+
+@dataclass
+class Loaded:
+    """A replica of a model whose files may be replaced."""
+
+    version: str
+    is_ended: bool = False
+
+    def score(self) -> str:
+        if self.is_ended:
+            raise WorkerError("it died (signal 9)", role=ROLE, exit_code=75)
+        return self.version
+
+
+@pytest.mark.parametrize("restarts", [Restarts, EndlessRestarts])
+def test_a_replica_that_loads_another_version_is_refused_with_both_names(restarts):
+    said: list[str] = []
+    on_disk = ["rm-a"]
+    made: list[Loaded] = []
+
+    def make(_: int) -> Loaded:
+        made.append(Loaded(on_disk[0]))
+        return made[-1]
+
+    replicas = ReplicaSet(
+        make,
+        2,
+        name=ROLE,
+        end=lambda one: setattr(one, "is_ended", True),
+        restarts=restarts(1, said.append),
+        version=lambda one: one.version,
+    )
+    on_disk[0] = "rm-b"
+    made[0].is_ended = True
+    found = {replicas.call(Loaded.score) for _ in range(50)}
+    wait_until(lambda: any(one.state == "gone" for one in replicas.replicas))
+    assert found | {replicas.call(Loaded.score) for _ in range(50)} == {"rm-a"}
+    assert "it has loaded version 'rm-b', and this set serves 'rm-a'" in said[-1]
+    made[1].is_ended = True
+    with pytest.raises(WorkerError, match="no other replica is left"):
+        replicas.call(Loaded.score)
+    assert all(one.is_ended for one in made)
+
+
+def test_replicas_that_start_with_different_versions_are_refused():
+    ended: list[str] = []
+    with pytest.raises(ModelError, match=r"'rm-1', and this set serves 'rm-0'"):
+        ReplicaSet(
+            lambda index: f"rm-{index}",
+            2,
+            name=ROLE,
+            end=ended.append,
+            restarts=Restarts(1),
+            version=str,
+        )
+    assert sorted(ended) == ["rm-0", "rm-1"]

@@ -38,6 +38,7 @@ def entries(directory):
 
 def test_an_alarm_is_told_written_and_ends_the_run(tmp_path, model):
     changes = [*WORTHLESS, RARELY_SAVED, "grpo.val_period=0", "grpo.health.window=2"]
+    changes.append("grpo.health.ignore=[no_updates]")
     stopping = [*changes, "grpo.health.stop_on=[zero_spread_groups]"]
     done = grpo(grpo_settings(tmp_path, model, *stopping))
     assert (done.outcome.ended, done.outcome.step) == ("alarm", 2)

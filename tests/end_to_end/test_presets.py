@@ -6,6 +6,7 @@ import pytest
 
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
+from laurel.errors import ConfigError
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.training.policy_loss import PolicyLoss
 from policy_runs import MATCHES, grpo, grpo_settings, metrics_of
@@ -98,3 +99,27 @@ def test_a_run_with_it_learns(name, tmp_path, model):
     grpo(grpo_settings(tmp_path, model, *changes), path=PRESETS / f"{name}.yaml")
     figures = metrics_of(tmp_path)[1]
     assert figures["train/grad_norm"] > 0.0
+
+
+@pytest.mark.slow
+def test_gdpo_compares_the_parts_of_a_function_and_refuses_what_has_none(tmp_path, model):
+    written = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
+    both = "{'score': len(solution_str), 'long': len(solution_str), 'b': 'b' in solution_str}"
+    changes = ["grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false"]
+    changes += ["env.reward_model.enabled=true", "data.env_name=reward_model"]
+    for name, returned in (("parts", both), ("number", "float(len(solution_str))")):
+        file = tmp_path / f"{name}.py"
+        file.write_text(written + returned + "\n", encoding="utf-8")
+        of_function = f"+env.reward_model.function={{path: '{file}:compute_score'}}"
+        settings = grpo_settings(tmp_path / name, model, *changes, of_function)
+        if name == "number":
+            with pytest.raises(ConfigError, match=r"gdpo needs .*found: none"):
+                grpo(settings, path=PRESETS / "gdpo.yaml")
+        else:
+            grpo(settings, path=PRESETS / "gdpo.yaml")
+    figures = metrics_of(tmp_path / "parts")[1]
+    assert figures["train/grad_norm"] > 0.0
+    assert figures["train/rewards/long/mean"] == pytest.approx(figures["train/reward"])
+    at_once = grpo_settings(tmp_path / "math", model, "grpo.max_num_steps=1")
+    with pytest.raises(ConfigError, match="the environment math: "):
+        grpo(at_once, path=PRESETS / "gdpo.yaml")

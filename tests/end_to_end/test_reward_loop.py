@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import os
+import re
+import shutil
 import signal
 
 import pytest
@@ -14,6 +16,7 @@ from laurel.rewards.preparing import Preparers
 from laurel.rewards.replicas import GroupScorer
 from laurel.workers.spawned import SpawnedGroup
 from policy_runs import assert_same_runs, grpo, grpo_settings, metrics_of
+from reward_models import small_model, write_model
 from sandbox_processes import is_gone, wait_until
 
 BOUND = 1e-5
@@ -149,3 +152,30 @@ def test_a_replica_that_is_killed_in_mid_batch_changes_nothing(
         figures = metrics_of(tmp_path)[step]
         assert figures["train/num_failures"] == 0
         assert figures["env/reward_model/num_samples"] == 12
+
+
+@pytest.mark.slow
+def test_a_reward_model_that_is_replaced_in_place_scores_in_no_part_of_the_run(
+    tmp_path, model, judge, streamed, monkeypatch, caplog
+):
+    """Its completions would be compared with those of the model that the run began with."""
+    used, other = tmp_path / "judge", tmp_path / "other"
+    shutil.copytree(judge, used)
+    write_model(small_model(seed=7, max_length=512), other)
+    compute, numbers = GroupScorer._values, itertools.count(1)
+    refusal = re.compile(r"loaded version 'judge-\w+', and this set serves 'judge-\w+'")
+
+    def replace_and_compute(self, *args, **kwargs):
+        number = next(numbers)
+        if number == 2:
+            shutil.copytree(other, used, dirs_exist_ok=True)
+            os.kill(self._group.pid, signal.SIGKILL)
+        elif number > 2 and self._group.death() is None:
+            # The run would end before the other replica is there again.
+            wait_until(lambda: refusal.search(caplog.text))
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(GroupScorer, "_values", replace_and_compute)
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *graded_by(used, *TWO_REPLICAS)))
+    assert_same_figures(tmp_path, streamed)
+    assert refusal.search(caplog.text)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -328,9 +329,11 @@ def test_replicas_of_a_model_score_as_one_and_change_together(models, tmp_path):
         assert status == 200
         wanted = model_values(first, "Where?", "By the gate.", "No.")
         assert values_of(reply) == pytest.approx(wanted, abs=1e-6)
-        rendered = server.ask("/get_reward", {"query": ["a text", "another", "a text"]})
-        assert rendered[0] == 200
-        assert rendered[1]["rewards"][0] == rendered[1]["rewards"][2]
+        asked = "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
+        queries = [asked + answer for answer in ("By the gate.", "No.", "By the gate.")]
+        status, rendered = server.ask("/get_reward", {"query": queries})
+        assert status == 200
+        assert rendered["rewards"] == pytest.approx([*wanted, wanted[0]], abs=1e-6)
         status, state = server.ask("/admin/load", {"model": str(second)})
         assert (status, state["state"]) == (200, "ready")
         status, again = server.score("By the gate.", "No.", prompt="Where?")
@@ -339,4 +342,23 @@ def test_replicas_of_a_model_score_as_one_and_change_together(models, tmp_path):
             model_values(second, "Where?", "By the gate.", "No."), abs=1e-6
         )
         assert len(server.family()) == 2
+        assert server.end() == 0
+
+
+@pytest.mark.slow
+def test_a_replica_of_a_model_that_was_replaced_in_place_is_refused(models, tmp_path):
+    first, second = models
+    served = tmp_path / "rm"
+    shutil.copytree(first, served)
+    arguments = ("--model", str(served), "--replicas", "2", "--access-log", "none")
+    with Serving(tmp_path, *arguments, program=("-c", FEW_RESTARTS)).ready() as server:
+        shutil.copytree(second, served, dirs_exist_ok=True)
+        server.family()[0].kill()
+        found = [server.score("By the gate.", prompt="Where?")[1] for _ in range(20)]
+        server.wait_for("times in a row", seconds=120)
+        found += [server.score("By the gate.", prompt="Where?")[1] for _ in range(20)]
+        (wanted,) = model_values(first, "Where?", "By the gate.")
+        assert [values_of(reply) for reply in found] == [[pytest.approx(wanted, abs=1e-6)]] * 40
+        (version,) = {reply["model_version"] for reply in found}
+        assert f"and this set serves {version!r}: the model's files were replaced" in server.said()
         assert server.end() == 0

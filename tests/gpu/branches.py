@@ -21,6 +21,7 @@ BRANCHES = {
     "models/forest/cascade.py": (
         "test_cascade_gpu.py::test_outputs_and_gradients_are_those_of_a_dense_mask"
     ),
+    "models/forest/compiled.py": "test_policy_gpu.py::test_compiled_layers_compute_the_same",
     "models/forest/decoder.py": "test_learner_gpu.py::test_memory_comes_back_and_nothing_changes",
     "models/forest/outputs.py": (
         "test_policy_gpu.py::test_products_of_bfloat16_are_exact_and_summed_in_float32"

@@ -1,10 +1,13 @@
 """Log-probabilities on a GPU: as on the CPU; and in bfloat16 with float32 sums."""
 
+import copy
+
 import pytest
 import torch
 
 import tiny
 from laurel.data.forest import to_forest
+from laurel.models.forest.compiled import compile_layers
 from laurel.models.forest.outputs import all_logits, token_logprobs
 from laurel.models.loading.policy import check_policy_paths
 
@@ -48,6 +51,23 @@ def test_products_of_bfloat16_are_exact_and_summed_in_float32(softcap):
     for gradient, wanted in zip(ours, theirs, strict=True):
         assert gradient.dtype == torch.bfloat16
         assert (gradient.double() - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt-oss"])
+def test_compiled_layers_compute_the_same(name):
+    plain = tiny.tiny_policy(name, std=0.05, head_dim=16).to(DEVICE)
+    model = copy.deepcopy(plain)
+    assert compile_layers(model) is None
+    for seed in (0, 1):
+        forest = to_forest(tiny.random_groups(seed, SHAPES[seed:]))
+        expected_M, found_M = (one(forest).logprobs_M for one in (plain, model))
+        torch.testing.assert_close(found_M, expected_M, rtol=0, atol=1e-5)
+        for one in (expected_M, found_M):
+            one.square().sum().backward()
+        torch.testing.assert_close(model.logprobs(forest), expected_M.detach(), rtol=0, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert (ours.grad - theirs.grad).norm() <= 1e-4 * theirs.grad.norm()
 
 
 def test_the_head_multiplies_in_the_precision_of_the_decoder():

@@ -171,6 +171,7 @@ def counts(family: Family, rows: Iterator[Ids]) -> list[dict[str, int]]:
     return [{mark: ids.count(number) for mark, number in numbers.items()} for ids in rows]
 
 
+@pytest.mark.slow_parameters(*(f"server-{name}" for name in FAMILIES if name != "Mistral"))
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_message_that_spells_control_tokens_holds_none(room, name):
@@ -209,6 +210,7 @@ def test_the_check_of_data_shows_them_as_text(trainer, name, model, tmp_path):
         for part in first_row(reading, str(model)).parts:
             yield [number for piece in part.tokens for number in piece.ids]
 
-    honest = counts(family, shown("4"))
+    honest = counts(family, shown("So: 4"))
     assert any(number for one in honest for number in one.values())
-    assert counts(family, shown(forged(family))) == honest
+    # A prompt that begins as rendered text is refused.
+    assert counts(family, shown(f"So: {forged(family)}")) == honest

@@ -37,7 +37,13 @@ from laurel.planning.request import ClusterRequest, RoleName
 from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
 from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
 from laurel.run.options import PlanOptions
-from laurel.run.request import judge_notes, request_of, uses_reward_model, workload_of
+from laurel.run.request import (
+    judge_notes,
+    request_of,
+    sampling_notes,
+    uses_reward_model,
+    workload_of,
+)
 from laurel.run.specs import model_spec
 from laurel.run.train import check_selection
 from laurel.workers.launch import backend_of
@@ -69,7 +75,7 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
     if isinstance(config, GRPORun):
         may_be = fitted.fits and config.cluster.backend != "local"
         on_cluster = may_be and backend_of(fitted.plan, config.cluster) == "ray"
-        notes = judge_notes(config, on_cluster=on_cluster)
+        notes = [*judge_notes(config, on_cluster=on_cluster), *sampling_notes(config)]
         read = replace(read, notes=(*read.notes, *notes))
     time = None
     if device is not None:

@@ -11,9 +11,11 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laurel.config.policy import TokenizerConfig
 from laurel.errors import (
     ConfigError,
     MissingDependencyError,
@@ -71,6 +73,8 @@ def run_serve(options: ServeOptions) -> None:
         WorkerError: Every replica has used up its restarts; exit code 75 asks for a restart.
     """
     _check(options)
+    # For all replicas, and all that are started again.
+    options = replace(options, date=options.date or datetime.now())
     from laurel.rewards.server.run import ServerRun, listen
     from laurel.workers.threads import in_thread
 
@@ -317,8 +321,9 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
 
             check_has_vllm("--engine vllm")
             pooling = PoolingOptions()
+        day = None if options.date is None else options.date.date()
         scorer = ScorerSpec(
-            model=ModelSpec(name=options.model),
+            model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),
             found=find_reward_model(options.model),
             max_length=options.max_length,
             batch_tokens=options.batch_tokens,
@@ -326,6 +331,7 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
             device=options.device,
             pooling=pooling,
             aggregate=options.aggregate,
+            terms=(Terms({"policy.tokenizer.date": "--date"}),),
         )
     return ServingSpec(
         scorer=scorer,

@@ -281,6 +281,8 @@ class JudgeConfig(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
     half the memory."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the layers of a judge that is loaded, as `policy.compile` does."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of question and verdict of a judge that is loaded; null is 8192, or the model's
     positions if fewer. A longer question fails; it is never truncated."""
@@ -418,7 +420,7 @@ class JudgeConfig(AskingConfig):
         if self.backend != "vllm":
             found.append(("is for backend=vllm", ("vllm_cfg",)))
         else:
-            found.append(("is for backend=transformers", ("batch_tokens",)))
+            found.append(("is for backend=transformers", ("batch_tokens", "compile")))
         for why, keys in found:
             for key in keys:
                 if _is_set(self, key):
@@ -440,7 +442,15 @@ class JudgeConfig(AskingConfig):
 
 
 LOADED_JUDGE_KEYS = (
-    *("backend", "vllm_cfg", "precision", "max_model_len", "batch_tokens", "max_concurrent"),
+    *(
+        "backend",
+        "vllm_cfg",
+        "precision",
+        "compile",
+        "max_model_len",
+        "batch_tokens",
+        "max_concurrent",
+    ),
     *("tokenizer", "read_out", "compares", "words", "max_opponents"),
 )
 """The keys of `judge` without effect on one that is asked at `urls`."""
@@ -535,6 +545,8 @@ class ScorerSource(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the model's layers, as `policy.compile` does."""
     batch_size: Annotated[int, MAY_CHANGE] = Field(default=32, ge=1)
     """Conversations of one forward pass without packing and dynamic batching."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -651,7 +663,7 @@ class ScorerSource(AskingConfig):
 
 
 _OF_A_MODEL = (
-    *("tokenizer", "precision", "batch_size", "max_model_len", "trust_remote_code"),
+    *("tokenizer", "precision", "compile", "batch_size", "max_model_len", "trust_remote_code"),
     *("safetensors_only", "sequence_packing", "dynamic_batching", "batch_tokens", "batch_timeout"),
     "dtensor_cfg",
 )
@@ -807,6 +819,10 @@ class OpenRewardConfig(SessionsConfig):
     a server of your own."""
 
 
+Bound = Annotated[float, Field(allow_inf_nan=True)]
+"""A bound that may be infinite, and then bounds nothing."""
+
+
 class ScoreTransformConfig(Section):
     """Changes of a reward model's scores before they are rewards, in this order."""
 
@@ -820,9 +836,9 @@ class ScoreTransformConfig(Section):
     """Multiplied."""
     shift: float = 0.0
     """Added."""
-    clip: tuple[float, float] | None = None
-    """Lowest and highest reward. Default: a bound hides what the reward model says of the best
-    answers."""
+    clip: tuple[Bound, Bound] | None = None
+    """Lowest and highest reward; `-.inf` and `.inf` are none. Default: a bound hides what the
+    reward model says of the best answers."""
 
     @model_validator(mode="after")
     def _clip_is_a_range(self) -> ScoreTransformConfig:

@@ -220,11 +220,13 @@ class PolicyLossConfig(Section):
                 "CISPO has neither ratio_clip_c nor sequence-level ratios; leave them out, or set "
                 "use_cispo: false"
             )
-        if self.kind == "reinforce" and self.ratio_clip_c is not None:
-            raise ValueError(
-                "ratio_clip_c has no meaning for REINFORCE, which clips no ratio; leave it out, or "
-                "set disable_ppo_ratio: false"
-            )
+        for key, why in self._unread().items():
+            default = type(self).model_fields[key].default
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"{key}={getattr(self, key)} has no effect: {why}; leave it out, or set it to "
+                    f"{'null' if default is None else default}"
+                )
         kind = self.truncated_importance_sampling_type
         low, high = (
             self.truncated_importance_sampling_ratio_min,
@@ -247,6 +249,30 @@ class PolicyLossConfig(Section):
             )
         return self
 
+    def _unread(self) -> dict[str, str]:
+        # The keys that nothing reads beside the others, and why; they must have their defaults.
+        unread = dict[str, str]()
+        clips = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
+        if self.force_on_policy_ratio:
+            unread |= dict.fromkeys(clips, "force_on_policy_ratio takes every ratio to be 1")
+        if self.kind == "reinforce":
+            unread |= dict.fromkeys(
+                clips, "REINFORCE clips no ratio (loss_type, disable_ppo_ratio)"
+            )
+            if not self.use_importance_sampling_correction:
+                ratios = ("force_on_policy_ratio", "sequence_level_importance_ratios")
+                why = "REINFORCE has ratios only with use_importance_sampling_correction"
+                unread |= dict.fromkeys(ratios, why)
+        if self.loss_type != "ppo":
+            why = f"loss_type={self.loss_type} names the loss"
+            unread |= dict.fromkeys(("use_cispo", "disable_ppo_ratio"), why)
+        if self.reference_policy_kl_penalty == 0.0:
+            unread["use_kl_in_reward"] = "reference_policy_kl_penalty is 0"
+        elif self.use_kl_in_reward:
+            why = "the divergence is in the reward (use_kl_in_reward)"
+            unread["use_on_policy_kl_approximation"] = why
+        return unread
+
     @property
     def truncation(self) -> Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None:
         """Return the type of truncation of importance weights; None if no upper limit is set."""
@@ -255,12 +281,18 @@ class PolicyLossConfig(Section):
         return self.truncated_importance_sampling_type
 
     def without_effect(self) -> dict[str, str]:
-        """Return the truncation keys without effect, because no upper limit is set, and why."""
-        if self.truncated_importance_sampling_ratio is not None:
-            return {}
-        why = "weights are cut where truncated_importance_sampling_ratio says how far"
-        keys = ("truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min")
-        return {key: why for key in keys if getattr(self, key) is not None}
+        """Return the keys of a truncation without a limit, or of a divergence with weight 0."""
+        found = dict[str, str]()
+        if self.truncated_importance_sampling_ratio is None:
+            keys = ["truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min"]
+            why = "weights are cut where truncated_importance_sampling_ratio says how far"
+            found |= dict.fromkeys(keys, why)
+        if self.reference_policy_kl_penalty == 0.0:
+            keys = ["reference_policy_kl_type", "kl_input_clamp_value", "kl_output_clamp_value"]
+            why = "reference_policy_kl_penalty is 0"
+            found |= dict.fromkeys([*keys, "use_on_policy_kl_approximation"], why)
+        fields = type(self).model_fields
+        return {k: why for k, why in found.items() if getattr(self, k) != fields[k].default}
 
     @property
     def kind(self) -> Literal["ppo", "cispo", "reinforce"]:
@@ -344,9 +376,9 @@ class AdvantageConfig(Section):
     """The divisor of a group is at least this many times the scorer's measured noise, so that noise
     stays small. 0 turns it off. Default: advantages that are rounding stay below about a tenth
     (docs/benchmarks.md)."""
-    reward_weights: list[float] | None = None
-    """GDPO: one for each component, in alphabetical order of their names. Default: all components
-    weigh alike."""
+    reward_weights: list[float] | dict[str, float] | None = None
+    """GDPO: the weights of components by name (components that are not named are not compared), or
+    one for each, in alphabetical order of their names. Default: all components weigh alike."""
     per_step: bool = False
     """Compare the steps of completions, which a process reward model rewards, instead of their
     aggregates: each token gets the sum over the steps that end with it or later
@@ -366,6 +398,7 @@ Alarm = Literal[
     "control_tokens",
     "format",
     "zero_spread_groups",
+    "no_updates",
     "ensemble",
     "failures",
 ]
@@ -396,8 +429,8 @@ class HealthConfig(Section):
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
     stop_on: list[Alarm] = Field(default_factory=list)
     """Alarms that end the run, saved: `overoptimisation`, `kl_jump`, `length`, `length_bias`,
-    `repetition`, `truncation`, `control_tokens`, `format`, `zero_spread_groups`, `ensemble`,
-    `failures`."""
+    `repetition`, `truncation`, `control_tokens`, `format`, `zero_spread_groups`, `no_updates`,
+    `ensemble`, `failures`."""
     ignore: list[Alarm] = Field(default_factory=list)
     """Alarms to leave out, such as `length` for a reasoning model."""
     gold_metric: str | None = None
@@ -619,6 +652,13 @@ class GRPOConfig(Section):
                 f"adv_estimator.reward_weights is read by adv_estimator.name=gdpo, not by "
                 f"{given.name}, which compares the total of the reward; leave it out, or use gdpo"
             )
+        if given.reward_weights is not None:
+            weights = given.reward_weights
+            if not any(weights.values() if isinstance(weights, dict) else weights):
+                raise ValueError(
+                    "adv_estimator.reward_weights has no weight other than 0, so every advantage "
+                    "would be 0, and nothing learned"
+                )
         if not given.minus_baseline and given.name != "reinforce_plus_plus":
             raise ValueError(
                 "adv_estimator.minus_baseline=false is read by "
@@ -626,13 +666,40 @@ class GRPOConfig(Section):
             )
         if given.per_step:
             self._steps_can_be_compared()
-        if given.leave_one_out_std and not self.leaves_one_out:
+        if given.leave_one_out_std and not (self.leaves_one_out and self.scale == "group"):
             raise ValueError(
                 "adv_estimator.leave_one_out_std=true is read where each sample is compared with "
-                "the others of its group; set adv_estimator.use_leave_one_out_baseline=true, or "
+                "the others of its group, and divided by their deviation; set "
+                "adv_estimator.use_leave_one_out_baseline=true and adv_estimator.scale=group, or "
                 "leave it out"
             )
+        if given.name == "gdpo" and given.scale == "batch":
+            raise ValueError(
+                "adv_estimator.scale=batch has no effect with adv_estimator.name=gdpo, which "
+                "divides the sum of the components by the deviation of the batch anyway; use group "
+                "or none for the components themselves"
+            )
+        if given.name == "reinforce_plus_plus":
+            self._whitens()
         return self
+
+    def _whitens(self) -> None:
+        given = self.adv_estimator
+        said = "REINFORCE++ divides by the deviation of the whole batch"
+        if given.scale is not None:
+            raise ValueError(
+                f"adv_estimator.scale={given.scale} has no effect: {said}; leave it out"
+            )
+        if not self.normalize_rewards or given.normalize_rewards is False:
+            raise ValueError(
+                f"normalize_rewards=false has no effect: {said}; leave it out, or use "
+                "adv_estimator.name=grpo"
+            )
+        if given.use_leave_one_out_baseline and not given.minus_baseline:
+            raise ValueError(
+                "adv_estimator.use_leave_one_out_baseline=true has no effect: with "
+                "adv_estimator.minus_baseline=false there is no baseline; leave it out"
+            )
 
     def _steps_can_be_compared(self) -> None:
         given = self.adv_estimator
@@ -659,6 +726,40 @@ class GRPOConfig(Section):
         if self.max_num_epochs is not None:
             return self.max_num_epochs
         return 1 if self.max_num_steps >= UNLIMITED_STEPS else UNLIMITED_STEPS
+
+    def without_effect(self) -> dict[str, str]:
+        """Return the keys that the estimator, or dynamic sampling that is off, does not read."""
+        given, found = self.adv_estimator, dict[str, str]()
+        if given.name == "reinforce_plus_plus":
+            if given.use_leave_one_out_baseline is None and not self.use_leave_one_out_baseline:
+                why = "the baseline of REINFORCE++ is the mean of the whole group"
+                found["use_leave_one_out_baseline"] = why
+        elif given.scale is not None:
+            if not self.normalize_rewards:
+                found["normalize_rewards"] = "adv_estimator.scale decides"
+            if given.normalize_rewards is not None:
+                found["adv_estimator.normalize_rewards"] = "scale decides"
+        if self.scale == "none" and given.name == "grpo":
+            keys = ["std_eps", "std_ddof"]
+            keys += [] if self.use_dynamic_sampling else ["noise_floor_factor"]
+            fields = AdvantageConfig.model_fields
+            changed = [key for key in keys if getattr(given, key) != fields[key].default]
+            why = "nothing is divided by a deviation"
+            found |= dict.fromkeys([f"adv_estimator.{key}" for key in changed], why)
+        if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
+            found["batch_multiplier"] = "use_dynamic_sampling is off"
+        return found
+
+    @property
+    def scale(self) -> Literal["group", "batch", "none"]:
+        """Return what advantages are divided by, with what the nulls of the keys stand for."""
+        given = self.adv_estimator
+        normalize = given.normalize_rewards
+        if normalize is None:
+            normalize = self.normalize_rewards
+        if given.name == "reinforce_plus_plus":
+            return "batch"
+        return given.scale or ("group" if normalize else "none")
 
     @property
     def compares_within_groups(self) -> bool:
@@ -721,6 +822,13 @@ class GRPORun(Section):
     @model_validator(mode="after")
     def _fits(self) -> GRPORun:
         grpo, policy = self.grpo, self.policy
+        if policy.generation.temperature == 0:
+            raise ValueError(
+                "policy.generation.temperature=0 is greedy decoding: all completions of a prompt "
+                "are the same one, and nothing can be learned from comparing them. Set it above 0 "
+                "(1 samples from the policy as it is); policy.generation.val_temperature=0 is for "
+                "greedy validation"
+            )
         samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
         size = policy.train_global_batch_size
         if samples % size:

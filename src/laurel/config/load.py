@@ -287,6 +287,9 @@ class Checker:
             gone = section.removed.get(str(value))
             if gone is not None:
                 message = f"there is no {value} any more ({gone}); leave it out"
+        elif problem["type"] == "finite_number":
+            or_null = ", or null" if type(None) in kinds else ""
+            message = f"must be a finite number{or_null}, not {_shown(value)}"
         # A reference may stand for the rest of the path; then the last node on it has the line.
         ways = (find_node(node, where[:length]) for length in range(len(where), -1, -1))
         written = next(found for found in ways if found is not None)

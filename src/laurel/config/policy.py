@@ -6,6 +6,7 @@ This file is the only home of each default; the docstring under a field is its r
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, ClassVar, Literal
@@ -98,10 +99,9 @@ def _not_negative(call: NamedCall) -> NamedCall:
     # No optimizer takes these; torch itself refuses others, when it is loaded.
     for name in ("lr", "eps", "weight_decay"):
         value = call.kwargs.get(name)
-        if isinstance(value, bool | str):
-            raise ValueError(f"kwargs.{name} is {value!r}, and must be a number, 0 or more")
-        if isinstance(value, int | float) and not 0 <= value < inf:
-            raise ValueError(f"kwargs.{name} is {value!r}, and must be 0 or more")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < inf):
+            raise ValueError(f"kwargs.{name} is {value!r}, and must be a finite number, 0 or more")
     return call
 
 
@@ -126,7 +126,7 @@ class TokenizerConfig(Section):
     name: str | None = None
     """Hub name or path; null means `policy.model_name`."""
     chat_template: str | None = "default"
-    """`default`: the tokenizer's own; null: contents joined as they are; `chatml`, `plain` or
+    """`default`: the tokenizer's own; null: contents joined, as plain text; `chatml`, `plain` or
     `hermes` (ChatML that shows tools): a template of Laurel's; a path ending in .jinja; or the
     template itself."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -135,10 +135,19 @@ class TokenizerConfig(Section):
     """The padding token. `auto`: the tokenizer's own; one that ends no sequence is picked if there
     is none, or if a reward model's is the end-of-sequence token. Null refuses that one."""
 
+    date: datetime.date | None = None
+    """The day that a template prints which prints the current one, e.g. `2026-07-26`, for a model
+    without a saved template or contract of Laurel's. Null: the day on which the run or the server
+    began; a run that is resumed keeps it."""
+
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _null_is_empty(cls, value: Any) -> Any:
         return {} if value is None else value
+
+    def on(self, day: datetime.date) -> TokenizerConfig:
+        """Return the section with a day where none is set."""
+        return self if self.date is not None else self.model_copy(update={"date": day})
 
 
 class RewardModelConfig(Section):
@@ -320,6 +329,9 @@ class PolicyConfig(Section):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Arithmetic of the decoder. Master weights, reward head and loss are float32 either way.
     Default: half the memory of activations, and tensor cores."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the decoder's layers with torch's compiler. `auto`: on a GPU with Triton and a C
+    compiler. Default: it fuses the operations that take most of a GPU's time."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
     sequence_packing: Annotated[PackingConfig, MAY_CHANGE] = PackingConfig()

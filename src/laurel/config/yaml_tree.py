@@ -438,7 +438,11 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
     )
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset()

@@ -219,7 +219,7 @@ def _bad_row(
     problem: UnusableRow, source: str, where: str, on_bad_row: Literal["error", "skip"]
 ) -> ScoringRow:
     if on_bad_row == "error":
-        raise DataError(f"{where}: {problem}") from problem
+        raise DataError(f"{where}: {problem}{problem.program_in_words}") from problem
     said = f"{where}: {problem.message}. {problem.remedy}."
     nothing = Group(id=where, prompt=(), completions_G=())
     return ScoringRow(group=nothing, source=source, problem=said)

@@ -20,6 +20,7 @@ import yaml
 from laurel.config.data import BenchmarkName, DatasetConfig, TaskSetConfig
 from laurel.config.overrides import parse_override
 from laurel.data.benchmarks import benchmark_of
+from laurel.data.columns import ANSWERS, KNOWN_ANSWERS, QUESTIONS
 from laurel.data.preferences import (
     PUBLISHED,
     RANK_THE_REPLIES,
@@ -107,19 +108,6 @@ def _brings_tests(row: Row) -> bool:
     return isinstance(truth, Mapping)
 
 
-_QUESTIONS = ("input", "question", "problem", "prompt", "query", "instruction")
-_ANSWERS = (
-    "output",
-    "answer",
-    "expected_answer",
-    "ground_truth",
-    "solution",
-    "completion",
-    "response",
-    "generated_solution",
-)
-
-
 # A form's test may rely on the earlier ones: a row has none of those.
 _FITS: Mapping[str, Callable[[Row], bool]] = {
     "JudgeBench": _benchmark_is("judge-bench"),
@@ -159,9 +147,9 @@ _FITS: Mapping[str, Callable[[Row], bool]] = {
     "conversations": _has("messages"),
     "turns": lambda row: isinstance(row.get("conversations"), Sequence),
     "questions and answers": lambda row: (
-        _has_one_of(row, _QUESTIONS) and _has_one_of(row, _ANSWERS)
+        _has_one_of(row, QUESTIONS) and _has_one_of(row, (*ANSWERS, *KNOWN_ANSWERS))
     ),
-    "prompts": lambda row: _has_one_of(row, _QUESTIONS),
+    "prompts": lambda row: _has_one_of(row, QUESTIONS),
 }
 
 _TABLE = yaml.safe_load(files(__package__).joinpath("formats.yaml").read_text(encoding="utf-8"))

@@ -581,7 +581,8 @@ def _refuse_alone(row: RankedRow, class_name: str) -> None:
         f"a row of {class_name} has one answer, and a preference compares two",
         remedy="Learn the ratings themselves (policy.reward_model_cfg.reward_model_type=regression "
         "rm.loss.type=regression policy.reward_model_cfg.attributes=[helpfulness,correctness]), "
-        f"or pair the answers of each prompt by these two lines of Python:\n{_PAIR_THE_ANSWERS}\n",
+        "pair the answers of each prompt",
+        program=_PAIR_THE_ANSWERS,
     )
 
 
@@ -614,9 +615,8 @@ def refuse_trees(row: Row) -> None:
             "a message of a tree",
             "each row is one message of a tree (OASST), so a question and its answers are several "
             "rows",
-            remedy="Write them as ranked answers by these two lines of Python:\n"
-            f"{RANK_THE_REPLIES}\n",
-            lacks_columns=True,
+            remedy="Write them as ranked answers",
+            program=RANK_THE_REPLIES,
         )
 
 

@@ -47,20 +47,33 @@ class UnusableRow(Exception):
 
     `message` states the problem, `kind` is the short phrase that such rows are counted under, and
     `remedy` is advice that replaces the general advice to fix the row. `lacks_columns` is True if
-    the expected columns may exist under other names.
+    the expected columns may exist under other names. `program` is two lines of Python that write
+    the rows of `FILE` in a form that can be read.
     """
 
     def __init__(
-        self, kind: str, message: str, *, remedy: str = "Fix the row", lacks_columns: bool = False
+        self,
+        kind: str,
+        message: str,
+        *,
+        remedy: str = "Fix the row",
+        lacks_columns: bool = False,
+        program: str = "",
     ) -> None:
         super().__init__(kind, message, remedy)
         self.kind = kind
         self.message = message
         self.remedy = remedy
         self.lacks_columns = lacks_columns
+        self.program = program
 
     def __str__(self) -> str:
         return f"{self.message}. {self.remedy}, or {LEAVE_OUT}."
+
+    @property
+    def program_in_words(self) -> str:
+        """Return the program with a sentence before it, empty if there is none."""
+        return f" These two lines of Python do it:\n{self.program}" if self.program else ""
 
 
 def required(row: Row, key: str, *, setting: str | None = None) -> Any:
@@ -894,6 +907,7 @@ def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str 
     """
     where = source if path is None else locate(path, source)
     words = f"{where}: " + (f"{problem.message}. {said}" if said else str(problem))
+    words += problem.program_in_words
     if problem.lacks_columns and path is not None and os.path.exists(path):
         words += f" What the columns could be: laurel data check {shlex.quote(path)}"
     return words

@@ -407,7 +407,7 @@ _GRPO = (
     "grpo.val_period=15",
     "grpo.val_at_start=true",
     # The task is solved by the end, which is all that these two would say.
-    "grpo.health.ignore=[zero_spread_groups]",
+    "grpo.health.ignore=[zero_spread_groups,no_updates]",
     "env.math.num_workers=1",
     "env.reward_model.enabled=true",
     "env.reward_model.precision=float32",

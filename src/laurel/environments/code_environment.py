@@ -103,7 +103,7 @@ class CodeEnvironment(EnvironmentInterface):
         """
         self.config = settings_of(CodeEnvironmentConfig, env_config, where="env.code")
         self.spec = EnvironmentSpec(
-            judges="completion", stop_strings=tuple(self.config.stop_strings or ())
+            components=(), judges="completion", stop_strings=tuple(self.config.stop_strings or ())
         )
         self._limits = program_limits(self.config.sandbox)
         placed = self.config.placed_sandbox

@@ -105,7 +105,17 @@ class CompositeEnvironment(EnvironmentInterface):
             noise_floor=None,
             has_state=any(one.has_state for one in specs),
             tools=tuple(tool for one in specs for tool in one.tools),
+            components=self._names_of_components(),
         )
+
+    def _names_of_components(self) -> tuple[str, ...] | None:
+        names = list[str]()
+        for part in self._added:
+            own = self._environments[part.env].spec.components
+            if own is None:
+                return None
+            names += [f"{part.env}/{name}" for name in own] or [part.env]
+        return (*names, GATE) if self._gates and not self.config.as_components else tuple(names)
 
     @property
     def parts(self) -> Mapping[str, Environment]:

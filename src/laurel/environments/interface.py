@@ -307,7 +307,7 @@ class Memory(Generic[T]):
 # the file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
-MAY_MISS = ("answers", "failures", "notes", "steps")
+MAY_MISS = ("answers", "failures", "notes", "steps", "components")
 
 
 def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:

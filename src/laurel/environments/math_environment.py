@@ -45,7 +45,7 @@ class MathEnvironment(EnvironmentInterface):
         """
         self.config = settings_of(MathEnvironmentConfig, env_config, where="env.math")
         self.spec = EnvironmentSpec(
-            judges="completion", stop_strings=tuple(self.config.stop_strings or ())
+            components=(), judges="completion", stop_strings=tuple(self.config.stop_strings or ())
         )
         self._checker = AnswerChecker(
             num_workers=self.config.num_workers,

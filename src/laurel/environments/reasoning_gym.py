@@ -323,7 +323,7 @@ def _reply(future: Future[Any]) -> dict[str, Any]:
 class ReasoningGymEnvironment(EnvironmentInterface):
     """Gives the score of the generator that made the task, under the name of that generator."""
 
-    spec = EnvironmentSpec(judges="completion")
+    spec = EnvironmentSpec(judges="completion", components=())
 
     def __init__(self, env_config: ReasoningGymEnvironmentConfig | Mapping[str, Any]) -> None:
         """Read the settings, and import the package.

@@ -147,6 +147,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             self._scorer = open_scorer(spec, say=say or _log, placement=opening or HERE)
             opened = self._scorer
             scorer = opened.scorer if isinstance(opened, BlockingScorer) else opened
+        self._names_components: bool = getattr(scorer, "names_components", False)
         self._reads_metadata: bool = getattr(scorer, "reads_metadata", False)
         self._judges_groups: bool = getattr(scorer, "judges_groups", False)
         judges: JudgingUnit
@@ -167,6 +168,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             noise_floor=None,
             has_state=True,
             gives_steps=self._separator is not None,
+            components=None if self._names_components else (),
         )
         self._noise_probe = NoiseProbe()
         declared: float | None = getattr(scorer, "noise", None)
@@ -269,6 +271,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 for case in cases
             ],
             steps=None if self._separator is None else [case.steps for case in cases],
+            components=[case.parts for case in cases] if self._names_components else None,
         )
 
     def _judge(
@@ -988,6 +991,7 @@ def _of_source(
                 update={"name": None if is_repeated else source.tokenizer.name}
             ),
             head=source.reward_model_cfg,
+            compile=source.compile,
             reads_forests=source.sequence_packing.enabled,
             activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
             tensor_parallel_size=config.dtensor_cfg.tensor_parallel_size,

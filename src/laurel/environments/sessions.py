@@ -183,7 +183,7 @@ class SessionEnvironment(EnvironmentInterface):
         except BaseException:
             self.shutdown()
             raise
-        self.spec = EnvironmentSpec(judges="completion", tools=server.tools)
+        self.spec = EnvironmentSpec(judges="completion", tools=server.tools, components=())
 
     @property
     def num_open(self) -> int:

@@ -85,7 +85,7 @@ class ToolEnvironment(EnvironmentInterface):
         if not config.functions:
             raise ConfigError("env.tools.functions is empty: name at least one, module.function")
         schemas = schemas_of(config)
-        self.spec = EnvironmentSpec(judges="completion", tools=schemas)
+        self.spec = EnvironmentSpec(judges="completion", tools=schemas, components=())
         self._names = [schema["function"]["name"] for schema in schemas]
         self._form: CallForm | None = FORMS.get(config.form)
         parameters = [schema["function"]["parameters"] for schema in schemas]

@@ -197,6 +197,8 @@ def _remedy(problem: UnusableRow) -> str:
             f"Name the columns as for laurel rm ({COLUMNS_IN_WORDS}), or fix the row. Where the "
             f"class that reads the rows was guessed wrongly, name it with {key_of('--dataset')}."
         )
+    if problem.program:
+        return f"{problem.remedy}."
     return "Fix the row, or take it out of the file: no row of it is left out for such an error."
 
 

@@ -263,6 +263,7 @@ ROLES = "roles by position"
 CUT = "cut differently"
 EARLIER = "read before the last token"
 TEXT = "rendered differently"
+CONTROL = "control tokens in messages, which the reference reads"
 SPECIAL = "special tokens added"
 FAILS = "one of the two cannot read it"
 
@@ -329,6 +330,8 @@ def _difference(
         CUT: is_read and (row.truncated or ours[1]),
         EARLIER: row.end < len(row.ids),
         TEXT: not has_other_roles and row.text != reference.own.render(given),
+        CONTROL: reference.own.rules.has_plain_contents
+        and any(reference.own.control_token_in(message.content) for message in given),
     }
     return Difference(
         reasons=tuple(reason for reason, holds in found.items() if holds) or (SPECIAL,),

@@ -35,7 +35,7 @@ and `s` the standard deviation of those of the group (or of all groups, or 1). T
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -49,7 +49,7 @@ from laurel.config.grpo import (
     RewardScalingConfig,
     RewardShapingConfig,
 )
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, counted
 from laurel.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -100,15 +100,12 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
             "grpo.reward_scaling and grpo.reward_shaping change only their total; turn them off, "
             "or use adv_estimator.name=grpo"
         )
-    normalize = chosen.normalize_rewards
-    if normalize is None:
-        normalize = config.normalize_rewards
     low, high = config.advantage_clip_low, config.advantage_clip_high
     return AdvantageRule(
         estimator=chosen,
         has_baseline=config.compares_within_groups,
         leave_one_out=config.leaves_one_out,
-        scale=chosen.scale or ("group" if normalize else "none"),
+        scale=config.scale,
         clip_low=-math.inf if low is None else low,
         clip_high=math.inf if high is None else high,
     )
@@ -295,27 +292,17 @@ def _by_component(
     # GDPO, arXiv 2601.05242.
     samples = [
         [components for components, used in zip(row_G, used_G, strict=True) if used]
-        for row_G, used_G in zip(components_BG or [()] * len(used_BG), used_BG, strict=True)
-        if components_BG is not None or not used_G.any()
+        for row_G, used_G in zip(
+            components_BG or [[{}] * len(used_G) for used_G in used_BG], used_BG, strict=True
+        )
     ]
-    names = sorted({name for row in samples for sample in row for name in sample})
-    if len(samples) != len(used_BG) or any(set(s) != set(names) for row in samples for s in row):
-        raise ConfigError(
-            "grpo.adv_estimator.name=gdpo needs an environment that gives every sample the same "
-            f"named components of its reward (found: {', '.join(names) or 'none'}); "
-            "use adv_estimator.name=grpo otherwise"
-        )
-    weights = rule.estimator.reward_weights or (1.0,) * len(names)
-    if names and len(weights) != len(names):
-        raise ConfigError(
-            f"grpo.adv_estimator.reward_weights has {len(weights)} weights for {len(names)} "
-            f"components; give one for each of: {', '.join(names)}"
-        )
+    every = [sample for row in samples for sample in row]
+    weights = component_weights(every, rule.estimator) if every else {}
     total = [np.zeros(len(row)) for row in samples]
     size = [np.zeros(len(row)) for row in samples]
     variance = [np.zeros(len(row)) for row in samples]
     at_floor = [False] * len(samples)
-    for name, weight in zip(names, weights, strict=False):
+    for name, weight in weights.items():
         parts = [np.array([sample[name] for sample in row], np.float64) for row in samples]
         if not all(np.isfinite(row).all() for row in parts):
             raise ValueError(f"the component {name!r} of a reward is NaN or infinite")
@@ -326,9 +313,49 @@ def _by_component(
         at_floor = [a or b for a, b in zip(at_floor, compared.at_floor, strict=True)]
     # What rounding leaves of components that cancel out is no signal.
     for t, s in zip(total, size, strict=True):
-        t[np.abs(t) <= 8 * len(names) * np.finfo(np.float64).eps * s] = 0.0
+        t[np.abs(t) <= 8 * len(weights) * np.finfo(np.float64).eps * s] = 0.0
     compared = _Compared(values=total, noise=[np.sqrt(v) for v in variance], at_floor=at_floor)
     return _over_batch(compared, _spread(total, rule), rule)
+
+
+def component_weights(
+    components: Iterable[Collection[str]], estimator: AdvantageConfig
+) -> dict[str, float]:
+    """Return the weights of the components that GDPO compares, which are not 0, by name.
+
+    Args:
+        components: The names of the components of each reward.
+        estimator: The section `grpo.adv_estimator`.
+
+    Raises:
+        ConfigError: There are no components, not the same ones for all rewards, or not those for
+            which `reward_weights` has weights.
+    """
+    each = [set(names) for names in components]
+    names, given = sorted(set[str]().union(*each)), estimator.reward_weights
+    chosen = sorted(given) if isinstance(given, dict) else names
+    where = "grpo.adv_estimator"
+    if not names or any(not own.issuperset(set(chosen) & set(names)) for own in each):
+        raise ConfigError(
+            f"{where}.name=gdpo needs an environment that gives every sample the same named "
+            f"components of its reward (found: {', '.join(names) or 'none'}): a composite "
+            "(env.composite), a function that returns a dictionary of numbers, or an environment "
+            f"that returns a dictionary of rewards. Use {where.split('.')[1]}.name=grpo otherwise"
+        )
+    if unknown := sorted(set(chosen) - set(names)):
+        raise ConfigError(
+            f"{where}.reward_weights: no component is called {', '.join(unknown)}; there are: "
+            f"{', '.join(names)}"
+        )
+    if isinstance(given, list) and len(given) != len(names):
+        raise ConfigError(
+            f"{where}.reward_weights has {counted(len(given), 'weight')} for "
+            f"{counted(len(names), 'component')}; give one for each of: {', '.join(names)}"
+        )
+    if given is None:
+        return dict.fromkeys(names, 1.0)
+    weights = given if isinstance(given, dict) else dict(zip(names, given, strict=True))
+    return {name: weight for name, weight in weights.items() if weight != 0.0}
 
 
 def _against_groups(

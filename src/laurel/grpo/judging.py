@@ -202,7 +202,10 @@ def take_verdict(
         failure = verdict.failures[i] if verdict.failures is not None else None
         observation = verdict.observations[i]
         values = {name: float(column[i]) for name, column in columns.items()}
-        for name, value in values.items():
+        components = {name: value for name, value in values.items() if name}
+        if verdict.components is not None and failure is None:
+            components |= {name: float(v) for name, v in verdict.components[i].items()}
+        for name, value in (values | components).items():
             if failure is None and not np.isfinite(value):
                 what = f"the reward {value}" + (f" as {name!r}" if name else "")
                 failure = str(
@@ -215,9 +218,8 @@ def take_verdict(
             continue
         rollout.reward += sum(values.values())
         rollout.rounding += ROUNDING * sum(map(abs, values.values()))
-        for name, value in values.items():
-            if name:
-                rollout.components[name] = rollout.components.get(name, 0.0) + value
+        for name, value in components.items():
+            rollout.components[name] = rollout.components.get(name, 0.0) + value
         rollout.is_over = bool(over[i])
         rollout.metadata = verdict.metadata[i]
         stops = verdict.next_stop_strings[i]

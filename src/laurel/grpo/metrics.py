@@ -110,15 +110,15 @@ def control_token_metrics(groups: Sequence[RolloutGroup], chat: Chat) -> dict[st
     a reward model may have. The contents of messages are plain text, so nothing is gained by them;
     a share that rises shows that a policy tries to end its turn before its judge.
     """
-    said = [
-        "\n".join(m.content for m in rollout.messages if m.role == "assistant")
-        for group in groups
-        for rollout in group.rollouts_G
-    ]
+    said = [_said(rollout) for group in groups for rollout in group.rollouts_G]
     if not said:
         return {}
     spelled = sum(bool(chat.control_token_in(text) or FOREIGN_MARK.search(text)) for text in said)
     return {CONTROL_TOKENS.removeprefix("train/"): spelled / len(said)}
+
+
+def _said(rollout: Rollout) -> str:
+    return "\n".join(m.content for m in rollout.messages if m.role == "assistant")
 
 
 def judging_metrics(stats: RolloutStats) -> dict[str, float]:
@@ -593,6 +593,7 @@ def _ordered(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[Played]
         "worst": lambda r: r.reward or 0.0,
         "longest": lambda r: -float(r.mask_L.sum()),
         "shortest": lambda r: float(r.mask_L.sum()),
+        "control_tokens": lambda r: -float(bool(FOREIGN_MARK.search(_said(r)))),
         "repetitive": lambda r: -(repeated_share(r.ids_L[r.mask_L]) or 0.0),
     }
     return sorted(scored, key=lambda one: clearness[evidence](one[1]))

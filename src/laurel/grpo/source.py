@@ -26,7 +26,7 @@ from laurel.config.grpo import GRPOConfig
 from laurel.data.tasks import EndlessTasks
 from laurel.errors import EngineError, TrainingError
 from laurel.generation.waiting import BackgroundLoop, cancel_others
-from laurel.grpo.advantages import scaled, slope
+from laurel.grpo.advantages import component_weights, scaled, slope
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, Chat, Rollouts
@@ -201,9 +201,9 @@ class BatchCollector:
         scaling = self._config.reward_scaling
         rewards = [r.reward for r in used if r.reward is not None]
         columns = [[scaled(reward, scaling) for reward in rewards] if scaling.enabled else rewards]
-        if self._config.adv_estimator.name == "gdpo":  # which compares them one by one
-            names = sorted({name for r in used for name in r.components})
-            columns = [[r.components.get(name, 0.0) for r in used] for name in names] or columns
+        if self._config.adv_estimator.name == "gdpo" and used:  # which compares them one by one
+            weights = component_weights((r.components for r in used), self._config.adv_estimator)
+            columns = [[r.components[name] for r in used] for name in weights]
         if self._config.adv_estimator.per_step:
             rows = [[step.value for step in r.steps] for r in used if r.steps]
             columns = [[value for row in rows for value in row]] if len(rows) > 1 else []

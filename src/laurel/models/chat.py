@@ -27,6 +27,7 @@ from laurel.models.tokenizer import (
     bind_variables,
     close_ends,
     fields_of,
+    loses_thoughts,
     pin_date,
     plain_text,
     refuse_left_out,
@@ -362,7 +363,13 @@ class ChatFormat:
             has_end = bool(self._end_text) and text.startswith(self._end_text, end)
             pieces.append(_Piece([*self._contents.ids(row, start, end), self.end_ids[0]], True))
             position = end + (len(self._end_text) if has_end else 0)
-        _refuse_lost_thoughts(conversation[-1], text)
+        if loses_thoughts(conversation[-1], text):
+            raise DataError(
+                "the chat template leaves out the thoughts of the last answer, which would be "
+                "learned without them. Choose a template that writes them "
+                "(policy.tokenizer.chat_template=chatml, or a path ending in .jinja), or take the "
+                "thoughts out of the row"
+            )
         learned = [message.learned for message in conversation if message.role == "assistant"]
         return _with_weights(pieces, learned[-1:] if only_final else learned)
 
@@ -464,19 +471,6 @@ def _with_weights(pieces: Sequence[_Piece], learned: Sequence[bool]) -> list[_Pi
         piece._replace(is_learned=is_learned.get(index, False))
         for index, piece in enumerate(pieces)
     ]
-
-
-def _refuse_lost_thoughts(last: Message, text: str) -> None:
-    """Refuse a conversation if its template leaves out the thoughts of its last answer."""
-    thoughts, ended, _ = last.content.partition("</think>")
-    begun = thoughts.lstrip()
-    if ended and begun.startswith("<think>") and begun[len("<think>") :].strip() not in text:
-        raise DataError(
-            "the chat template leaves out the thoughts of the last answer, which would be learned "
-            "without them. Choose a template that writes them "
-            "(policy.tokenizer.chat_template=chatml, or a path ending in .jinja), or take the "
-            "thoughts out of the row"
-        )
 
 
 def _where_they_part(one: str, other: str) -> str:

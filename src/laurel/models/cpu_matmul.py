@@ -31,7 +31,10 @@ def fast_matmul(model: nn.Module) -> Iterator[None]:
     This affects plain linear layers that compute in float32 on the CPU. Where gradients are needed,
     only large products use oneDNN.
     """
-    layers = [m for m in model.modules() if type(m) is nn.Linear] if prefers_onednn() else []
+    # The compiler chooses the products of compiled layers, and does not know this operation.
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    uses_onednn = prefers_onednn() and not is_compiled
+    layers = [m for m in model.modules() if type(m) is nn.Linear] if uses_onednn else []
     for layer in layers:
         layer.__class__ = _OneDnnLinear
     try:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _PROBE = "laurelprobe"
 _MARKS = ("laurelcut", "bayleafedge")
 
 Offsets = list[tuple[int, int]]
+_LISTS = (list, tuple)
 
 
 class PlainText(NamedTuple):
@@ -89,7 +91,7 @@ class PlainContents:
             self._unmarked(
                 rendered(
                     tuple(self._marked(message, cut, edge) for message in conversation),
-                    [_mapped(tool, lambda text, cut=cut: self._apart(text, cut)) for tool in tools],
+                    [_mapped(tool, partial(self._apart, cut=cut)) for tool in tools],
                 ),
                 cut,
                 edge,
@@ -121,10 +123,14 @@ class PlainContents:
 
     def control_token_in(self, text: str) -> str | None:
         """Return the first control token that a text spells; None if it spells none."""
-        found = self._control.search(text)
-        if found is None and self._reads_normalized:
-            found = self._control.search(self._normalized(text))
-        return None if found is None else found[0]
+        return next(iter(self.control_tokens_in(text)), None)
+
+    def control_tokens_in(self, text: str) -> list[str]:
+        """Return the control tokens that a text spells, in order."""
+        found: list[str] = self._control.findall(text)
+        if not found and self._reads_normalized:
+            found = self._control.findall(self._normalized(text))
+        return found
 
     def _refuse_inseparable(self, text: str) -> None:
         found = self._control.findall(text)
@@ -151,7 +157,7 @@ class PlainContents:
             start = content.index(body)
             marked = f"{edge if head else ''}{body}{edge if tail else ''}"
             content = content[:start] + marked + content[start + len(body) :]
-        return Message(role, content)
+        return replace(message, role=role, content=content)
 
     def _joins(self, content: str) -> tuple[bool, bool]:
         # Whether text before and after a content may become a control token together with it.
@@ -161,7 +167,9 @@ class PlainContents:
         return any(body[:n] in tails for n in reach), any(body[-n:] in heads for n in reach)
 
     def _unmarked(self, marked: str, cut: str, edge: str) -> PlainText:
-        text, cuts, edges = "", [], []
+        text = ""
+        cuts: list[int] = []
+        edges: list[int] = []
         for piece in re.split(f"({cut}|{edge})", marked):
             if piece in (cut, edge):
                 (cuts if piece == cut else edges).append(len(text))
@@ -338,10 +346,12 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {_mapped(key, change): _mapped(one, change) for key, one in value.items()}
-    return [_mapped(one, change) for one in value] if isinstance(value, list | tuple) else value
+    return [_mapped(one, change) for one in value] if isinstance(value, _LISTS) else value
 
 
 def _strings(value: Any) -> list[str]:
-    found: list[str] = []
-    _mapped(list(value), lambda text: found.append(text) or text)
-    return found
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    return [text for one in value for text in _strings(one)] if isinstance(value, _LISTS) else []

@@ -457,11 +457,13 @@ class ScoringContract:
             return turn.is_rendered
         if self._asks_for_an_answer and turn.prompt.endswith(self._asks_for_an_answer):
             return True
-        mark = self._marks.search(turn.prompt) or FOREIGN_MARK.search(turn.prompt)
+        mark = self.control_token_in(turn.prompt)
+        if mark is None and (found := FOREIGN_MARK.search(turn.prompt)):
+            mark = found[0]
         if mark is None:
             return False
         raise DataError(
-            f"the prompt holds {mark[0]!r}, as rendered text does, but it does not end as prompts "
+            f"the prompt holds {mark!r}, as rendered text does, but it does not end as prompts "
             f"of this model's chat template do ({self._ways_to_ask}). Send the messages; or add "
             "?rendered=1 if the template has made it, ?rendered=0 if it is what the user says"
         )
@@ -489,9 +491,9 @@ class ScoringContract:
             )
         answer = self._without_end(text[start + len(ask) :], in_rendered_text=True)
         is_known = response is not None or ask
-        if is_known and (mark := self._marks.search(answer)) is not None:
+        if is_known and (mark := self.control_token_in(answer)) is not None:
             raise DataError(
-                f"the answer holds {mark[0]!r}, which in rendered text cannot be distinguished "
+                f"the answer holds {mark!r}, which in rendered text cannot be distinguished "
                 "from what the chat template writes. Send the messages: what they say is text"
             )
         if not ask:
@@ -516,7 +518,7 @@ class ScoringContract:
         text = self.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        marks = self._marks.findall(text)
+        marks = self._contents.control_tokens_in(text)
         mark_ids = set(self.tokenizer.convert_tokens_to_ids(marks))
         are_spelled = len(marks) != sum(one in mark_ids for one in ids)
         asks = self._asks_for_an_answer
@@ -564,7 +566,8 @@ class ScoringContract:
         # Removes what ends a turn: what the template writes, what policies sample, and padding.
         end = self._end_of_turn
         tokenizer = self.tokenizer
-        marks = [mark for word in end.split() for mark in self._marks.findall(word) or [word]]
+        words = end.split()
+        marks = [one for word in words for one in self._contents.control_tokens_in(word) or [word]]
         marks += filter(None, (tokenizer.eos_token, tokenizer.pad_token, tokenizer.sep_token))
         length = len(answer)
         while True:
@@ -610,15 +613,6 @@ class ScoringContract:
     @property
     def _end_of_turn(self) -> str:
         return self._around_probes[2]
-
-    @cached_property
-    def _marks(self) -> re.Pattern[str]:
-        # Matches special tokens, also those that only the vocabulary marks as special.
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        special = {str(token.content) for token in added if token.special}
-        known = (one for one in special.union(self.tokenizer.all_special_tokens) if len(one) > 2)
-        longest_first = sorted(map(re.escape, known), key=len, reverse=True)
-        return re.compile("|".join(longest_first) or "(?!)")
 
     @cached_property
     def opening_bos(self) -> int | None:

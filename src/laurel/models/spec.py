@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from laurel.config.policy import (
     LoraConfig,
@@ -43,6 +43,8 @@ class ModelSpec:
     """The head of a reward model; a policy ignores it."""
     precision: Precision = "bfloat16"
     """The dtype in which the decoder computes if its weights are float32."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether the decoder's layers are compiled; `auto`: on a GPU."""
     reads_forests: bool = True
     """Whether batches are token forests, if the architecture can read them, or padded rows."""
     logprob_chunk_size: int | None = None

@@ -97,6 +97,7 @@ RESERVED = frozenset(
 _CLOCK = re.compile(r"strftime_now\s*\(")
 _DATE_CALL = re.compile(r"strftime_now\s*\(\s*(['\"])(?P<format>.*?)\1\s*\)")
 _PINNED = "macro strftime_now("
+_PINNED_DAY = re.compile(r"macro strftime_now\(format\) %\}\{% if .*? %\}(?P<day>[^{]*)\{%")
 
 
 def load_tokenizer(
@@ -138,14 +139,14 @@ def load_tokenizer(
     for how_loaded in ("is_local", "local_files_only"):
         # transformers saves them: a resumed run, which loads its own checkpoint, would differ.
         tokenizer.init_kwargs.pop(how_loaded, None)
-    settle_template(tokenizer, config.chat_template)
+    settle_template(tokenizer, config.chat_template, day=config.date)
     note = settle_padding(tokenizer, config.pad_token, may_end=pad_may_end)
     if note is not None and notes is not None:
         notes.append(note)
     return tokenizer
 
 
-def settle_template(tokenizer: Any, choice: str | None) -> None:
+def settle_template(tokenizer: Any, choice: str | None, *, day: date | None = None) -> None:
     """Set the chat template of a tokenizer.
 
     Args:
@@ -153,21 +154,28 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
         choice: `default` for the tokenizer's own template, the name of a template of Laurel's, a
             path that ends in `.jinja`, or the template itself. None: the contents of the messages
             are concatenated.
+        day: The day that a template prints instead of the current one; None: today.
 
     Raises:
-        ModelError: The tokenizer has no template, the name is unknown, or the file is missing.
+        ModelError: The tokenizer has no template, the name is unknown, the file is missing, or the
+            date cannot be pinned.
     """
+    tokenizer.chat_template = _chosen_template(tokenizer, choice)
+    tokenizer.chat_template, _ = pin_date(tokenizer.chat_template, day or date.today())
+
+
+def _chosen_template(tokenizer: Any, choice: str | None) -> str:
     if choice is None:
-        tokenizer.chat_template = CONCATENATION
-    elif choice in TEMPLATES:
-        tokenizer.chat_template = TEMPLATES[choice]
-    elif choice.endswith(".jinja"):
+        return CONCATENATION
+    if choice in TEMPLATES:
+        return TEMPLATES[choice]
+    if choice.endswith(".jinja"):
         path = Path(choice)
         if not path.is_file():
             why = no_file_at(path) or "there is no such file"
             raise ModelError(f"{setting_of('policy.tokenizer.chat_template', choice)}: {why}")
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-    elif choice != "default":
+        return path.read_text(encoding="utf-8")
+    if choice != "default":
         if "{" not in choice:
             raise ModelError(
                 f"{setting_of('policy.tokenizer.chat_template', repr(choice))} is neither a "
@@ -175,15 +183,15 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
                 f" Choose default, {', '.join(TEMPLATES)}, null, a path ending in .jinja, or write"
                 " the Jinja template itself."
             )
-        tokenizer.chat_template = choice
-    elif tokenizer.chat_template is None:
+        return choice
+    if tokenizer.chat_template is None:
         raise ModelError(
             f"the tokenizer has no chat template. Set {key_of('policy.tokenizer.chat_template')} "
             "to chatml or "
             "plain (templates of Laurel's), to null (contents joined as they are), to a path "
             "ending in .jinja, or to the template itself."
         )
-    elif isinstance(tokenizer.chat_template, dict):
+    if isinstance(tokenizer.chat_template, dict):
         named = tokenizer.chat_template
         if "default" not in named:
             raise ModelError(
@@ -191,7 +199,8 @@ def settle_template(tokenizer: Any, choice: str | None) -> None:
                 f" called default; set {key_of('policy.tokenizer.chat_template')} to the one you "
                 "mean"
             )
-        tokenizer.chat_template = named["default"]
+        return str(named["default"])
+    return str(tokenizer.chat_template)
 
 
 def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False) -> str | None:
@@ -254,7 +263,8 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
     """Make a template that prints the current date print one fixed date.
 
     Scores that change from day to day cannot be compared, so a macro in the saved template replaces
-    the clock by the date of training.
+    the clock by the day of training, or of the first load in a run. A pinned template stays as it
+    is.
 
     Returns:
         The template, and the pinned date as the template prints it; None if the template does not
@@ -263,8 +273,11 @@ def pin_date(template: str, today: date) -> tuple[str, str | None]:
     Raises:
         ModelError: The template computes the format of the date, so it cannot be pinned.
     """
+    if _PINNED in template:
+        found = _PINNED_DAY.search(template)
+        return template, None if found is None else found["day"]
     calls = list(_DATE_CALL.finditer(template))
-    if _PINNED in template or not _CLOCK.search(template):
+    if not _CLOCK.search(template):
         return template, None
     if len(calls) < len(_CLOCK.findall(template)):
         raise ModelError(
@@ -390,6 +403,12 @@ def fields_of(message: Message, template: str) -> dict[str, str]:
         if key is not None and found is not None:
             fields |= {"content": found[2], key[1]: found[1]}
     return fields
+
+
+def loses_thoughts(message: Message, text: str) -> bool:
+    """Report whether the rendered text lacks the thoughts that a message begins with."""
+    found = _THOUGHTS.fullmatch(message.content.lstrip())
+    return found is not None and found[1].strip() not in text
 
 
 def refuse_left_out(conversation: Conversation, text: str) -> None:

@@ -32,6 +32,7 @@ LENGTH_CORRELATION = "train/completions/reward_length_correlation"
 REPETITION = "train/completions/repetition"
 TRUNCATION = "train/truncation_rate"
 ZERO_SPREAD = "train/frac_reward_zero_std"
+UPDATES = "train/optimizer_steps"
 FAILURES = "train/completions/failure_share"
 CONTROL_TOKENS = "train/completions/control_token_share"
 READ = frozenset(
@@ -43,6 +44,7 @@ READ = frozenset(
         REPETITION,
         TRUNCATION,
         ZERO_SPREAD,
+        UPDATES,
         FAILURES,
         CONTROL_TOKENS,
     }
@@ -220,6 +222,11 @@ class History:
         values, window = self.latest(name), self.config.window
         return statistics.median(values[-window:]) if len(values) >= window else None
 
+    def most(self, name: str) -> float | None:
+        """Return the largest value of a metric in the latest window; None before it is full."""
+        values, window = self.latest(name), self.config.window
+        return max(values[-window:]) if len(values) >= window else None
+
     @property
     def gold_window(self) -> int:
         """The largest number of latest values of the gold metric that are compared with the peak.
@@ -391,7 +398,15 @@ def is_of_validation(name: str) -> bool:
 _of = format_number
 
 Evidence = Literal[
-    "best", "worst", "longest", "shortest", "repetitive", "cut_off", "equal", "failed"
+    "best",
+    "worst",
+    "longest",
+    "shortest",
+    "repetitive",
+    "control_tokens",
+    "cut_off",
+    "equal",
+    "failed",
 ]
 """The completions that illustrate an alarm."""
 
@@ -482,12 +497,13 @@ def _gold_fell(history: History, peak: Level, count: int) -> AlarmFinding | None
 
 
 def kl_jump(history: History) -> AlarmFinding | None:
-    """Check whether the policy leapt away from the reference in one step.
+    """Check whether the policy leapt away from the reference in one step, and was paid for it.
 
     A divergence grows as the square of a distance: a policy that leaves the reference at a constant
     speed has 4 times the divergence at its second step and 2.25 times at its third, whatever its
     learning rate is. So the divergence is compared with the one to which the speed of the steps
-    before leads, in the root of the divergence.
+    before leads, in the root of the divergence. Where the reward fell in the same step, the leap
+    was a bad update, which the reward shows.
     """
     config, name = history.config, history.divergence()
     if name is None or not history.is_fresh(name):
@@ -500,8 +516,10 @@ def kl_jump(history: History) -> AlarmFinding | None:
     speed = max(0.0, statistics.median(speeds)) if speeds else 0.0
     expected = (max(distances) + speed) ** 2
     threshold = max(config.kl_least, config.kl_jump * expected)
+    reward = history.step(REWARD)
+    is_paid = reward is None or reward.value >= reward.before
     return AlarmFinding(
-        is_bad=value >= threshold,
+        is_bad=value >= threshold and is_paid,
         metric=name,
         value=value,
         threshold=threshold,
@@ -614,7 +632,9 @@ def truncation(history: History) -> AlarmFinding | None:
 def control_tokens(history: History) -> AlarmFinding | None:
     """Check whether more completions spell control tokens, which would forge a turn to a judge."""
     what = "share of completions that spell a control token as text"
-    return _risen(history, CONTROL_TOKENS, history.config.control_token_rise, what, "best")
+    return _risen(
+        history, CONTROL_TOKENS, history.config.control_token_rise, what, "control_tokens"
+    )
 
 
 def keeps_format(history: History) -> AlarmFinding | None:
@@ -663,6 +683,21 @@ def zero_spread_groups(history: History) -> AlarmFinding | None:
         return found
     # The reward shows whether the tasks are solved or hopeless.
     return replace(found, text=f"{found.text}; the mean reward is {_of(reward)}")
+
+
+def no_updates(history: History) -> AlarmFinding | None:
+    """Check whether no step of a window has changed the policy, whatever the reason."""
+    most = history.most(UPDATES)
+    if most is None or not history.is_fresh(UPDATES):
+        return None
+    return AlarmFinding(
+        is_bad=most <= 0,
+        metric=UPDATES,
+        value=most,
+        threshold=0.0,
+        text=f"in {history.config.window} steps no group had a signal: the policy did not change",
+        evidence="equal",
+    )
 
 
 def missing_rewards(history: History) -> AlarmFinding | None:
@@ -717,6 +752,7 @@ RULES: Mapping[Alarm, Callable[[History], AlarmFinding | None]] = MappingProxyTy
         "control_tokens": control_tokens,
         "format": keeps_format,
         "zero_spread_groups": zero_spread_groups,
+        "no_updates": no_updates,
         "ensemble": ensemble,
         "failures": missing_rewards,
     }

@@ -40,7 +40,8 @@ MAX_HUNG = 32
 class FunctionScorer:
     """Scores by calling a function, in threads here or in processes that can be killed.
 
-    A completion fails where the function raises, times out or returns no finite number. Example::
+    A completion fails where the function raises, times out or returns no finite number. Of a
+    dictionary, `score` is the reward, and the other numbers are its components. Example::
 
         def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
@@ -49,6 +50,7 @@ class FunctionScorer:
     """
 
     reads_metadata = True
+    names_components = True
     # The function's own noise is its affair; nothing is rounded here.
     noise = 0.0
 
@@ -137,18 +139,15 @@ class FunctionScorer:
             try:
                 async with asyncio.timeout(limit) as clock:
                     if self._is_async:
-                        result = await guarded(self._function(**arguments))
-                    elif self._hung >= MAX_HUNG:
+                        return await guarded(self._awaited(arguments, count))
+                    if self._hung >= MAX_HUNG:
                         reason = (
                             f"timeout: {self._hung} calls of the function hang in threads, which "
                             "cannot be ended; set env.reward_model.num_workers, and its processes "
                             "are killed"
                         )
                         return (failed(reason),) * count
-                    else:
-                        result = await self._in_thread(arguments)
-            except _RaisedError as error:
-                return (score_of_error(error.raised),) * count
+                    return await self._in_thread(arguments, count)
             except asyncio.CancelledError as error:
                 # The function may raise one of its own, when nobody has cancelled this.
                 task = asyncio.current_task()
@@ -158,7 +157,10 @@ class FunctionScorer:
             # A TimeoutError may be the function's own; its sys.exit() must not end the loop.
             except (Exception, SystemExit) as error:
                 return (late(limit) if clock.expired() else score_of_error(error),) * count
-            return verdicts_of(result, count=count, judges_groups=self.judges_groups)
+
+    async def _awaited(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
+        result = await self._function(**arguments)
+        return verdicts_of(result, count=count, judges_groups=self.judges_groups)
 
     async def _in_process(
         self, processes: ProcessPool, arguments: Mapping[str, Any], count: int
@@ -176,21 +178,19 @@ class FunctionScorer:
             return (failed("error: the process died while it ran the function"),) * count
         return tuple(Score(**{**one, "values_K": tuple(one["values_K"])}) for one in found)
 
-    async def _in_thread(self, arguments: Mapping[str, Any]) -> Any:
+    async def _in_thread(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
         """Call the function in a thread of its own, which is left behind if it times out."""
-        call = begin_in_thread(
-            functools.partial(self._function, **arguments), name="laurel-function"
+        scores = functools.partial(
+            scores_of_call, self._function, arguments, count=count, judges_groups=self.judges_groups
         )
+        call = begin_in_thread(scores, name="laurel-function")
         try:
             result = await asyncio.wrap_future(call)
         except asyncio.CancelledError:
             self._count_hung(1)
             call.add_done_callback(lambda _: self._count_hung(-1))
             raise
-        try:
-            return result()
-        except BaseException as error:
-            raise _RaisedError(error) from error
+        return result()
 
     def _count_hung(self, change: int) -> None:
         with self._counting:
@@ -237,14 +237,6 @@ class _Rate:
             return max(0.0, self._until - self._at_once - now)
 
 
-class _RaisedError(Exception):
-    """Carries what the function raised in its thread, which may be any exception."""
-
-    def __init__(self, raised: BaseException) -> None:
-        super().__init__(str(raised))
-        self.raised = raised
-
-
 # --------------------------------------------------------------------------------------------------
 # The function in a worker process.
 
@@ -262,14 +254,10 @@ def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], An
     check_call(function, config.kwargs | served, judges_groups=config.group, where=where)
 
     def score(asked: dict[str, Any]) -> list[dict[str, Any]]:
-        try:
-            with ForkGuard():
-                result = function(**asked["arguments"], **served)
-                if is_async(function):
-                    result = asyncio.run(guarded(result))
-            found = verdicts_of(result, count=asked["count"], judges_groups=config.group)
-        except BaseException as error:  # raised by the function, SystemExit too
-            found = (score_of_error(error),) * int(asked["count"])
+        arguments = asked["arguments"] | served
+        found = scores_of_call(
+            function, arguments, count=asked["count"], judges_groups=config.group
+        )
         return [dataclasses.asdict(one) for one in found]
 
     return score
@@ -446,6 +434,20 @@ def call_arguments(
 # ------------------------------------------------------------------------------ its results
 
 
+def scores_of_call(
+    function: Function, arguments: Mapping[str, Any], *, count: int, judges_groups: bool
+) -> tuple[Score, ...]:
+    """Call a function, and convert what it returns or raises into scores."""
+    try:
+        with ForkGuard():  # for the conversion too, which may run methods of the result
+            result = function(**arguments)
+            if is_async(function):
+                result = asyncio.run(guarded(result))
+            return verdicts_of(result, count=count, judges_groups=judges_groups)
+    except BaseException as error:  # raised by the function, SystemExit too
+        return (score_of_error(error),) * count
+
+
 def verdicts_of(result: Any, *, count: int, judges_groups: bool) -> tuple[Score, ...]:
     """Convert the result of a call into a score for each of its completions."""
     if not judges_groups:
@@ -506,5 +508,9 @@ def late(seconds: float) -> Score:
 
 
 def _text_of(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        said = str(error)
+    except Exception:  # its class may be the user's own
+        said = ""
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return text[:_LONGEST_REASON]

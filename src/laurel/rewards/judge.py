@@ -436,7 +436,9 @@ def mean_verdict(replies: Sequence[float | NoScoreError], config: JudgeConfig) -
     unreadable = [one for one in replies if isinstance(one, NoScoreError)]
     if len(values) < config.min_samples:
         of = f"{len(values)} of {len(replies)} replies have a score"
-        return failed(f"reply: {of}: {unreadable[-1]}")
+        # A small model often keeps to no form.
+        cure = "" if config.urls else "; judge.read_out=log_probability asks for no form"
+        return failed(f"reply: {of}: {unreadable[-1]}{cure}")
     mean = math.fsum(values) / len(values)
     parts: dict[str, float] = {}
     if len(replies) > 1:

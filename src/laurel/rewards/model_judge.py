@@ -392,7 +392,12 @@ def open_model_judge(config: JudgeConfig, *, device: Device, where: str, say: Sa
             say(note)
         check_files(place)
         quiet_libraries()
-        spec = ModelSpec(name=place.name, tokenizer=config.tokenizer, precision=config.precision)
+        spec = ModelSpec(
+            name=place.name,
+            tokenizer=config.tokenizer,
+            precision=config.precision,
+            compile=config.compile,
+        )
         hf_config = read_config(spec, place.name)
         positions = num_positions(hf_config) or MAX_LENGTH
         max_length = config.max_model_len or min(MAX_LENGTH, positions)

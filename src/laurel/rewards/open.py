@@ -527,9 +527,11 @@ def load_scorer(
             **({} if steps.aggregate == spec.aggregate else {"mean": None, "std": None}),
         )
     _check(loaded, place, precision=spec.precision, has_contract=rules is not None, say=say)
-    return LocalScorer(
+    scorer = LocalScorer(
         loaded.model, contract, batch_tokens=spec.batch_tokens, batch_size=spec.batch_size
     )
+    scorer.source = place.name
+    return scorer
 
 
 def read_rules(place: ModelPlace) -> ScoringRules | None:

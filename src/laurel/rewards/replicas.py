@@ -70,6 +70,7 @@ def scoring_replicas(
         restarts=Restarts(max_restarts, say),
         is_lost=_is_lost,
         most_losses=MOST_LOSSES,
+        version=lambda scorer: scorer.version,
     )
 
 
@@ -112,14 +113,20 @@ class GroupScorer(ContractScorer):
         Raises:
             WorkerError: The workers do not answer.
         """
-        about: tuple[ScoringContract, Path, int, list[str]] = group.call_one(0, "about")
-        contract, self._path, self._num_outputs, said = about
+        about: tuple[ScoringContract, Path, int, list[str], str] = group.call_one(0, "about")
+        contract, self._path, self._num_outputs, said, version = about
         super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
+        self._version = version
         self._group = group
         self._batch_timeout = batch_timeout
         self._replicas: list[int] = group.call("replica")
         self.said: tuple[str, ...] = tuple(said)
         """Lines of the first rank on the model that it loaded."""
+
+    @property
+    def version(self) -> str:
+        """Version of the model that the workers loaded."""
+        return self._version
 
     @property
     def path(self) -> Path:
@@ -251,10 +258,13 @@ class ScoringWorker:
         """Return the index of the replica that this rank computes."""
         return self._replica
 
-    def about(self) -> tuple[ScoringContract, Path, int, list[str]]:
-        """Return the contract, the path of batches, the outputs K, and the notes of loading."""
+    def about(self) -> tuple[ScoringContract, Path, int, list[str], str]:
+        """Return the contract, the path of batches, the outputs K, the notes of loading, and the
+        version of the model.
+        """
         scorer = self._open()
-        return scorer.contract, scorer.path, scorer.model.num_outputs, self._said
+        outputs = scorer.model.num_outputs
+        return scorer.contract, scorer.path, outputs, self._said, scorer.version
 
     def score(
         self, batches: Sequence[Sequence[TokenGroup]], exactly: bool = False

@@ -27,6 +27,7 @@ from laurel.models.loading.policy import (
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
 from laurel.rewards.preparing import Prepared, Preparing, Rendered, fill_in, prepared_by
+from laurel.rewards.version import model_version
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
 
 OnBatch = Callable[[int, int], None]
@@ -123,6 +124,8 @@ class ContractScorer(ModelScorer):
 
     has_exact_scores = True
     """Whether `score_exactly` can compute in a higher precision."""
+    source: str | None = None
+    """Directory or name of the model; None if it was made in this process."""
 
     def __init__(
         self, contract: ScoringContract, *, batch_tokens: int, batch_size: int | None
@@ -163,6 +166,11 @@ class ContractScorer(ModelScorer):
     def is_ended(self) -> bool:
         """Whether the workers are gone, so that every call raises their error."""
         return False
+
+    @property
+    def version(self) -> str:
+        """Version of the model, for which its files are read; empty without a `source`."""
+        return "" if self.source is None else model_version(self.source, self.contract.rules)
 
     @contextmanager
     def resting(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -57,6 +58,8 @@ class RunContext(Generic[R]):
     """The store of checkpoints; None if no checkpoints are saved."""
     resume_from: Path | None = None
     """The checkpoint that the run resumes from; None if it starts anew."""
+    day: date = field(default_factory=date.today)
+    """The day on which the run began: templates print it instead of the current one."""
 
     def with_store(self, selection: Selection) -> RunContext[R]:
         """Return this context with the locked checkpoint store and the checkpoint to resume from.
@@ -96,7 +99,12 @@ class RunContext(Generic[R]):
                 + (" (see the warnings above)" if newest.skipped else "")
                 + "; start with checkpointing.resume=auto in an empty directory"
             )
-        return replace(self, store=store, resume_from=newest.path)
+        if newest.path is None:
+            return replace(self, store=store)
+        from laurel.training.state import read_day
+
+        day = read_day(newest.path) or self.day
+        return replace(self, store=store, resume_from=newest.path, day=day)
 
     def with_slots(self, planned: PlannedAllocation) -> RunContext[R]:
         """Return this context with all planned slots reserved.

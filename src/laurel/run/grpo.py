@@ -29,6 +29,7 @@ from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
     judge_notes,
     loaded_judges,
+    sampling_notes,
     uses_reward_model,
     why_not_validated,
 )
@@ -67,7 +68,8 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     planned = plan_allocation(config)
     check_judges(config, on_cluster=planned.are_remote)
     check_vllm(config, on_cluster=planned.are_remote)
-    for note in judge_notes(config, on_cluster=planned.are_remote):
+    notes = judge_notes(config, on_cluster=planned.are_remote)
+    for note in [*notes, *sampling_notes(config)]:
         console.print(f"note    {note}", soft_wrap=True)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)
@@ -77,6 +79,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     context = context.with_slots(planned)
     environments = environments_of(data, context)
     check_gives_steps(config, data, environments)
+    check_components(config, data, environments)
     check_answers(data, environments, console)
     # A resumed run has measured these at its beginning.
     facts = judge_figures([] if context.resume_from else benchmarks, environments, console)
@@ -149,6 +152,33 @@ def check_gives_steps(
             "model_name, without transform.subtract_reference; composites and several models do "
             "not. Use it for the training tasks, or leave per_step out"
         )
+
+
+def check_components(
+    config: GRPORun, data: TaskData, environments: Mapping[str, Environment]
+) -> None:
+    """Check that the environments of the training tasks give the components that GDPO compares.
+
+    Those that do not say before their first reward are checked with the first batch.
+
+    Raises:
+        ConfigError: An environment gives none, or not those of `reward_weights`.
+    """
+    from laurel.grpo.advantages import component_weights
+
+    estimator = config.grpo.adv_estimator
+    if estimator.name != "gdpo":
+        return
+    asked = {task.environment for task in data.train} or {config.default_environment}
+    known = {name: environments[name].spec.components for name in sorted(asked)}
+    stated = {name: names for name, names in known.items() if names is not None}
+    for name, components in stated.items():
+        try:
+            component_weights([components], estimator)
+        except ConfigError as error:
+            raise ConfigError(f"the environment {name}: {error}") from error
+    if stated:
+        component_weights(stated.values(), estimator)
 
 
 def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
@@ -297,6 +327,7 @@ def _with_policy(
         run_dir=run_dir,
         save_optimizer=config.checkpointing.save_optimizer,
         saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
+        day=context.day,
     )
     position = state.restore(resume_from) if resume_from else Position()
     describe_policy(context, model.facts, data.reports, run_dir)

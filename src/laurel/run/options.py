@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -424,6 +425,15 @@ class ServeOptions:
     device: DeviceOption = "auto"
     cpu_threads: ThreadsOption = None
     max_length: MaxLengthOption = None
+    date: Annotated[
+        datetime | None,
+        typer.Option(
+            formats=["%Y-%m-%d"],
+            metavar="YYYY-MM-DD",
+            help="The day that a chat template prints in place of the current one, for a model "
+            "without scoring.json. Default: the day on which the server is started.",
+        ),
+    ] = None
     batch_tokens: BatchTokensOption = 8192
     max_waiting: Annotated[
         int,

@@ -160,6 +160,26 @@ def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
     ]
 
 
+def sampling_notes(config: GRPORun) -> list[str]:
+    """Say that completions are sampled from less than the distribution that is learned."""
+    generation = config.policy.generation
+    cuts = [
+        f"policy.generation.{key}={getattr(generation, key):g}"
+        for key, is_cut in (
+            ("top_p", generation.top_p < 1),
+            ("top_k", generation.top_k is not None),
+        )
+        if is_cut
+    ]
+    if not cuts or generation.temperature == 0:
+        return []
+    return [
+        f"{' and '.join(cuts)}: completions are sampled from the likeliest tokens alone, and their "
+        "log-probabilities are those of the whole distribution, as the learner's are: ratios, "
+        "importance weights and the divergence do not see the cut, and the gradient is biased by it"
+    ]
+
+
 def _names_reward_model(config: GRPORun) -> bool:
     blocks = [*config.data.train_sets(), *config.data.validation_sets()]
     waiting = [config.default_environment, *(block.env_name or "" for block in blocks)]

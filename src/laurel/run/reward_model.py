@@ -519,6 +519,11 @@ def tokenise(
                 + (" (not of a process reward model)" if reads_steps else "")
             )
         raise DataError(no_rows_left(report))
+    if (place := _lost_thoughts(samples, contract)) is not None:
+        report.notes.append(
+            "the chat template leaves out the thoughts of answers (<think> ... </think>), so that "
+            f"nothing is learned from them (first in {place})"
+        )
     if num_same or len(samples) < len(preferences):
         report.describe([sample.preference for sample in samples])
     report.num_truncated = sum(sum(sample.tokens.truncated_G) for sample in samples)
@@ -528,6 +533,20 @@ def tokenise(
     if warning is not None:
         console.print(f"warning: {warning}")
     return samples
+
+
+def _lost_thoughts(samples: Sequence[PreferenceSample], contract: ScoringContract) -> str | None:
+    """Return the place of the first answer with thoughts if the template leaves these out."""
+    from laurel.models.tokenizer import loses_thoughts
+
+    for preference in (sample.preference for sample in samples):
+        for index, completion in enumerate(preference.group.completions_G):
+            last = completion.messages[-1]
+            if loses_thoughts(last, ""):
+                # A template does with one answer what it does with all.
+                text = contract.render(preference.group.conversation(index))
+                return preference.source if loses_thoughts(last, text) else None
+    return None
 
 
 def distinct_answers(preference: Preference, tokens: TokenGroup) -> list[int]:

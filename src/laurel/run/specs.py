@@ -47,6 +47,7 @@ def model_spec(policy: PolicyConfig) -> ModelSpec:
         tokenizer=policy.tokenizer,
         head=policy.reward_model_cfg,
         precision=policy.precision,
+        compile=policy.compile,
         reads_forests=policy.sequence_packing.enabled,
         logprob_chunk_size=(
             policy.logprob_chunk_size
@@ -120,6 +121,7 @@ _SAID_BY_CONTRACT = (
     "reward_model_cfg",
     "max_total_sequence_length",
     "tokenizer.chat_template_kwargs",
+    "tokenizer.date",
 )
 
 

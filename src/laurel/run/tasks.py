@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import (
     CodeEnvironmentConfig,
     CompositeEnvironmentConfig,
     CompositePart,
     EnvironmentsConfig,
+    ScorerSource,
 )
 from laurel.config.grpo import GRPORun
 from laurel.data.reading import encoded
@@ -72,7 +74,7 @@ def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, E
     with context.console.status("starting the environments"):
         environments = create_environments(
             names,
-            config.env,
+            dated(config.env, context.day),
             device=config.cluster.device,
             opening=opening,
             nodes=nodes_of(allocation),
@@ -82,6 +84,27 @@ def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, E
     for environment in environments.values():
         context.stack.callback(environment.shutdown)
     return environments
+
+
+def dated(config: EnvironmentsConfig, day: date) -> EnvironmentsConfig:
+    """Return the section with a day for every template that prints one and is given none.
+
+    Models of environments are loaded anew whenever a run is resumed or a replica is lost, and their
+    scores would differ from day to day.
+    """
+
+    def given(source: ScorerSource) -> ScorerSource:
+        changed: dict[str, Any] = {"tokenizer": source.tokenizer.on(day)}
+        if source.judge is not None:
+            tokenizer = source.judge.tokenizer.on(day)
+            changed["judge"] = source.judge.model_copy(update={"tokenizer": tokenizer})
+        return source.model_copy(update=changed)
+
+    model = given(config.reward_model)
+    if config.reward_model.models is not None:
+        models = list(map(given, config.reward_model.models))
+        model = model.model_copy(update={"models": models})
+    return config.model_copy(update={"reward_model": model})
 
 
 def check_answers(data: TaskData, environments: dict[str, Environment], console: Console) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from laurel.config.schemas import Run
     from laurel.config.yaml_tree import Section
+    from laurel.observe.run_record import RunRecord
     from laurel.training.loop import RunOutcome
 
 MAX_LINES = 10
@@ -218,7 +219,8 @@ def conclude(
         console: The console to print to.
         use: A command that uses the model, with {} for the model's directory.
         limit: The reason why the run ended at its last step, if that may be unexpected.
-        unsaved: The error that left the last checkpoint unsaved; it is printed first.
+        unsaved: The error that left the last checkpoint unsaved; it is printed first, and then that
+            no step changed the policy, if none did.
     """
     at, seconds = f"after step {outcome.step}", f"{outcome.seconds:.0f} s"
     again, finished = "run it again to resume", f"finished {at}, in {seconds}"
@@ -226,9 +228,14 @@ def conclude(
         again = "nothing was saved, so it will start over"
         # Without an error, the configuration saves nothing.
         finished += "" if unsaved else "; nothing was saved (checkpointing.enabled=false)"
+    problems = [] if unsaved is None else [f"problem: {unsaved}"]
+    record = None if outcome.run_dir is None else _record_of(outcome.run_dir, console)
+    if record is not None:
+        from laurel.observe.report.findings import learned_nothing
+
+        problems += [said] if (said := learned_nothing(record)) else []
     room = MAX_LINES
-    if unsaved is not None:
-        problem = Text(visible(f"problem: {unsaved}"))
+    for problem in map(Text, map(visible, problems)):
         room -= len(problem.wrap(console, console.width))
         console.print(problem)
     how = {
@@ -249,7 +256,9 @@ def conclude(
         last.append(("use it", use.format(model)))
     if outcome.run_dir is not None:
         last.append(("report", f"laurel report {outcome.run_dir}"))
-        _say_what_came_out(outcome.run_dir, console, room=room - 1 - len(last))
+        if record is not None:
+            left = room - 1 - len(last)
+            _say_what_came_out(record, console, room=left, said=problems)
     for label, text in last:
         if text.startswith("laurel "):
             print_command(console, f"{label:<8}", text)
@@ -257,18 +266,29 @@ def conclude(
             console.print(f"{label:<8}{text}", soft_wrap=True)
 
 
-def _say_what_came_out(run_dir: Path, console: Console, *, room: int) -> None:
-    """Print the run's results, and as many of the first findings as fit, but at least one."""
-    from laurel.observe.report.findings import first_findings, results
+def _record_of(run_dir: Path, console: Console) -> RunRecord | None:
+    """Read the log of a run; if it cannot be read, warn."""
     from laurel.observe.run_record import read_run_record
 
     try:
-        record = read_run_record(run_dir)
-        lines, findings = results(record), first_findings(record)
+        return read_run_record(run_dir)
     except (DataError, OSError) as error:
         # The run has trained and saved, so this is no failure of it.
         console.print(f"warning: the log of the run cannot be read: {error}", soft_wrap=True)
-        return
+        return None
+
+
+def _say_what_came_out(
+    record: RunRecord, console: Console, *, room: int, said: Sequence[str]
+) -> None:
+    """Print the run's results, and as many of the first findings as fit, but at least one.
+
+    Findings that have been `said` are not repeated.
+    """
+    from laurel.observe.report.findings import first_findings, results
+
+    lines = results(record)
+    findings = [line for line in first_findings(record) if line not in said]
     texts = [Text(visible(line)) for line in (*lines, *findings)]
     for index, text in enumerate(texts):
         room -= len(text.wrap(console, console.width))

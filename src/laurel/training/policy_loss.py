@@ -125,6 +125,7 @@ class PolicyLoss:
             sums["entropy"] = entropy_U.detach().sum()
         sums |= self._figures(current_U.detach(), old_U, log_ratio_U.detach(), tokens)
         sums["sampling_importance_ratio"] = corrected.weights_U.sum()
+        sums["sampling_importance_ratio_before_truncation"] = corrected.whole_U.sum()
         outside_U = corrected.outside_U.to(corrected.weights_U.dtype)
         kind = self._config.truncation
         if kind in ("seq-tis", "seq-mask-tis"):
@@ -142,10 +143,12 @@ class PolicyLoss:
         - `probs_ratio[_clamped][_min|_max]`: the ratios.
         - `clip_ratio/{low_mean,high_mean}`: the share of tokens below the range with a negative, or
           above it with a positive advantage, which get no gradient in PPO; `region_mean`: of both.
+          REINFORCE, which clips no ratio, has neither these nor `probs_ratio_clamped`.
         - `token_mult_prob_error`, `gen_kl_error`, `policy_kl_error`, `js_divergence_error`: as
           `mismatch` defines them.
-        - `sampling_importance_ratio`: the mean weight, after truncation; `is_oob_ratio`: the share
-          outside the range, of completions for the `seq-...` kinds and of tokens otherwise.
+        - `sampling_importance_ratio`: the mean weight, after truncation, and
+          `sampling_importance_ratio_before_truncation`; `is_oob_ratio`: the share outside the
+          range, of completions for the `seq-...` kinds and of tokens otherwise.
         - `approx_entropy`: `-log current`, weighted by `current / behaviour`; `entropy`: measured.
         - `positive_nll_loss`: the mean over the tokens of positive examples.
 
@@ -212,26 +215,29 @@ class PolicyLoss:
         self, current_U: Tensor, old_U: Tensor, log_ratio_U: Tensor, tokens: PolicyTokens
     ) -> dict[str, Tensor]:
         count = current_U.new_full((), len(current_U))
-        ratio_U = ratio_of(log_ratio_U)
-        clamped_U = self._clamped(ratio_U)
-        is_low_U = (ratio_U < clamped_U) & (tokens.advantages_U < 0)
-        is_high_U = (ratio_U > clamped_U) & (tokens.advantages_U > 0)
+        ratios = {"probs_ratio": ratio_of(log_ratio_U)}
         extreme_U = torch.maximum(log_ratio_U.abs(), (old_U - tokens.behaviour_U).abs())
         sampling_ratio_U = ratio_of(current_U - tokens.behaviour_U)
         sums = {
             "global_valid_toks": count,
             "global_valid_seqs": count.new_full((), tokens.num_samples),
             "num_extreme_ratios": (extreme_U > LIMIT).sum().to(count.dtype),
-            "probs_ratio": ratio_U.sum(),
-            "probs_ratio_clamped": clamped_U.sum(),
-            "clip_ratio/low_mean": is_low_U.sum().to(count.dtype),
-            "clip_ratio/high_mean": is_high_U.sum().to(count.dtype),
-            "clip_ratio/region_mean": (is_low_U | is_high_U).sum().to(count.dtype),
             "approx_entropy": -(sampling_ratio_U * current_U).sum(),
             **mismatch(old_U, tokens.behaviour_U),
         }
-        if len(ratio_U):
-            for name, values_U in (("probs_ratio", ratio_U), ("probs_ratio_clamped", clamped_U)):
+        if self._config.kind != "reinforce":  # which clips nothing
+            ratio_U = ratios["probs_ratio"]
+            ratios["probs_ratio_clamped"] = clamped_U = self._clamped(ratio_U)
+            is_low_U = (ratio_U < clamped_U) & (tokens.advantages_U < 0)
+            is_high_U = (ratio_U > clamped_U) & (tokens.advantages_U > 0)
+            sums |= {
+                "clip_ratio/low_mean": is_low_U.sum().to(count.dtype),
+                "clip_ratio/high_mean": is_high_U.sum().to(count.dtype),
+                "clip_ratio/region_mean": (is_low_U | is_high_U).sum().to(count.dtype),
+            }
+        for name, values_U in ratios.items():
+            sums[name] = values_U.sum()
+            if len(values_U):
                 sums |= {f"{name}_min": values_U.min(), f"{name}_max": values_U.max()}
         return sums
 
@@ -254,6 +260,7 @@ _PER_TOKEN = (
     "policy_kl_error",
     "js_divergence_error",
     "sampling_importance_ratio",
+    "sampling_importance_ratio_before_truncation",
     "is_oob_ratio",
     "approx_entropy",
     "entropy",
@@ -354,6 +361,8 @@ class Correction(NamedTuple):
     """The importance-sampling weights of tokens that another policy sampled."""
 
     weights_U: Tensor
+    whole_U: Tensor
+    """The weights before truncation."""
     outside_U: Tensor
     """bool [U]: the tokens whose weight the range limited or set to 0."""
 
@@ -376,11 +385,12 @@ def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) ->
     else:
         weights_U = ratio_of(log_U)
     if kind is None:
-        return Correction(weights_U, torch.zeros_like(weights_U, dtype=torch.bool))
+        outside_U = torch.zeros_like(weights_U, dtype=torch.bool)
+        return Correction(weights_U, weights_U, outside_U)
     low = config.truncated_importance_sampling_ratio_min or 0.0
     high = config.truncated_importance_sampling_ratio
     assert high is not None, "the configuration demands it"
-    checked_U = weights_U
+    whole_U = checked_U = weights_U
     if kind == "seq-mask-tis":
         checked_U = tokens.spread(ratio_of(tokens.means(log_U)))
     outside_U = (checked_U < low) | (checked_U > high)
@@ -388,7 +398,7 @@ def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) ->
         weights_U = weights_U.clamp(low, high)
     else:
         weights_U = torch.where(outside_U, torch.zeros_like(weights_U), weights_U)
-    return Correction(weights_U, outside_U)
+    return Correction(weights_U, whole_U, outside_U)
 
 
 def mismatch(old_U: Tensor, behaviour_U: Tensor) -> dict[str, Tensor]:

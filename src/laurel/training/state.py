@@ -9,6 +9,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, Token
 TRAINING = "training"
 """The directory in a checkpoint that only resuming needs."""
 RUN = "run.json"
-"""The file in `TRAINING` with the run's log directory, and the fingerprints of its rows."""
+"""The file in `TRAINING` with the run's log directory and first day, and its rows' fingerprints."""
 TRAINING_DATA = "training data"
 VALIDATION_DATA = "validation data"
 CONFIG = "config.yaml"
@@ -48,6 +49,7 @@ class RunState(ABC):
         run_dir: Path,
         save_optimizer: bool,
         saves_in_background: bool = False,
+        day: date | None = None,
     ) -> None:
         """Take the parts that do not change during the run.
 
@@ -58,6 +60,7 @@ class RunState(ABC):
             run_dir: The log directory of this run.
             save_optimizer: Whether checkpoints hold what resuming needs.
             saves_in_background: Whether training goes on while a checkpoint is written.
+            day: The day on which the run began, if something that it loads anew prints it.
         """
         self.learner = learner
         self.rows = rows
@@ -65,6 +68,7 @@ class RunState(ABC):
         self.saves_in_background = saves_in_background
         self._config_yaml = config_yaml
         self._save_optimizer = save_optimizer
+        self._day = day
         self.hurries = False
         """Whether a signal has broken a validation off, so that there is little time to save."""
 
@@ -109,7 +113,9 @@ class RunState(ABC):
         if not self._save_optimizer:
             return
         (directory / TRAINING).mkdir()
-        run = {"run_dir": str(self.run_dir), "identity": dict(self.rows)}
+        run: dict[str, Any] = {"run_dir": str(self.run_dir), "identity": dict(self.rows)}
+        if self._day is not None:
+            run["day"] = self._day.isoformat()
         (directory / TRAINING / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
         self.learner.save_state(
             directory / TRAINING,
@@ -222,6 +228,14 @@ def read_run_dir(directory: Path) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.is_dir() else None
+
+
+def read_day(directory: Path) -> date | None:
+    """Read the day on which the run that saved a checkpoint began; None if it does not say."""
+    try:
+        return date.fromisoformat(json.loads((directory / TRAINING / RUN).read_bytes())["day"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def write_bad_rows(
@@ -455,25 +469,8 @@ def reward_scores(
 class PolicyRunState(RunState):
     """Writes and restores the checkpoints of a policy's run."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        *,
-        rows: Mapping[str, str],
-        config_yaml: str,
-        card: CardFacts,
-        run_dir: Path,
-        save_optimizer: bool,
-        saves_in_background: bool = False,
-    ) -> None:
-        super().__init__(
-            learner,
-            rows=rows,
-            config_yaml=config_yaml,
-            run_dir=run_dir,
-            save_optimizer=save_optimizer,
-            saves_in_background=saves_in_background,
-        )
+    def __init__(self, learner: Learner, *, card: CardFacts, **others: Any) -> None:
+        super().__init__(learner, **others)
         self._card = card
 
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from laurel.errors import EngineError, WorkerError, is_lost_worker
+from laurel.errors import EngineError, ModelError, WorkerError, is_lost_worker
 from laurel.workers.calls import again
 from laurel.workers.supervisor import Replica, Restarts, Supervisor
 
@@ -37,6 +37,7 @@ class ReplicaSet(Supervisor[T]):
         most_losses: int | None = None,
         ping: Callable[[T], str | None] | None = None,
         ping_seconds: float = 0.25,
+        version: Callable[[T], str] = lambda _: "",
     ) -> None:
         """Start all replicas; parameters not listed here are those of `Supervisor`.
 
@@ -51,8 +52,10 @@ class ReplicaSet(Supervisor[T]):
             ping: Cause of a replica's death, None where it lives; called for those that have
                 nothing to do, so that they are there again when they are needed. None: not asked.
             ping_seconds: How often.
+            version: Version of what a replica has loaded, which must be that of all others.
 
         Raises:
+            ModelError: Two replicas have different versions.
             Exception: The first failure to start one.
         """
         self.failure: WorkerError | None = None
@@ -62,6 +65,13 @@ class ReplicaSet(Supervisor[T]):
         self._new: Callable[[T], None] | None = None
         replicas = [Replica[T](index, f"{name} {index}") for index in range(number)]
         super().__init__(make, replicas, end=end, restarts=restarts, bring_up=self._as_others)
+        self._version_of, self._version = version, version(replicas[0].value)
+        try:
+            for replica in replicas:
+                self._check_version(replica.value)
+        except ModelError:
+            self.close()
+            raise
         if ping is not None:
             threading.Thread(
                 target=self._watch, args=(ping, ping_seconds), name="laurel-ping", daemon=True
@@ -201,7 +211,16 @@ class ReplicaSet(Supervisor[T]):
                 self.failure.__cause__ = failure
             self._changed.notify_all()
 
+    def _check_version(self, value: T) -> None:
+        # Calls of one caller go to any of the replicas.
+        if (found := self._version_of(value)) != self._version:
+            raise ModelError(
+                f"it has loaded version {found!r}, and this set serves {self._version!r}: the "
+                "model's files were replaced. Restore them, or start all replicas anew"
+            )
+
     def _as_others(self, value: T, index: int) -> str:
+        self._check_version(value)
         if self._new is not None:
             self._new(value)
         return ""

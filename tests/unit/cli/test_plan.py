@@ -21,7 +21,7 @@ from laurel.models.parallel.tensor import tensor_plan
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import Shapes
 from laurel.run.options import PlanOptions
-from laurel.run.request import judge_notes
+from laurel.run.request import judge_notes, sampling_notes
 from laurel.run.train import trained
 from model_directories import save_model
 from planned import fitted
@@ -286,6 +286,15 @@ def test_several_judges_in_directories_tell_their_own_shapes(tmp_path):
     plan = "env.reward_model.dtensor_cfg.custom_parallel_plan={'*.o_proj': rowwise}"
     found = read_shapes(load_config(GRPORun, None, [*settings, plan]).config, PlanOptions())
     assert not any(shape.refuses_tensor_parallel for shape in found.shapes.reward_models)
+
+
+def test_a_cut_distribution_is_said():
+    def notes(**generation):
+        return sampling_notes(GRPORun.model_validate({"policy": {"generation": generation}}))
+
+    assert notes() == notes(top_p=1.0, val_top_p=0.5) == notes(temperature=0, top_k=1) == []
+    (both,) = notes(top_p=0.9, top_k=50)
+    assert both.startswith("policy.generation.top_p=0.9 and policy.generation.top_k=50: ")
 
 
 @pytest.mark.parametrize("kind", ["rm", "sft", "grpo"])

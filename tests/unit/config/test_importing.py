@@ -213,7 +213,7 @@ trl-grpo:
   policy.train_global_batch_size: 128
   grpo: {num_prompts_per_step: 16, num_generations_per_prompt: 8, max_num_steps: 200,
     leaves_one_out: false}
-  grpo.adv_estimator: {scale: none, std_eps: 1.0e-4}
+  grpo.adv_estimator: {scale: none, std_eps: 1.0e-6}  # which is not read
   policy.max_total_sequence_length: 1536
   policy.generation: {max_new_tokens: 1024, backend: vllm}
   data.max_input_seq_length: 512
@@ -402,6 +402,30 @@ def test_one_key_at_a_time(tmp_path: Path, base: str, line: str, values: dict[st
     assert_values(found, values)
     if base == "verl-sft":
         assert not found.with_status("not carried")
+
+
+GDPO = "algorithm.adv_estimator=gdpo A.rollout.n=4 reward.reward_manager.name=gdpo "
+KEYS = '+algorithm.gdpo_reward_keys=\'["accuracy_reward", "format_reward"]\' '
+
+
+def test_the_components_of_verl_are_named(tmp_path: Path) -> None:
+    found = imported_line(tmp_path, "verl", GDPO + KEYS)
+    weights: Any = {"accuracy_reward": 1.0, "format_reward": 1.0}
+    assert_values(found, {"grpo.adv_estimator": {"name": "gdpo", "reward_weights": weights}})
+    told = fates(found)
+    assert (told["algorithm.gdpo_reward_keys"], told["reward.reward_manager.name"]) == (
+        "carried",
+        "not needed",
+    )
+    weighed = imported_line(
+        tmp_path, "verl", GDPO + KEYS + "algorithm.gdpo_reward_weights=[1,0.25]"
+    )
+    weights |= {"format_reward": 0.25}
+    assert_values(weighed, {"grpo.adv_estimator.reward_weights": weights})
+    with pytest.raises(ConfigError, match=r"gdpo_reward_weights.* a weight for each"):
+        imported_line(tmp_path, "verl", GDPO + KEYS + "algorithm.gdpo_reward_weights=[1.0]")
+    plain = imported_line(tmp_path, "verl", MORE["verl"] + KEYS)
+    assert fates(plain)["algorithm.gdpo_reward_keys"] == "not needed"
 
 
 def test_trl_rewards_that_are_several_are_a_composite(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import pytest
@@ -14,17 +16,19 @@ import pytest
 from laurel.config.data import TaskDataConfig
 from laurel.config.grpo import UNLIMITED_STEPS, Alarm, GRPORun
 from laurel.config.load import load_config
+from laurel.config.schema_info import kinds_of
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.sft import DemonstrationDataConfig, SFTRun
+from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
 
 REFUSED: list[tuple[Kind, str, str]] = [
     ("rm", "policy.scratch.hidden_size=50", "is 50, which num_heads=4 does not divide"),
     ("rm", "policy.scratch.num_kv_heads=3", "is 4, which num_kv_heads=3 does not divide"),
     ("rm", "policy.scratch.num_kv_heads=0", "num_kv_heads: must be a whole number of at least 1"),
-    ("rm", "policy.optimizer.kwargs.lr=-1e-5", "kwargs.lr is -1e-05, and must be 0 or more"),
-    ("sft", "policy.optimizer.kwargs.lr=.nan", "kwargs.lr is nan, and must be 0 or more"),
-    ("grpo", "policy.optimizer.kwargs.eps=-1", "kwargs.eps is -1, and must be 0 or more"),
+    ("rm", "policy.optimizer.kwargs.lr=-1e-5", "kwargs.lr is -1e-05, and must be a finite"),
+    ("sft", "policy.optimizer.kwargs.lr=.nan", "kwargs.lr is nan, and must be a finite"),
+    ("grpo", "policy.optimizer.kwargs.eps=-1", "kwargs.eps is -1, and must be a finite"),
     ("rm", "policy.optimizer={name: a.B, kwargs: {weight_decay: -1}}", "weight_decay is -1"),
     ("rm", "policy.optimizer.kwargs.lr=fast", "policy.optimizer: kwargs.lr is 'fast', and must"),
     ("sft", "policy.optimizer.kwargs.weight_decay=true", "weight_decay is True, and must be a"),
@@ -32,6 +36,9 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("rm", "policy.reward_model_cfg.enabled=false", "policy.reward_model_cfg.enabled must be true"),
     ("sft", "policy.reward_model_cfg.enabled=true", "laurel rm"),
     ("sft", "sft.val_perod=3", "did you mean 'val_period'"),
+    ("rm", "policy.optimizer.kwargs.lr=.inf", "kwargs.lr is inf, and must be a finite number"),
+    ("rm", "policy.max_grad_norm=.inf", "must be a finite number, or null, not inf"),
+    ("grpo", "policy.generation.temperature=0", "greedy decoding"),
     ("grpo", "policy.generation.max_new_tokens=513", "more than policy.max_total_sequence_length"),
     ("grpo", "policy.generation.vllm_cfg.max_model_len=500", "max_model_len=500 is less than"),
     ("grpo", "policy.generation.weight_transfer=ipc", "no ipc any more (use auto or broadcast"),
@@ -61,6 +68,38 @@ REFUSED: list[tuple[Kind, str, str]] = [
 def test_what_cannot_be_meant_is_refused(kind: Kind, override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_config(SCHEMAS[kind], None, [override])
+
+
+def float_keys(section: Section, above: str = "") -> Iterator[str]:
+    """Yield the dotted keys that take a number with a fraction, alone or beside null."""
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{above}{name}"
+        if isinstance(value, Section):
+            yield from float_keys(value, f"{key}.")
+        elif set(kinds_of(field.annotation)) <= {int, float, NoneType} and float in kinds_of(
+            field.annotation
+        ):
+            yield key
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_no_number_is_infinite_or_none_at_all(kind: Kind, value: str) -> None:
+    keys = list(float_keys(load_config(SCHEMAS[kind], None, []).config))
+    assert len(keys) >= 5
+    with pytest.raises(ConfigError) as problem:
+        load_config(SCHEMAS[kind], None, [f"{key}={value}" for key in keys])
+    lines = str(problem.value).splitlines()
+    for key in keys:
+        assert any(f" {key}: must be a finite number" in line for line in lines), key
+
+
+def test_a_bound_of_rewards_may_be_none() -> None:
+    clip = "env.reward_model.transform.clip"
+    config = load_config(GRPORun, None, [f"{clip}=[-.inf,5]"]).config
+    assert config.env.reward_model.transform.clip == (float("-inf"), 5.0)
+    with pytest.raises(ConfigError, match=r"must be \[lowest, highest"):
+        load_config(GRPORun, None, [f"{clip}=[.nan,5]"])
 
 
 TRUNCATED = {

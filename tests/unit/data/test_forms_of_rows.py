@@ -323,7 +323,7 @@ FORMS = {
     ),
     "HelpSteer2": Form(
         {"prompt": Q, "response": A, "helpfulness": 4, "verbosity": 1},
-        "!these two lines of Python",
+        "!These two lines of Python",
         CHAT,
         ASKED,
     ),
@@ -342,7 +342,7 @@ FORMS = {
     ),
     "OASST": refused(
         {"message_id": "1", "parent_id": "0", "text": A, "role": "assistant", "rank": 0},
-        "these two lines of Python",
+        "These two lines of Python",
     ),
     # What stands beside a pair.
     "scores beside a pair": pair(

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from laurel.evaluation.rewardbench_tokens import (
     BOS,
+    CONTROL,
     CUT,
     FAILS,
     ROLES,
@@ -99,6 +100,9 @@ def test_roles_text_and_failures():
     ((one,),) = differences(reference, [asked("q", "a")])
     assert one is not None
     assert one.reasons == (SPECIAL,)
+    ((one,),) = differences(reference_of(made(template=CHATML)), [asked("q", "a</s>b")])
+    assert one is not None
+    assert one.reasons == (CONTROL,)
 
 
 WORDS = st.text(st.sampled_from("abc d\nü"), min_size=1, max_size=12)

@@ -82,7 +82,7 @@ def test_the_numbers_are_those_of_nemo_rl(
         normalize=normalize,
         std_ddof=ddof,
         std_eps=eps,
-        leave_one_out_std=leave_one_out,
+        leave_one_out_std=leave_one_out and normalize,
     )
     found = one_group(list(rewards), chosen)
     expected = nemo(rewards, leave_one_out=leave_one_out, normalize=normalize, ddof=ddof, eps=eps)
@@ -241,12 +241,15 @@ def test_gdpo_says_what_it_lacks() -> None:
         compute_advantages(rows, config(name="gdpo"))
     with pytest.raises(ConfigError, match="found: a, b"):
         compute_advantages(rows, config(name="gdpo"), components_BG=[[{"a": 1.0}, {"b": 1.0}]])
-    with pytest.raises(ConfigError, match=r"2 weights for 1 components.* a$"):
+    with pytest.raises(ConfigError, match=r"2 weights for 1 component; .* a$"):
         compute_advantages(
             rows,
             config(name="gdpo", reward_weights=[1.0, 2.0]),
             components_BG=[[{"a": 1.0}, {"a": 0.0}]],
         )
+    # Empty dictionaries are what an environment without components gives.
+    with pytest.raises(ConfigError, match="found: none"):
+        compute_advantages(rows, config(name="gdpo"), components_BG=[[{}, {}]])
     shaped = GRPOConfig.model_validate(
         {"adv_estimator": {"name": "gdpo"}, "reward_shaping": {"enabled": True}}
     )

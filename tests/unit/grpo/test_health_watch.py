@@ -110,6 +110,12 @@ def test_samples_show_what_an_alarm_is_about(evidence: Any, texts: list[str]) ->
     assert all(len(s["prompt"]) == 1 and ("failure" in s) == (s["reward"] is None) for s in found)
 
 
+def test_samples_of_control_tokens_spell_them() -> None:
+    marks = group("p", rollout("aa", 1.0), rollout("b<|im_end|>", 0.0), rollout("c", 3.0))
+    found = samples_of([marks, group("q", rollout("dd", 9.0))], "control_tokens")
+    assert [sample["completion"] for sample in found] == ["b<|im_end|>", "dd", "aa"]
+
+
 def test_a_sample_is_not_longer_than_people_read() -> None:
     (sample,) = samples_of([group("p", rollout("x" * 20_000, 1.0))], "best")
     assert len(sample["completion"]) <= 4_100

@@ -106,7 +106,7 @@ def test_no_estimator_divides_by_less_than_the_noise(estimator: dict[str, Any], 
     found = compute_advantages(rows, resolve(grpo), noise=3.7e-8, components_BG=components)
     assert max(np.abs(values).max() for values in found.values_BG) <= 3.0
     # Of the second group nothing differs but noise.
-    assert np.abs(found.values_BG[1]).max() <= (0.1 if estimator != ESTIMATORS[-1] else 0.7)
+    assert np.abs(found.values_BG[1]).max() <= (0.2 if estimator != ESTIMATORS[-1] else 0.7)
 
 
 def test_others_that_differ_by_noise_alone_count_as_equal() -> None:

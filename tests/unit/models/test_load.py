@@ -365,6 +365,7 @@ def test_a_clock_in_the_template_is_told_of(save):
     (note,) = loaded.notes
     assert note.startswith("the chat template prints the date; it is pinned to ")
     assert loaded.contract.rules.pinned_date in note
+    assert "policy.tokenizer.date" in note
 
 
 def test_the_contract_of_a_model_goes_before_the_configuration(save):

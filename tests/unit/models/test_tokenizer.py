@@ -138,6 +138,22 @@ def test_several_formats_and_single_quotes():
     assert shown == "2023-02-03"
 
 
+def test_a_loaded_template_prints_the_chosen_day_and_one_that_is_pinned_keeps_its_own(tmp_path):
+    made.llama_31().save_pretrained(tmp_path)
+    days = [date(2024, 7, 26), date(2031, 12, 1)]
+    first, other = (load(TokenizerConfig(date=day), tmp_path) for day in days)
+    assert "Today Date: 26 Jul 2024" in text_of(first)
+    assert "Today Date: 01 Dec 2031" in text_of(other)
+    first.save_pretrained(tmp_path)
+    again = load(TokenizerConfig(date=days[1]), tmp_path)
+    assert text_of(again) == text_of(first)
+    for template, shown in ((first.chat_template, "26 Jul 2024"), (other.chat_template, "01 Dec")):
+        pinned, day = pin_date(template, date.today())
+        assert pinned == template
+        assert day is not None
+        assert day.startswith(shown)
+
+
 def test_a_template_without_a_clock_is_left_alone():
     assert pin_date(CHATML, date(2023, 2, 3)) == (CHATML, None)
     mentions = "{% if strftime_now is defined %}x{% endif %}"

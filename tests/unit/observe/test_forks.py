@@ -23,13 +23,13 @@ def conversation(answer):
     return [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": answer}]
 
 
-def of_a_function(name, num_workers):
+def of_a_function(name, num_workers, answers=ANSWERS):
     config = FunctionConfig(path=f"forking_code:{name}", group=name == "group_scores")
-    completions = tuple(Completion(messages=(Message("assistant", a),)) for a in ANSWERS)
+    completions = tuple(Completion(messages=(Message("assistant", a),)) for a in answers)
     group = Group(id="g", prompt=(Message("user", "2 + 2?"),), completions_G=completions)
     with closing(FunctionScorer(config, num_workers=num_workers)) as scorer:
         (scores,) = asyncio.run(scorer.score([group]))
-    assert [score.failure for score in scores] == [None] * len(ANSWERS)
+    assert [score.failure for score in scores] == [None] * len(answers)
     return [score.value for score in scores]
 
 
@@ -119,3 +119,9 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_forked_answers_nothing_and_its_exit_code_is_its_own(place):
     assert PLACES[place]() == [expected(answer) for answer in ANSWERS]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", ["late_score", "awaited_late_score"])
+def test_a_result_that_forks_when_it_is_read_is_read_once(name):
+    assert of_a_function(name, 0, ["4"]) == [0.25]

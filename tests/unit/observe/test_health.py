@@ -19,6 +19,7 @@ from laurel.observe.health import (
     REWARD,
     RULES,
     TRUNCATION,
+    UPDATES,
     ZERO_SPREAD,
     Alarms,
 )
@@ -132,6 +133,12 @@ SHARES = [
 def test_a_share_that_is_too_large_from_the_beginning(metric, alarm, share):
     assert told(line(metric, *[share] * 5)) == [(3, alarm, "raised")]
     assert told(line(metric, *[share - 0.01] * 5)) == []
+
+
+def test_a_window_without_an_update_is_told_and_over_after_a_window_with_some():
+    told_of = line(UPDATES, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    assert told(told_of) == [(4, "no_updates", "raised"), (8, "no_updates", "over")]
+    assert told(line(UPDATES, 0.0, 0.0, 1.0, 0.0, 0.0)) == []
 
 
 @pytest.mark.parametrize("metric", [LENGTH, FORMAT])
@@ -297,6 +304,13 @@ def test_a_divergence_that_leaps():
     assert told(columns(kl=noisy(*[1.0] * 30, by=0.5))) == []
 
 
+def test_a_leap_that_the_reward_did_not_pay_for_is_a_bad_update():
+    """The reward is compared with the median of the steps before, 0.6."""
+    kl, reward = [0.1] * 5 + [0.7], [0.5, 0.6, 0.7, 0.6, 0.6]
+    assert told(columns(kl=kl, reward=[*reward, 0.6])) == [(6, "kl_jump", "raised")]
+    assert told(columns(kl=kl, reward=[*reward, 0.59])) == []
+
+
 @pytest.mark.parametrize("speed", [0.03, 0.2, 0.7])
 def test_a_divergence_at_a_constant_speed_is_no_leap(speed):
     """Whatever the learning rate: 4 times as much at the second step is how it begins."""
@@ -342,6 +356,7 @@ def bad_history():
         TRUNCATION: (0.0, 0.9),
         CONTROL_TOKENS: (0.0, 0.9),
         ZERO_SPREAD: (0.1, 1.0),
+        UPDATES: (1.0, 0.0),
         FAILURES: (0.0, 0.9),
         FORMAT: (1.0, 0.1),
         KL: (0.1, 9.0),
@@ -365,6 +380,7 @@ NEEDS: dict[str, set[str]] = {
     "control_tokens": {CONTROL_TOKENS},
     "format": {FORMAT},
     "zero_spread_groups": {ZERO_SPREAD},
+    "no_updates": {UPDATES},
     "ensemble": {f"{PART}left/mean", f"{PART}left/std", f"{PART}right/mean"},
     "failures": {FAILURES},
 }

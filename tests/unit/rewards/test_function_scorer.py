@@ -442,7 +442,7 @@ def test_a_call_that_ends_as_it_is_given_up_has_not_hung():
     async def check():
         loop = asyncio.get_running_loop()
         scorer = scorer_of(slow)
-        calling = asyncio.ensure_future(scorer._in_thread({}))
+        calling = asyncio.ensure_future(scorer._in_thread({}, 1))
         await asyncio.sleep(0)
         may_end.set()
         for thread in threading.enumerate():

@@ -275,6 +275,7 @@ def test_a_model_that_writes_no_verdict_gives_a_failure(directory):
         (scores,) = scorer.score_now([group])
     assert values(scores) == [None, None]
     assert all("0 of 1 replies have a score" in score.failure for score in scores)
+    assert all("judge.read_out=log_probability" in score.failure for score in scores)
 
 
 def test_the_last_word_in_brackets_wins_unless_the_first_is_wanted():

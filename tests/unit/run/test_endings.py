@@ -183,6 +183,32 @@ def test_the_end_of_a_run_whose_log_is_broken_says_so_and_goes_on(tmp_path):
     assert "latest  s/1" in stream.getvalue()
 
 
+def test_a_policy_that_never_changed_is_the_first_that_is_said(tmp_path):
+    def grpo_ended(*updates):
+        steps = [
+            {"step": n, "time": 1.0, "train/reward": n / 9, "train/optimizer_steps": one}
+            for n, one in enumerate(updates, 1)
+        ]
+        log = tmp_path / f"{sum(updates):g}"
+        log.mkdir()
+        (log / "config.json").write_text('{"grpo": {}}', encoding="utf-8")
+        lines = "".join(json.dumps(one) + "\n" for one in steps)
+        (log / "metrics.jsonl").write_text(lines, encoding="utf-8")
+        stream = io.StringIO()
+        conclude(
+            RunOutcome(step=40, ended="finished", run_dir=log, latest=Path("s/40")),
+            Console(file=stream, width=200),
+            use="{}",
+        )
+        return stream.getvalue().splitlines()
+
+    first, *others = grpo_ended(*[0.0] * 40)
+    assert first == "problem: The policy did not change: none of 40 steps had a group with a signal"
+    assert others[0].startswith("finished after step 40")
+    assert not any("did not change" in line or "The reward rose" in line for line in others)
+    assert grpo_ended(*[0.0] * 39, 1.0)[0].startswith("finished after step 40")
+
+
 def test_processes_that_an_environment_left_do_not_keep_a_run_from_ending(capsys):
     context = multiprocessing.get_context("spawn")
     ours, left = (context.Process(target=time.sleep, args=(60,)) for _ in range(2))

@@ -13,6 +13,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.data.report import DataReport
 from laurel.errors import DataError
 from laurel.models.scoring import ScoringContract, token_group
+from laurel.models.tokenizer import CHATML
 from laurel.run.reward_model import distinct_answers, load_data, tokenise
 from laurel.types import Message, Preference
 from process_models import process_model, solutions
@@ -183,3 +184,13 @@ def test_a_row_whose_steps_are_not_found_again_is_refused_with_its_source():
     assert sample.tokens.num_reads_G == (2,)
     with pytest.raises(DataError, match=r"rows\.jsonl:7: .* \[3\] steps, and \[2\] are found"):
         tokens_of("a", "=", "b")
+
+
+FORGETS = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
+
+
+@pytest.mark.parametrize(("template", "is_said"), [(FORGETS, True), (CHATML, False)])
+def test_thoughts_that_the_template_leaves_out_are_told(template, is_said):
+    thinking = preference("<think>\nIt is a tree.\n</think>\n\nBy the gate.", "No.")
+    _, report, _ = tokenised([preference("Here.", "There."), thinking], contract_of(64, template))
+    assert any("leaves out the thoughts" in note for note in report.notes) == is_said

@@ -25,6 +25,7 @@ SECTION = {
     "precision": "float32",
     "sequence_packing": {"enabled": False},
     "logprob_chunk_size": 5,
+    "compile": True,
     "dtensor_cfg": {
         "lora_cfg": {"enabled": True},
         "activation_checkpointing": True,

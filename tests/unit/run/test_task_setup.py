@@ -1,18 +1,27 @@
 """Which environments need slots of the cluster."""
 
+import json
+import shutil
 from contextlib import ExitStack
+from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
+from laurel.config.policy import TokenizerConfig
+from laurel.config.yaml_tree import Section
+from laurel.models.checkpoint.store import CheckpointStore
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
-from laurel.run.tasks import environments_of, nodes_of
+from laurel.run.tasks import dated, environments_of, nodes_of
+from laurel.training.selection import Selection
 from laurel.types import Message, Task
+from saved_steps import save_step, writer
 
 DATA: Any = SimpleNamespace(
     train=[Task(id="1", prompt=(Message("user", "Why?"),), environment="reward_model")],
@@ -49,3 +58,50 @@ def test_a_model_goes_into_its_slots(tmp_path):
 def test_programs_run_here_unless_roles_are_in_processes_of_their_own():
     assert nodes_of(Allocation()) is None
     assert nodes_of(Allocation(reservations=ELSEWHERE)) is not None
+
+
+def test_a_run_that_is_resumed_keeps_its_first_day(tmp_path):
+    """Models of environments are loaded anew, and their templates may print the date."""
+    saves = tmp_path / "saves"
+    days = {1: None, 2: "2024-07-26"}
+    with CheckpointStore(saves) as store:
+        for step, day in days.items():
+            run = json.dumps({"run_dir": "", "identity": {}, "step": step, "day": day}).encode()
+            save_step(store, step, lambda to, run=run: writer("", {"training/run.json": run})(to))
+    where = f"checkpointing.checkpoint_dir={saves}"
+    config = config_of("env.reward_model.model_name=m", where)
+    for expected in (date(2024, 7, 26), date.today()):
+        with ExitStack() as stack:
+            context = RunContext(config=config, console=Console(), stack=stack)
+            assert context.with_store(Selection(key=None)).day == expected
+        shutil.rmtree(saves / "step_2", ignore_errors=True)
+
+
+def test_every_template_of_an_environment_gets_the_day_unless_it_has_its_own():
+    own, day = {"tokenizer": {"date": "2020-02-02"}}, date(2024, 7, 26)
+    judged = {"model": "m", **own}
+    for section, expected in (
+        ({"model_name": "m"}, [day]),
+        ({"model_name": "m", **own}, [date(2020, 2, 2)]),
+        ({"judge": {**judged, "tokenizer": {}}}, [day, day]),
+        ({"judge": judged}, [day, date(2020, 2, 2)]),
+        (
+            {"models": [{"name": "a", "model_name": "m"}, {"name": "b", "model_name": "n", **own}]},
+            [day, day, date(2020, 2, 2)],
+        ),
+    ):
+        env = EnvironmentsConfig.model_validate({"reward_model": {"enabled": True, **section}})
+        assert days_of(dated(env, day)) == expected
+        assert day not in days_of(env), "the configuration itself is what the user wrote"
+
+
+def days_of(section):
+    """The days of all tokenizers within a section."""
+    found = []
+    for value in (getattr(section, name) for name in type(section).model_fields):
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, TokenizerConfig):
+                found.append(one.date)
+            elif isinstance(one, Section):
+                found += days_of(one)
+    return found

@@ -294,6 +294,7 @@ def test_the_figures_of_an_update():
             "policy_kl_error": math.exp(-1) / 3,
             "js_divergence_error": sum(to_middle) / 2 / 3,
             "sampling_importance_ratio": (2 + math.e) / 3,
+            "sampling_importance_ratio_before_truncation": (2 + math.e) / 3,
             "approx_entropy": -sum(d * v for d, v in zip(drawn, values, strict=True)) / 3,
             "entropy": 3.0,
         },

@@ -257,7 +257,7 @@ class OpenRLHFPPO(OpenRLHFProgram):
             return
         is_reinforce = estimator.startswith("reinforce")
         over_batch, by_group = is_reinforce and not is_plain, estimator in ("group_norm", "gae")
-        self.put("grpo.use_leave_one_out_baseline", estimator == "rloo", key)
+        self.put("grpo.adv_estimator.use_leave_one_out_baseline", estimator == "rloo", key)
         self.put(to + "name", "reinforce_plus_plus" if over_batch else "grpo", key)
         if by_group:
             self.put(to + "scale", "group", key)

@@ -169,7 +169,7 @@ class Translation(Work):
         """
         self.put("grpo.adv_estimator.name", "reinforce_plus_plus")
         self.put("grpo.adv_estimator.minus_baseline", False)
-        self.put("grpo.use_leave_one_out_baseline", False)
+        self.put("grpo.adv_estimator.use_leave_one_out_baseline", False)
         critic = f"{NO_CRITIC}, and " if self.word(key) == "gae" else ""
         self.refuse(
             key,

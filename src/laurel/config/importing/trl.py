@@ -336,8 +336,9 @@ class TRLGRPO(TRLTrainer):
             raise self.problem("scale_rewards", "it must be group, batch or none")
         if self["multi_objective_aggregation"] != "normalize_then_sum":
             self.put("grpo.adv_estimator.scale", scale, "scale_rewards")
-        self.put("grpo.use_leave_one_out_baseline", False, "scale_rewards")
-        self.put("grpo.adv_estimator.std_eps", 1e-4, "scale_rewards")
+        self.put("grpo.adv_estimator.use_leave_one_out_baseline", False, "scale_rewards")
+        if scale != "none" or self["multi_objective_aggregation"] == "normalize_then_sum":
+            self.put("grpo.adv_estimator.std_eps", 1e-4, "scale_rewards")
         self.carry(switch, "grpo.overlong_filtering", flag)
         if self.flag(switch):
             self.note(switch, "here they do not count in their group's mean either")

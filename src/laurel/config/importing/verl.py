@@ -327,7 +327,7 @@ class VerlPPO(VerlTrainer):
         known = estimator in _ESTIMATORS
         by = (key,) if known else ()
         self.put(to + "name", family if known and family != "rloo" else "grpo", *by)
-        self.put("grpo.use_leave_one_out_baseline", known and family == "rloo", *by)
+        self.put("grpo.adv_estimator.use_leave_one_out_baseline", known and family == "rloo", *by)
         if not known:
             critic = f"{NO_CRITIC}: " if estimator == "gae" else ""
             self.refuse(key, critic=critic, carried=", ".join(_ESTIMATORS))
@@ -336,9 +336,22 @@ class VerlPPO(VerlTrainer):
             self.put(to + "scale", "group" if self.flag(switch) else "none", switch)
         elif family == "rloo":
             self.put(to + "scale", "none", key)
+        elif family == "gdpo":
+            self._components()
         elif family == "reinforce_plus_plus":
             self.put(to + "minus_baseline", estimator.endswith("_baseline"), key)
             self.note(key, "each completion counts once for the deviation here, each token there")
+
+    def _components(self) -> None:
+        keys, weights = "ALGO.gdpo_reward_keys", "ALGO.gdpo_reward_weights"
+        names = self.names(keys)
+        given = self[weights]
+        if given is not None and (not isinstance(given, list) or len(given) != len(names)):
+            raise self.problem(weights, f"a weight for each of {keys} is expected")
+        if names:
+            each = dict(zip(names, map(float, given or [1.0] * len(names)), strict=True))
+            by = (keys,) if given is None else (keys, weights)
+            self.put("grpo.adv_estimator.reward_weights", each, *by)
 
     def _loss(self) -> None:
         key, mean_by = "A.policy_loss.loss_mode", "A.loss_agg_mode"
@@ -361,6 +374,9 @@ class VerlPPO(VerlTrainer):
         # The file that sets clip_ratio alone still has the other two from its defaults.
         for name, to in (("low", "min"), ("high", "max")):
             by_end = f"A.clip_ratio_{name}"
+            if kind == "reinforce":
+                self.skip("gpg clips no ratio", by_end)
+                continue
             end = self["A.clip_ratio"] if self[by_end] is None else self[by_end]
             self.put(f"loss_fn.ratio_clip_{to}", end, by_end)
         if mode == "vanilla" or not known:
@@ -383,6 +399,9 @@ class VerlPPO(VerlTrainer):
             self.put(to, 0.0, in_loss, in_reward)
             return
         self.put(to, self.real(weight), switch, weight)
+        if not self.real(weight):
+            self.skip("the weight of the divergence is 0", kind)
+            return
         self.put("loss_fn.use_kl_in_reward", not self.flag(in_loss), switch)
         kl = _DIVERGENCES.get(str(self[kind]).removesuffix("+"))
         if kl is None:
@@ -482,7 +501,7 @@ class VerlPPO(VerlTrainer):
 
     def _shaping(self) -> None:
         to, longest = "grpo.reward_shaping.", "reward.reward_kwargs.max_resp_len"
-        managers = ("naive", "dapo", "batch", "prime", "remote", "rate_limited")
+        managers = ("naive", "dapo", "batch", "prime", "remote", "rate_limited", "gdpo")
         if self["reward.reward_manager.name"] not in managers:
             self.refuse("reward.reward_manager.name")
         if self.flag("OVER.enable"):

@@ -378,9 +378,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     matrices of scores and a warning. A Gemma 2 in training and sampling needs 16. More than
     `VARIANTS` are an error, as the whole function is one graph.
     """
+    allow_variants()
+    return torch.compile(function, fullgraph=True)
+
+
+def allow_variants() -> None:
+    """Let the compiler keep `VARIANTS` variants of a function."""
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, VARIANTS)
-    return torch.compile(function, fullgraph=True)
 
 
 def attend_by_blocks(

@@ -99,7 +99,8 @@ class Decoder(nn.Module):
         precision, self.precision = self.precision, self.weights_dtype
         is_mixed = self.exact_dtype != self.weights_dtype
         try:
-            with weights_as(self, self.weights_dtype) if is_mixed else contextlib.nullcontext():
+            wide = weights_as(self, self.weights_dtype) if is_mixed else contextlib.nullcontext()
+            with uncompiled(self), wide:
                 yield
         finally:
             self.precision = precision
@@ -338,6 +339,23 @@ def weights_as(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 stack.callback(module.register_forward_pre_hook(widen).remove)
                 stack.callback(module.register_forward_hook(restore).remove)
         yield
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Compute without the compiled layers while the context is open.
+
+    Checks compute in other precisions, which would each be compiled for one pass.
+    """
+    layers = [m for m in model.modules() if m._compiled_call_impl is not None]
+    compiled = [layer._compiled_call_impl for layer in layers]
+    for layer in layers:
+        layer._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for layer, call in zip(layers, compiled, strict=True):
+            layer._compiled_call_impl = call
 
 
 # --------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def load_policy(
         temperature=temperature,
         logprob_chunk_size=spec.logprob_chunk_size,
     )
-    finalize_model(model, spec, device, mesh)
+    finalize_model(model, spec, device, mesh, notes)
     if is_random:
         notes.append("the weights are new and random: the policy writes noise before training")
     return LoadedPolicy(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from laurel.config.policy import ScratchConfig, TokenizerConfig
 from laurel.errors import ConfigError, ModelError, key_of, setting_of
 from laurel.models.forest.attention import FOREST
+from laurel.models.forest.compiled import chooses_to_compile, compile_layers
 from laurel.models.forest.decoder import Decoder, Path
 from laurel.models.parallel.tensor import (
     decoder_layers,
@@ -75,7 +76,7 @@ def find_tokenizer(
     """
     if spec.scratch is not None and resume_from is None:
         tokenizer = train_tokenizer(texts, vocab_size=spec.scratch.vocab_size)
-        settle_template(tokenizer, spec.tokenizer.chat_template)
+        settle_template(tokenizer, spec.tokenizer.chat_template, day=spec.tokenizer.date)
         return tokenizer
     return load_tokenizer(
         spec.tokenizer if resume_from is None else TokenizerConfig(pad_token=None),
@@ -281,12 +282,34 @@ def compute_dtype(spec: ModelSpec, weights_dtype: torch.dtype) -> torch.dtype:
 
 
 def finalize_model(
-    model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None
+    model: Decoder,
+    spec: ModelSpec,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    notes: list[str],
 ) -> None:
-    """Move a model to its device, or shard it over a mesh if there is one.
+    """Move a model to its device, or shard it over a mesh if there is one, and compile its layers.
 
     Activation checkpointing is enabled if `spec` asks for it.
+
+    Args:
+        model: The model, whose weights are loaded.
+        spec: The specification of the model.
+        device: The device that computes.
+        mesh: The mesh over which the model is sharded; None: this process has the whole model.
+        notes: Receives whether the layers are compiled, and the reason if they cannot be.
     """
+    _place(model, spec, device, mesh)
+    if chooses_to_compile(spec.compile, device):
+        reason = compile_layers(model)
+        notes.append(
+            "the first steps take longer, because they compile the layers"
+            if reason is None
+            else f"{key_of('policy.compile')}: the layers are not compiled, because {reason}"
+        )
+
+
+def _place(model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None) -> None:
     network = model.network
     if spec.activation_checkpointing:
         recompute_activations(network)

@@ -433,7 +433,7 @@ def load_reward_model(
             classifier = with_adapters(classifier, spec.lora, resume_from, trains_head=True)
     precision = compute_dtype(spec, weights_dtype)
     model = RewardModel(classifier, head_name=head_name, path=path, precision=precision)
-    finalize_model(model, spec, device, mesh)
+    finalize_model(model, spec, device, mesh, notes)
     if read.has_new_head and resume_from is None:
         notes.append("the reward head is new and random: its scores mean nothing before training")
     return LoadedRewardModel(
@@ -723,8 +723,9 @@ def _contract(
     )
     if contract.rules.pinned_date is not None:
         notes.append(
-            f"the chat template prints the date; it is pinned to {contract.rules.pinned_date}, or "
-            "scores would change from day to day"
+            f"the chat template prints the date; it is pinned to {contract.rules.pinned_date}: the "
+            f"day in {key_of('policy.tokenizer.date')}, without one that on which the run or the "
+            "server began, and in a template that Laurel saved the day of its training"
         )
     reads_by_padding = foreign is None and not read.has_new_head
     is_named = spec.tokenizer.pad_token not in (None, "auto")

@@ -107,6 +107,21 @@ def failed_rewards(record: RunRecord) -> Iterator[RunFinding]:
     )
 
 
+UPDATES = "train/optimizer_steps"
+"""The metric that counts the updates of a step."""
+
+
+def never_updated(record: RunRecord) -> Iterator[RunFinding]:
+    """Report a run of which no step changed the policy."""
+    updates = record.series(UPDATES)
+    if updates and not any(updates.values):
+        yield _bad(
+            f"The policy did not change: none of {counted(len(updates.values), 'step')} had a "
+            "group with a signal. Its rewards are equal within every group (train/reward_std), "
+            "differ by less than their noise, or are missing (train/num_failures).",
+        )
+
+
 def groups_without_spread(record: RunRecord) -> Iterator[RunFinding]:
     """Report groups whose completions all got the same reward, from which nothing is learned."""
     share = record.series("train/frac_reward_zero_std")
@@ -203,7 +218,7 @@ def gold_fell(record: RunRecord) -> Iterator[RunFinding]:
 def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
     """Report a reward that rises while success falls, or that does not rise at all."""
     reward = record.series("train/reward")
-    if record.kind != "grpo" or len(reward.values) < MIN_STEPS:
+    if record.kind != "grpo" or len(reward.values) < MIN_STEPS or any(never_updated(record)):
         return
     first, last = beginning(reward), ending(reward)
     # Two standard errors of the difference of the two means.
@@ -346,8 +361,8 @@ def scores_follow_length(record: RunRecord) -> Iterator[RunFinding]:
 # --------------------------------------------------------------------------------------------------
 # Rules for any training: alarms, values that are not finite, gradients, validation, data.
 
-ZERO_SPREAD = "zero_spread_groups"
-"""The alarm that is also raised when all tasks are solved."""
+SOLVED = ("zero_spread_groups", "no_updates")
+"""The alarms that are also raised when all tasks are solved."""
 _OF_ROWS = re.compile(r"(^|: )([\d,]+ rows? (?!of )|no row )")
 """The beginning of a note about rows; other notes are about the source of the data."""
 JUMP = 10.0
@@ -380,7 +395,7 @@ def alarms_going_on(record: RunRecord) -> Iterator[RunFinding]:
 
 def is_success(alarm: Alarm, record: RunRecord) -> bool:
     """Report whether an alarm only means that the tasks are solved."""
-    if alarm.name != ZERO_SPREAD or standing(record) != "top":
+    if alarm.name not in SOLVED or standing(record) != "top":
         return False
     gold = gold_course(record)  # the highest reward is no success if the gold metric falls
     return gold is None or not gold.is_lower
@@ -559,6 +574,7 @@ def data_left_out(record: RunRecord) -> Iterator[RunFinding]:
 Rule = Callable[[RunRecord], Iterator[RunFinding]]
 
 RULES: tuple[Rule, ...] = (
+    never_updated,
     gold_fell,
     reward_without_success,
     alarms_going_on,
@@ -854,11 +870,17 @@ def _course(record: RunRecord, name: str, label: str) -> Iterator[str]:
 
 def first_findings(record: RunRecord) -> list[str]:
     """Return the first findings of the report, one sentence each, problems first."""
-    sentences = []
-    for finding in findings(record):
-        if finding.weight != "note":
-            text = finding.text
-            for end in (". ", ": look", " (means of"):  # the remedies are in the report
-                text = text.split(end)[0]
-            sentences.append(f"{_SIGNS[finding.weight]}: {text.rstrip('.')}")
-    return sentences[:MAX_FINDINGS]
+    found = [_sentence(one) for one in findings(record) if one.weight != "note"]
+    return found[:MAX_FINDINGS]
+
+
+def learned_nothing(record: RunRecord) -> str | None:
+    """Return the finding that a run's policy never changed, in a sentence; None if it did."""
+    return next(map(_sentence, never_updated(record)), None)
+
+
+def _sentence(finding: RunFinding) -> str:
+    text = finding.text
+    for end in (". ", ": look", " (means of"):  # the remedies are in the report
+        text = text.split(end)[0]
+    return f"{_SIGNS[finding.weight]}: {text.rstrip('.')}"

@@ -68,6 +68,7 @@ def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Sa
         restarts=EndlessRestarts(MOST_RESTARTS, say),
         most_losses=MOST_LOSSES,
         ping=lambda process: process.death(),
+        version=lambda process: process.version,
     )
     first = replicas.replicas[0].value
     for line in first.said:

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
-import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -29,6 +26,7 @@ from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
 from laurel.rewards.preparing import Rendered
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.spec import Say, ScorerSpec, find_reward_model
+from laurel.rewards.version import model_version
 from laurel.types import (
     Conversation,
     Group,
@@ -396,8 +394,6 @@ class AnswerMemory:
 # Opening the model of a directory: found, loaded, checked, and named by a version.
 
 NULL_NAME, NULL_VERSION = "null", "null"
-_READ_BYTES = 2**20
-_OF_THE_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +438,7 @@ def open_backend(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
     prepare(spec.scorer.device, cpu_threads=spec.cpu_threads, seed=0)
     scorer = open_scorer(replace(spec.scorer, found=place), say=say)
     assert isinstance(scorer, ContractScorer)
-    return name, model_version(place.name), scorer
+    return name, model_version(place.name, scorer.contract.rules), scorer
 
 
 def open_served(spec: ServingSpec, *, say: Say) -> ServedModel:
@@ -450,25 +446,6 @@ def open_served(spec: ServingSpec, *, say: Say) -> ServedModel:
     name, version, backend = open_backend(spec, say=say)
     scorer = BatchingScorer(backend, model_version=version, limits=spec.batcher_limits)
     return ServedModel(name=name, version=version, scorer=scorer)
-
-
-def model_version(name: str) -> str:
-    """Name the version of a directory's weights, tokenizer and contract."""
-    directory = Path(name)
-    if not directory.is_dir():
-        return name
-    # Equal files have equal versions, whatever their directory. A name on the hub is its own
-    # version.
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(directory.iterdir()):
-        if path.suffix in _OF_THE_MODEL and path.is_file():
-            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-            with path.open("rb") as file:
-                while piece := file.read(_READ_BYTES):
-                    digest.update(piece)
-    # The name is cleaned because it is sent in a header.
-    called = re.sub(r"[^A-Za-z0-9._+-]", "_", os.path.basename(os.path.realpath(name)))
-    return f"{called}-{digest.hexdigest()}"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""Compiled layers compute what the others do, and forests do not compile them again and again.
+
+The compiler's front end alone (`aot_eager`) decides that; one test has the whole compiler.
+"""
+
+import copy
+from contextlib import closing
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import tiny
+import tiny_tokenizers
+from generators import draw, full_logprobs, request
+from laurel.config.policy import LoraConfig
+from laurel.data.forest import to_forest
+from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.forest.attention import register
+from laurel.models.forest.compiled import chooses_to_compile, compile_layers
+from laurel.models.loading.adapters import add_adapters
+from laurel.models.loading.pretrained import recompute_activations
+
+# The compiler warns of what it looks at; a run does not make errors of that.
+pytestmark = pytest.mark.filterwarnings("default")
+
+FORESTS = (
+    [(40, [5, 1, 30]), (3, [2, 2])],
+    [(50, [7, 7, 7, 9])],
+    [(17, [3, 9, 1, 25]), (8, [2, 3])],
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    register()
+
+
+def forest(number):
+    return to_forest(tiny.random_groups(number, FORESTS[number]))
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def gradients(model):
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def nearly(found, expected):
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        noise = (one - expected[name]).norm() / expected[name].norm().clamp_min(1e-30)
+        assert noise <= 1e-5, name
+
+
+def equal(policy, plain, number, *, trains=True):
+    """Compare the log-probabilities, and in training the gradients, of one forest."""
+    for model in (plain, policy) if trains else ():
+        model.train()
+        model.zero_grad()
+        model(forest(number)).logprobs_M.square().sum().backward()
+    nearly(gradients(policy), gradients(plain))
+    found, expected = (model.logprobs(forest(number)) for model in (policy, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_outputs_and_gradients_are_equal_and_layers_share_their_graphs():
+    seen = {}
+    for num_layers in (2, 4):
+        torch._dynamo.reset()
+        counters.clear()
+        plain = tiny.tiny_policy("qwen3", std=0.05, num_hidden_layers=num_layers)
+        policy = copy.deepcopy(plain)
+        assert compile_layers(policy, backend="aot_eager") is None
+        seen[num_layers] = []
+        for number in range(len(FORESTS)):
+            equal(policy, plain, number)
+            seen[num_layers].append(graphs())
+    # Fixed lengths, then any; each with and without gradients. Nothing after that.
+    assert seen[2] == seen[4]
+    assert seen[2][1] == seen[2][-1] <= 24
+
+
+@pytest.mark.slow
+def test_adapters_recomputed_activations_and_lower_precision_change_nothing():
+    plain = tiny.tiny_policy("qwen3", std=0.05, num_hidden_layers=2)
+    adapters = LoraConfig(enabled=True, dim=4, dropout=0.0)
+    plain.causal_lm = add_adapters(plain.causal_lm, adapters, trains_head=False)
+    tiny.draw_adapters(plain, 0.1)
+    policy = copy.deepcopy(plain)
+    recompute_activations(policy.causal_lm)
+    compile_layers(policy, backend="aot_eager")
+    equal(policy, plain, 0)
+    # A check computes in full precision, and compiles nothing for it.
+    policy.precision = plain.precision = torch.bfloat16
+    before = graphs()
+    with policy.in_full_precision():
+        exact = policy.logprobs(forest(0))
+    assert graphs() == before
+    assert (policy.logprobs(forest(0)) - exact).abs().max() < 0.1
+    assert graphs() > before
+
+
+def test_a_reward_model_scores_the_same():
+    plain = tiny.tiny_reward_model("llama", num_hidden_layers=2)
+    model = copy.deepcopy(plain)
+    compile_layers(model, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(model(forest(0)), plain(forest(0)), rtol=0, atol=1e-6)
+    assert graphs() > 0
+
+
+@pytest.mark.slow
+def test_completions_have_the_log_probabilities_of_the_model():
+    plain = tiny.tiny_policy("qwen3", std=0.1, num_hidden_layers=2)
+    policy = copy.deepcopy(plain)
+    compile_layers(policy, backend="aot_eager")
+    with closing(TransformersEngine(policy, tiny_tokenizers.chatml(), end_ids=[])) as engine:
+        asked = request([5, 6, 7] * 7, seeds=range(3), max_new_tokens=6)
+        for one in draw(engine, asked)[0]:
+            assert one.logprobs_L == pytest.approx(full_logprobs(plain, asked, one), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_whole_compiler_computes_the_same():
+    plain = tiny.tiny_policy("qwen3", std=0.1, num_hidden_layers=2)
+    policy = copy.deepcopy(plain)
+    compile_layers(policy)
+    equal(policy, plain, 0, trains=False)
+
+
+def test_what_cannot_be_compiled_is_named_and_auto_leaves_cpus_alone():
+    reason = compile_layers(tiny.tiny_policy("qwen3", path="padded"))
+    assert reason is not None
+    assert "padded" in reason
+    cpu = torch.device("cpu")
+    assert [chooses_to_compile(asked, cpu) for asked in ("auto", True, False)] == [
+        False,
+        True,
+        False,
+    ]
+    assert not chooses_to_compile(False, torch.device("cuda"))
