@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from laurel.errors import EngineError
-from laurel.generation.transformers.rounded_weights import rounded_weights
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
 from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeptTokens, KeyValueStore
-from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.policy import PolicyModel, rounded_weights
 from laurel.models.tokenizer import TextStream, plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, SamplingParams
 
