@@ -137,7 +137,7 @@ class StopRequest:
         self._on_signal = on_signal
         self._leave = leave
         self._stack = ExitStack()
-        self._before: dict[signal.Signals, Any] = {}
+        self.before: dict[signal.Signals, Any] = {}
         """The handlers of the signals before, which a fork of this process gets back."""
 
     def __enter__(self) -> StopRequest:
@@ -157,7 +157,7 @@ class StopRequest:
                 # Without a handler Python would not write signals to the listener.
                 previous_handler = signal.signal(number, lambda *_: None)
                 self._stack.callback(signal.signal, number, previous_handler)
-                self._before[number] = previous_handler
+                self.before[number] = previous_handler
             StopRequest.receiving = self
         return self
 
@@ -195,17 +195,32 @@ class StopRequest:
         self._on_signal(number.name)
 
 
-def _leave_signals_in_fork() -> None:
-    # A signal of a fork is not the run's: the environment that forked it may end it with SIGTERM.
-    request = StopRequest.receiving
+# A signal of a fork is not the run's: the environment that forked it may end it with SIGTERM. Until
+# the fork has its own handlers, none reaches it.
+
+
+def _before_fork() -> None:
+    if StopRequest.receiving is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _after_in_parent() -> None:
+    if StopRequest.receiving is not None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _after_in_child() -> None:
+    request, StopRequest.receiving = StopRequest.receiving, None
     if request is not None:
-        StopRequest.receiving = None
         signal.set_wakeup_fd(-1)
-        for number, handler in request._before.items():
+        for number, handler in request.before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-os.register_at_fork(after_in_child=_leave_signals_in_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+)
 
 
 class Deadline:

@@ -187,8 +187,9 @@ def parts(value):
 def another(value: Any, kinds: Any) -> tuple[Any, str]:
     """Return a value that differs from `value`, and what stands behind the key that differs."""
     choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
-    if choices:
-        return next(one for one in choices if one != value), ""
+    for one in choices:
+        if one != value:
+            return one, ""
     if isinstance(value, bool):
         return not value, ""
     if isinstance(value, int | float):
