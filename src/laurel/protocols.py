@@ -108,7 +108,8 @@ class Environment(Protocol):
             metadata: Metadata of each: the task's at first, then what the step before returned;
                 and the id of its group under `environments.interface.GROUP_ID`, by which
                 `group_ids` of the finished batch tells which task it was; and under
-                `CONVERSATION_ID` an id of its own, the same in all of its turns.
+                `CONVERSATION_ID` an id of its own, the same in all of its turns; `PROMPT_MESSAGES`
+                and `IS_VALIDATION` tell where its answer begins and what it is for.
         """
 
     def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:

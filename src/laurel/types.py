@@ -65,6 +65,10 @@ USUAL_ROLES = (
     "observation",
 )
 """The message roles that common chat templates know."""
+PROMPT_MESSAGES = "laurel_prompt_messages"
+"""The metadata key of the number of messages of a rollout's prompt, which come first in it."""
+IS_VALIDATION = "laurel_is_validation"
+"""The metadata key that tells whether a rollout only measures the policy."""
 
 Conversation = tuple[Message, ...]
 

@@ -478,8 +478,9 @@ class FunctionConfig(Section):
 
     path: str
     """`module:function`, or `path/to/file.py:function`. Its arguments are verl's: `data_source`,
-    `solution_str`, `ground_truth` and `extra_info`. It returns a number, or a dictionary with a
-    `score` and other numbers, which are logged. It may be async."""
+    `solution_str`, `ground_truth` and `extra_info`; `response_str`, `num_turns` and `validate` if
+    it names them. It returns a number, or a dictionary with a `score` and other numbers, which are
+    logged. It may be async."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments, passed as they are."""
     group: bool = False

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laurel.config.environments import CompositeEnvironmentConfig
 from laurel.environments.interface import (
-    IDS,
+    OF_ROLLOUT,
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
@@ -357,7 +357,7 @@ def _own(metadata: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
 
 
 def _ids(metadata: dict[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (metadata or {}).items() if key in IDS}
+    return {key: value for key, value in (metadata or {}).items() if key in OF_ROLLOUT}
 
 
 def _sum_up(

@@ -26,7 +26,14 @@ from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.observe.user_code import error_with_line, line_of
 from laurel.protocols import Environment, MessageLog
-from laurel.types import EnvironmentReturn, EnvironmentSpec, RejectedTask, Task
+from laurel.types import (
+    IS_VALIDATION,
+    PROMPT_MESSAGES,
+    EnvironmentReturn,
+    EnvironmentSpec,
+    RejectedTask,
+    Task,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +68,8 @@ finished batch.
 CONVERSATION_ID = "laurel_conversation_id"
 """The metadata key of a conversation's own id, which no other conversation ever has."""
 IDS = (GROUP_ID, CONVERSATION_ID)
+OF_ROLLOUT = (*IDS, PROMPT_MESSAGES, IS_VALIDATION)
+"""The metadata keys that rollouts set, beside those of the task."""
 
 
 class EnvironmentInterface(ABC):

@@ -34,6 +34,8 @@ from laurel.generation.waiting import end_all
 from laurel.observe.user_code import is_installed, is_ours, line_of
 from laurel.protocols import Environment
 from laurel.types import (
+    IS_VALIDATION,
+    PROMPT_MESSAGES,
     Conversation,
     Generated,
     Message,
@@ -60,6 +62,8 @@ class RolloutInProgress:
     metadata: dict[str, Any] | None
     group_id: str = ""
     """The id of the group that the completion belongs to."""
+    num_prompt_messages: int = 0
+    is_validation: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     """An id that the rollouts of a discarded batch, played anew, do not have."""
     messages: list[Message] = field(default_factory=list)
@@ -88,8 +92,14 @@ class RolloutInProgress:
 
     @property
     def full_metadata(self) -> dict[str, Any]:
-        """The metadata as the environment gets it, with the ids of group and conversation."""
-        return {**(self.metadata or {}), GROUP_ID: self.group_id, CONVERSATION_ID: self.id}
+        """The metadata as the environment gets it: the task's, and that of the rollout."""
+        return {
+            **(self.metadata or {}),
+            GROUP_ID: self.group_id,
+            CONVERSATION_ID: self.id,
+            PROMPT_MESSAGES: self.num_prompt_messages,
+            IS_VALIDATION: self.is_validation,
+        }
 
     def add_turn(self, generated: Generated) -> None:
         """Append an assistant turn that the generator has sampled."""

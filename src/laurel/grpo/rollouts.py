@@ -49,6 +49,9 @@ from laurel.types import (
 if TYPE_CHECKING:
     from laurel.types import TokenIds
 
+TRAINING, VALIDATION = 0, 1
+"""The first of the numbers from which the seeds of a batch are derived."""
+
 
 class Chat(Protocol):
     """The part of `models.chat.ChatFormat` that rollouts use: it tokenises conversations."""
@@ -273,6 +276,8 @@ class Rollouts:
                 index=i,
                 metadata=dict(task.metadata),
                 group_id=context.group_id,
+                num_prompt_messages=len(task.prompt),
+                is_validation=batch.numbers[:1] == (VALIDATION,),
                 stop_strings=environment.spec.stop_strings,
             )
             for i in range(batch.num_generations)

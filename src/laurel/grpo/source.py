@@ -29,7 +29,7 @@ from laurel.generation.waiting import BackgroundLoop, cancel_others
 from laurel.grpo.advantages import component_weights, scaled, slope
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import failure_counts
-from laurel.grpo.rollouts import CLOSING_SECONDS, Chat, Rollouts
+from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Chat, Rollouts
 from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
 from laurel.types import RolloutGroup, SamplingParams, Task
@@ -39,8 +39,6 @@ from laurel.types import RolloutGroup, SamplingParams, Task
 
 Tasks = Sequence[Task] | EndlessTasks
 """The tasks of a run by their number; `EndlessTasks` makes each when it is its turn."""
-TRAINING, VALIDATION = 0, 1
-"""The first of the numbers from which the seeds of a batch are derived."""
 
 
 @dataclass(slots=True, kw_only=True)

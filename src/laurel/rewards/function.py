@@ -25,7 +25,7 @@ from laurel.models.spec import ModelSpec
 from laurel.observe.forks import ForkGuard, guarded
 from laurel.observe.user_code import import_object, member_of, own_line_of
 from laurel.rewards.remote.replica import failed
-from laurel.types import Group, Score
+from laurel.types import IS_VALIDATION, PROMPT_MESSAGES, Group, Score
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 from laurel.workers.threads import begin_in_thread
 
@@ -110,6 +110,7 @@ class FunctionScorer:
         check_call(
             self._function, config.kwargs | self._served, judges_groups=config.group, where=where
         )
+        self._unasked = unasked_arguments(self._function, config)
         self._is_async = is_async(self._function)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
@@ -134,7 +135,8 @@ class FunctionScorer:
         async with self._gate():
             if self._processes is not None:
                 return await self._in_process(self._processes, arguments, count)
-            arguments = {**arguments, **self._served}
+            arguments = {k: v for k, v in arguments.items() if k not in self._unasked}
+            arguments |= self._served
             limit = self.config.timeout
             try:
                 async with asyncio.timeout(limit) as clock:
@@ -253,8 +255,11 @@ def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], An
     served = served_arguments(function, config, where=where)
     check_call(function, config.kwargs | served, judges_groups=config.group, where=where)
 
+    unasked = unasked_arguments(function, config)
+
     def score(asked: dict[str, Any]) -> list[dict[str, Any]]:
-        arguments = asked["arguments"] | served
+        given = asked["arguments"].items()
+        arguments = {name: value for name, value in given if name not in unasked} | served
         found = scores_of_call(
             function, arguments, count=asked["count"], judges_groups=config.group
         )
@@ -269,6 +274,9 @@ def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], An
 Function = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Keyword arguments of the function; with an `s` appended for a function of whole groups."""
+ROLLOUT_ARGUMENTS = ("response_str", "num_turns", "validate")
+"""Keyword arguments that a function gets where it names them. A function of whole groups gets the
+lists `response_strs` and `num_turns`, and one `validate`."""
 _LONGEST_REASON = 500
 
 
@@ -356,6 +364,15 @@ def served_arguments(function: Function, config: FunctionConfig, *, where: str) 
     return served
 
 
+def unasked_arguments(function: Function, config: FunctionConfig) -> frozenset[str]:
+    """Return those of `ROLLOUT_ARGUMENTS` that neither the function nor `kwargs` names."""
+    names = _rollout_names(config.group)
+    asked: set[str] = set()
+    with contextlib.suppress(TypeError, ValueError):  # some functions written in C do not say
+        asked = set(inspect.signature(function).parameters)
+    return frozenset(names) - asked - config.kwargs.keys()
+
+
 def check_call(
     function: Function, kwargs: Mapping[str, Any], *, judges_groups: bool, where: str
 ) -> None:
@@ -378,8 +395,9 @@ def check_call(
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C do not say
         return
+    asked = [name for name in _rollout_names(judges_groups) if name in signature.parameters]
     try:
-        signature.bind(**dict.fromkeys(names), **kwargs)
+        signature.bind(**dict.fromkeys((*names, *asked, *kwargs)))
     except TypeError as error:
         given = ", ".join([*names, *kwargs])
         raise ConfigError(
@@ -398,6 +416,10 @@ def _names(judges_groups: bool) -> tuple[str, ...]:
     return tuple(f"{name}s" for name in ARGUMENTS) if judges_groups else ARGUMENTS
 
 
+def _rollout_names(judges_groups: bool) -> tuple[str, ...]:
+    return ("response_strs", *ROLLOUT_ARGUMENTS[1:]) if judges_groups else ROLLOUT_ARGUMENTS
+
+
 # ----------------------------------------------------------------------------------- its arguments
 
 
@@ -407,28 +429,38 @@ def call_arguments(
     """Build the arguments of each call for a group: one for each completion, or one for all.
 
     `solution_str` is the last message. `extra_info` is that of the task, with all other metadata,
-    and the messages before as `prompt`.
+    and the messages before as `prompt`. `response_str` has all messages since the prompt of the
+    task, and `num_turns` counts them and the prompt, as verl does. `validate` tells whether the
+    rollout only measures the policy.
     """
     metadata = group.metadata
-    extra = {k: v for k, v in metadata.items() if k not in ("data_source", "ground_truth")}
+    own = ("data_source", "ground_truth", PROMPT_MESSAGES, IS_VALIDATION)
+    extra = {k: v for k, v in metadata.items() if k not in own}
+    begins = metadata.get(PROMPT_MESSAGES, len(group.prompt))
     nested = extra.pop("extra_info", None)
     extra |= nested if isinstance(nested, Mapping) else {}
     rows = []
     for completion in group.completions_G:
-        *before, answer = (*group.prompt, *completion.messages)
+        conversation = (*group.prompt, *completion.messages)
+        *before, answer = conversation
+        said = [message.content for message in conversation[begins:]]
         prompt = [{"role": message.role, "content": message.content} for message in before]
         rows.append(
             (
                 metadata.get("data_source", data_source),
                 answer.content,
                 metadata.get("ground_truth"),
-                {"prompt": prompt} | extra,
+                {"prompt": prompt, "num_turns": 1 + len(said)} | extra,
+                "\n".join(said),
+                1 + len(said),
             )
         )
+    names = (*_names(judges_groups), *_rollout_names(judges_groups)[:-1])
+    last = {"validate": bool(metadata.get(IS_VALIDATION))} | dict(kwargs)
     if not judges_groups:
-        return [dict(zip(ARGUMENTS, row, strict=True)) | dict(kwargs) for row in rows]
+        return [dict(zip(names, row, strict=True)) | last for row in rows]
     columns = [list(column) for column in zip(*rows, strict=True)]
-    return [dict(zip(_names(True), columns, strict=True)) | dict(kwargs)] if rows else []
+    return [dict(zip(names, columns, strict=True)) | last] if rows else []
 
 
 # ------------------------------------------------------------------------------ its results

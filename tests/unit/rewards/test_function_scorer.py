@@ -25,7 +25,14 @@ from laurel.rewards.function import (
     find_function,
     score_of_result,
 )
-from laurel.types import Completion, Group, Message, group_of
+from laurel.types import (
+    IS_VALIDATION,
+    PROMPT_MESSAGES,
+    Completion,
+    Group,
+    Message,
+    group_of,
+)
 from reward_servers import wait_until
 
 GROUP = Group(
@@ -74,6 +81,7 @@ def test_it_is_called_as_verl_calls_it():
     assert extra_info == {
         "split": "test",
         "level": 3,
+        "num_turns": 2,
         "prompt": [
             {"role": "system", "content": "Be short."},
             {"role": "user", "content": "2 + 2?"},
@@ -116,6 +124,46 @@ def test_a_group_function_sees_all_completions_of_a_prompt_at_once():
     assert [one.value for one in score(scorer)] == [1.0, 0.5, 1.0]
     assert calls == [(["", "", ""], ["4", "five", "4"], ["4", "4", "4"], 3)]
     assert score(scorer, group_of(GROUP.prompt, (), group_id="none")) == ()
+
+
+TURNS = Group(
+    id="g",
+    prompt=(Message("user", "2 + 2?"), Message("assistant", "Let me ask."), Message("tool", "4")),
+    completions_G=(Completion(messages=(Message("assistant", "It is 4."),)),),
+    metadata={PROMPT_MESSAGES: 1, IS_VALIDATION: True, "level": 3},
+)
+
+
+def test_of_a_rollout_of_several_turns_it_gets_what_it_asks_for():
+    """verl counts the prompt as a turn, and gives the text of all turns after it."""
+    calls = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info, num_turns, **kwargs):
+        calls.append((solution_str, num_turns, kwargs, sorted(extra_info), extra_info["num_turns"]))
+        return {"score": 1.0}
+
+    def with_text(data_source, solution_str, ground_truth, extra_info, response_str, validate):
+        calls.append((response_str, validate))
+        return 1.0
+
+    def of_group(
+        data_sources, solution_strs, ground_truths, extra_infos, response_strs, num_turns, validate
+    ):
+        calls.append((response_strs, num_turns, validate))
+        return [1.0]
+
+    for function, options in ((compute_score, {}), (with_text, {}), (of_group, {"group": True})):
+        assert score(scorer_of(function, **options), TURNS)[0].value == 1.0
+    whole = "Let me ask.\n4\nIt is 4."
+    assert calls == [
+        ("It is 4.", 4, {}, ["level", "num_turns", "prompt"], 4),
+        (whole, True),
+        ([whole], [4], True),
+    ]
+    # What the settings give goes before it.
+    calls.clear()
+    score(scorer_of(with_text, kwargs={"validate": "never"}), TURNS)
+    assert calls == [(whole, "never")]
 
 
 # ------------------------------------------------------------------------ what its results mean
