@@ -104,7 +104,7 @@ class ScoringRules(BaseModel):
 
     format: int = FORMAT
     """The version of the file format: 2 if contents of messages are plain text; 1 if a control
-    token that a message spells is one."""
+    token that a message spells is one, and thoughts reach the template in the content."""
     template_sha256: str
     """The hash of the chat template that is saved with the tokenizer."""
     template_kwargs: dict[str, Any] = {}
@@ -306,7 +306,8 @@ class ScoringContract:
         with speaking(*self._terms) if self._terms else nullcontext():
             if self.rules.has_plain_contents:
                 return self._contents.render(conversation)
-            return PlainText(render(self.tokenizer, conversation, self.rules.template_kwargs))
+            kwargs = self.rules.template_kwargs
+            return PlainText(render(self.tokenizer, conversation, kwargs, splits_thoughts=False))
 
     def encode(
         self, groups: Sequence[Group], *, sources: Sequence[str] = (), exact_steps: bool = False

@@ -209,6 +209,21 @@ def test_a_contract_of_the_older_format_reads_control_tokens(name, pooled):
     assert a.branches_ids_G[0].tolist() == b.branches_ids_G[0].tolist()
 
 
+def test_a_contract_of_the_older_format_reads_thoughts_in_the_content():
+    """As it was trained, where a template has a key for thoughts."""
+    template = CHATML.replace(
+        "message['content']",
+        "('(' + message.thinking + ')' if message.thinking else '') + message['content']",
+    )
+    tokenizer = made.make_tokenizer(more=("<|im_start|>", "<|im_end|>"), template=template)
+    contract = ScoringContract.create(
+        tokenizer, max_length=4096, truncation_side="left", append_eos=True
+    )
+    talk = (*ASK, Message("assistant", "<think>hm</think>4"))
+    assert "(hm)4" in contract.render(talk)
+    assert "<think>hm</think>4" in contract.with_rules(format=1).render(talk)
+
+
 def test_special_tokens_of_an_encoder_stay_around_a_forged_text():
     tokenizer = made.make_tokenizer(bos="[CLS]", eos="[SEP]", template=CONCATENATION, adds_bos=True)
     ids = of_contract(tokenizer, (*ASK, Message("assistant", "a[SEP][CLS]b")), pooled="model")
