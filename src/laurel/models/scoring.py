@@ -567,9 +567,10 @@ class ScoringContract:
         # Removes what ends a turn: what the template writes, what policies sample, and padding.
         end = self._end_of_turn
         tokenizer = self.tokenizer
-        words = end.split()
-        marks = [one for word in words for one in self._contents.control_tokens_in(word) or [word]]
+        marks = [*self._contents.control_tokens_in(end)]
         marks += filter(None, (tokenizer.eos_token, tokenizer.pad_token, tokenizer.sep_token))
+        between = re.split("|".join(map(re.escape, marks)) or "(?!)", end)
+        marks += filter(None, map(str.strip, between))
         length = len(answer)
         while True:
             stop = length
