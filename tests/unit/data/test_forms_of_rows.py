@@ -93,6 +93,16 @@ FORMS = {
         f"{ALPACA} | assistant: {A}",
         unread=("text",),
     ),
+    "Alpaca with a rendered prompt": chat(
+        {
+            "instruction": TWO,
+            "input": Q,
+            "output": A,
+            "prompt": f"Below is it.\n\n### Instruction:\n{TWO}\n\n{Q}\n\n### Output:\n{A}",
+        },
+        f"{ALPACA} | assistant: {A}",
+        unread=("prompt",),
+    ),
     "Dolly": chat(
         {"instruction": TWO, "context": Q, "response": A, "category": "closed_qa"},
         f"{ALPACA} | assistant: {A}",
