@@ -402,7 +402,10 @@ def is_transcript(value: object) -> bool:
     """
     if not isinstance(value, str):
         return False
-    return value.startswith(_START) or _NEXT_TURN.search(value) is not None
+    if value.startswith(_START):
+        return True
+    # To look for a string is quicker than to search a pattern that may begin with a line break.
+    return "<extra_id_1>" in value and _NEXT_TURN.search(value) is not None
 
 
 def parse_transcript(transcript: str) -> Conversation:
