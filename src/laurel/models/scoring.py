@@ -429,6 +429,8 @@ class ScoringContract:
                 its last turn cannot be found, or holds a mark of the template; or it cannot be
                 determined whether the template rendered the prompt of a `SentTurn`.
         """
+        if isinstance(row, SentTurn) and isinstance(row.prompt, str) and row.is_rendered is None:
+            row = row._replace(prompt=self._without_opening(row.prompt))
         if isinstance(row, SentTurn) and not self._was_rendered(row):
             said = row.prompt
             prompt = (Message("user", said),) if isinstance(said, str) else said
@@ -547,13 +549,17 @@ class ScoringContract:
             self.tokenizer(text, add_special_tokens=self.rules.pooled == "model")["input_ids"]
         )
 
-    def _opened(self, text: str) -> str:
+    def _without_opening(self, text: str) -> str:
         # Callers leave out BOS, which many servers add, or send two; and the padding of a batch.
         tokenizer = self.tokenizer
         removed = (tokenizer.bos_token, tokenizer.cls_token, tokenizer.pad_token)
         while mark := next((one for one in removed if one and text.startswith(one)), None):
             text = text.removeprefix(mark)
-        bos, opening = tokenizer.bos_token, self._around_probes[0]
+        return text
+
+    def _opened(self, text: str) -> str:
+        text = self._without_opening(text)
+        bos, opening = self.tokenizer.bos_token, self._around_probes[0]
         if bos and opening.startswith(bos):
             text = bos + text
         day = self.rules.pinned_date

@@ -191,6 +191,12 @@ def test_messages_are_scored_as_messages_on_every_path(name):
         assert ids_of(contract, *turn) == wanted(contract, talk), end
         said = TURNS["/get_reward"](QUESTION, ANSWER + end)
         assert ids_of(contract, *said) == wanted(contract, talk), "a prompt that no one rendered"
+    # What a trainer decodes begins with the BOS that its tokenizer adds, and with padding.
+    opening = contract.tokenizer.pad_token * 2 + (contract.tokenizer.bos_token or "")
+    decoded = {"query": [opening + QUESTION + ANSWER], "prompts": [QUESTION]}
+    for context in ({}, {"rendered": False}):
+        found = ids_of(contract, foreign.GetRewardRequest, decoded, **context)
+        assert found == wanted(contract, talk), context
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
