@@ -361,7 +361,7 @@ def as_file(directory, rows, form, chance) -> tuple[str, int]:
     return str(path), len(rows)
 
 
-@pytest.mark.parametrize("form", READERS.keys() - {".arrow"})
+@pytest.mark.parametrize("form", sorted(READERS.keys() - {".arrow"}))
 @pytest.mark.parametrize("seed", range(5))
 def test_every_row_of_a_file_is_kept_or_counted_with_a_reason(tmp_path, form, seed):
     chance = random.Random(seed)
