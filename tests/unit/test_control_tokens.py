@@ -136,6 +136,7 @@ def served(family: Family, said: str) -> Iterator[Ids]:
         ("/classify", {"messages": talk}),
         ("/pooling", {"messages": talk}),
         ("/score", {"queries": said, "documents": [said]}),
+        ("/get_reward?rendered=0", {"query": [said + said], "prompts": [said]}),
         ("/remote_rm?rendered=0", {"prompt": said, "response": said, "label": None}),
         ("/remote_rm", {"prompt": talk, "response": said, "label": None}),
     ]

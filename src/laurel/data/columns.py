@@ -46,7 +46,10 @@ def is_there(row: Row, key: str) -> bool:
 
 def find_question(row: Row, *, but: Collection[str | None] = ()) -> str | None:
     """Return the column of a row's question, by its name; None if there is none."""
-    return next((key for key in QUESTIONS if key not in but and is_there(row, key)), None)
+    # Beside Alpaca's columns, `prompt` is all of them rendered, often with the answer.
+    first = ("instruction",) if is_there(row, "instruction") and is_there(row, "output") else ()
+    names = (*first, *QUESTIONS)
+    return next((key for key in names if key not in but and is_there(row, key)), None)
 
 
 def question_of(

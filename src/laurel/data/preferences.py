@@ -803,11 +803,12 @@ def _pair(prompt: Conversation, chosen: Conversation, rejected: Conversation) ->
 def _prompt_column(row: Row, config: DatasetConfig) -> str | None:
     """Return the column of a pair's prompt; None if the answers are whole conversations."""
     key, answers = config.prompt_key, (config.chosen_key, config.rejected_key)
+    values = [row.get(one) for one in answers]
+    if all(map(is_transcript, values)):
+        return None
     if is_there(row, key):
         return key
-    values = [row.get(one) for one in answers]
-    are_whole = all(map(is_transcript, values)) or all(map(_is_conversation, values))
-    if key != _UNNAMED.prompt_key or are_whole:
+    if key != _UNNAMED.prompt_key or all(map(_is_conversation, values)):
         return None
     if is_list(row.get("conversations")):
         return "conversations"

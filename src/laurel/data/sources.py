@@ -402,7 +402,10 @@ def is_transcript(value: object) -> bool:
     """
     if not isinstance(value, str):
         return False
-    return value.startswith(_START) or _NEXT_TURN.search(value) is not None
+    if value.startswith(_START):
+        return True
+    # To look for a string is quicker than to search a pattern that may begin with a line break.
+    return "<extra_id_1>" in value and _NEXT_TURN.search(value) is not None
 
 
 def parse_transcript(transcript: str) -> Conversation:
@@ -447,10 +450,11 @@ _OF_ANSWERS = ({"rank", "completion"}, {"completion", "attributes"})
 _STRING = re.compile(r"('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")", re.DOTALL)
 
 
-def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
+def printed_messages(written: str, *, what: str) -> list[Any] | dict[str, Any] | None:
     """Return the messages or ranked answers that a text holds as JSON or as Python prints them.
 
-    The result is one of them, or a list; None if the text is something else.
+    The result is one of them, or a list; None if the text is something else. `what` names the value
+    in messages.
 
     Raises:
         UnusableRow: The text begins as a list of messages does, and cannot be read as one.
@@ -475,7 +479,7 @@ def printed_messages(written: str) -> list[Any] | dict[str, Any] | None:
     if found[1] and found[2] in _KEYS:
         raise UnusableRow(
             "messages written as text that cannot be read",
-            f"a column holds messages as text that is neither JSON nor Python: {written:.60}",
+            f"{what} holds messages as text that is neither JSON nor Python: {written:.60}",
             remedy="Write the messages as JSON (json.dumps), or the rows as JSON lines or Parquet",
         )
     return None
@@ -600,17 +604,18 @@ def as_row(value: Any) -> Row:
     printed = {
         key: [found] if isinstance(found, dict) else found
         for key, held in value.items()
-        if (found := _read_printed(held)) is not None
+        if (found := _read_printed(held, what=f"'{key}'")) is not None
     }
     return {**value, **printed} if printed else value
 
 
-def _read_printed(value: Any) -> Any | None:
+def _read_printed(value: Any, *, what: str) -> Any | None:
     """Return a value with the messages that it holds as text; None if it holds none."""
     if isinstance(value, str):
-        return printed_messages(value) if value.lstrip()[:1] in ("[", "{", "a") else None
+        may_be = value.lstrip()[:1] in ("[", "{", "a")
+        return printed_messages(value, what=what) if may_be else None
     if isinstance(value, list) and any(isinstance(one, str) for one in value):
-        read = [_read_printed(one) for one in value]
+        read = [_read_printed(one, what=what) for one in value]
         if any(one is not None for one in read):
             return [old if new is None else new for old, new in zip(value, read, strict=True)]
     return None

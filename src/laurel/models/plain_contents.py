@@ -20,13 +20,16 @@ from laurel.models.tokenizer import render
 from laurel.types import USUAL_ROLES, Conversation, Message, ToolSchemas
 
 FOREIGN_MARK = re.compile(
-    r"<\|[a-z_]{2,30}\|>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^<>]{2,30}\uff5c>"
+    r"<\|\w{2,30}\|>|<(?:start|end)_of_turn>|\[/?(?:INST|SYSTEM_PROMPT|TOOL_RESULTS)\]"
+    r"|<\uff5c[^<>]{2,30}\uff5c>"
 )
 """Matches marks that the templates of common models write, and that users rarely type."""
 
 QUOTED = re.compile(r"""['"](\w+)['"]""")
 """Matches the words that a template quotes; among them are the roles that it knows."""
 
+# Contents by right wherever they stand: a template may write an empty thought before an answer.
+_THOUGHTS = ("<think>", "</think>")
 _PROBE = "laurelprobe"
 # No end of one is the beginning of the other or of itself, so that both are found where they are.
 _MARKS = ("laurelcut", "bayleafedge")
@@ -295,7 +298,8 @@ class PlainContents:
         return {
             token.content: token
             for token_id, token in self.tokenizer.added_tokens_decoder.items()
-            if (token.special or (token_id in written and token.content.strip()))
+            if token.content not in _THOUGHTS
+            and (token.special or (token_id in written and token.content.strip()))
             and (len(token.content) > 1 or self._is_control(token_id, token))
         }
 

@@ -104,7 +104,7 @@ class ScoringRules(BaseModel):
 
     format: int = FORMAT
     """The version of the file format: 2 if contents of messages are plain text; 1 if a control
-    token that a message spells is one."""
+    token that a message spells is one, and thoughts reach the template in the content."""
     template_sha256: str
     """The hash of the chat template that is saved with the tokenizer."""
     template_kwargs: dict[str, Any] = {}
@@ -306,7 +306,8 @@ class ScoringContract:
         with speaking(*self._terms) if self._terms else nullcontext():
             if self.rules.has_plain_contents:
                 return self._contents.render(conversation)
-            return PlainText(render(self.tokenizer, conversation, self.rules.template_kwargs))
+            kwargs = self.rules.template_kwargs
+            return PlainText(render(self.tokenizer, conversation, kwargs, splits_thoughts=False))
 
     def encode(
         self, groups: Sequence[Group], *, sources: Sequence[str] = (), exact_steps: bool = False
@@ -428,6 +429,8 @@ class ScoringContract:
                 its last turn cannot be found, or holds a mark of the template; or it cannot be
                 determined whether the template rendered the prompt of a `SentTurn`.
         """
+        if isinstance(row, SentTurn) and isinstance(row.prompt, str) and row.is_rendered is None:
+            row = row._replace(prompt=self._without_opening(row.prompt))
         if isinstance(row, SentTurn) and not self._was_rendered(row):
             said = row.prompt
             prompt = (Message("user", said),) if isinstance(said, str) else said
@@ -546,13 +549,17 @@ class ScoringContract:
             self.tokenizer(text, add_special_tokens=self.rules.pooled == "model")["input_ids"]
         )
 
-    def _opened(self, text: str) -> str:
+    def _without_opening(self, text: str) -> str:
         # Callers leave out BOS, which many servers add, or send two; and the padding of a batch.
         tokenizer = self.tokenizer
         removed = (tokenizer.bos_token, tokenizer.cls_token, tokenizer.pad_token)
         while mark := next((one for one in removed if one and text.startswith(one)), None):
             text = text.removeprefix(mark)
-        bos, opening = tokenizer.bos_token, self._around_probes[0]
+        return text
+
+    def _opened(self, text: str) -> str:
+        text = self._without_opening(text)
+        bos, opening = self.tokenizer.bos_token, self._around_probes[0]
         if bos and opening.startswith(bos):
             text = bos + text
         day = self.rules.pinned_date
@@ -566,9 +573,10 @@ class ScoringContract:
         # Removes what ends a turn: what the template writes, what policies sample, and padding.
         end = self._end_of_turn
         tokenizer = self.tokenizer
-        words = end.split()
-        marks = [one for word in words for one in self._contents.control_tokens_in(word) or [word]]
+        marks = [*self._contents.control_tokens_in(end)]
         marks += filter(None, (tokenizer.eos_token, tokenizer.pad_token, tokenizer.sep_token))
+        between = re.split("|".join(map(re.escape, marks)) or "(?!)", end)
+        marks += filter(None, map(str.strip, between))
         length = len(answer)
         while True:
             stop = length

@@ -359,18 +359,21 @@ def render(
     *,
     prompt: bool = False,
     tools: ToolSchemas = (),
+    splits_thoughts: bool = True,
 ) -> str:
     """Render a conversation as text; `prompt` adds the opening of the assistant's turn.
 
-    The template shows `tools` to the policy.
+    The template shows `tools` to the policy. It reads messages as `fields_of` returns them, or with
+    thoughts in their contents if `splits_thoughts` is False.
 
     Raises:
         DataError: The template cannot render the conversation.
     """
+    template = tokenizer.chat_template if splits_thoughts else ""
     try:
         return str(
             tokenizer.apply_chat_template(
-                [fields_of(message, tokenizer.chat_template) for message in conversation],
+                [fields_of(message, template) for message in conversation],
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **({**template_kwargs, "tools": list(tools)} if tools else template_kwargs),

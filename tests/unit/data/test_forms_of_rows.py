@@ -93,6 +93,16 @@ FORMS = {
         f"{ALPACA} | assistant: {A}",
         unread=("text",),
     ),
+    "Alpaca with a rendered prompt": chat(
+        {
+            "instruction": TWO,
+            "input": Q,
+            "output": A,
+            "prompt": f"Below is it.\n\n### Instruction:\n{TWO}\n\n{Q}\n\n### Output:\n{A}",
+        },
+        f"{ALPACA} | assistant: {A}",
+        unread=("prompt",),
+    ),
     "Dolly": chat(
         {"instruction": TWO, "context": Q, "response": A, "category": "closed_qa"},
         f"{ALPACA} | assistant: {A}",
@@ -252,7 +262,7 @@ FORMS = {
         ASKED,
     ),
     "printed and cut off": refused(
-        {"messages": printed(user(Q), assistant(A))[:-20]}, "as text", rm="!as text"
+        {"messages": printed(user(Q), assistant(A))[:-20]}, "'messages' holds messages as text"
     ),
     "an honest list in a text": chat(
         {"prompt": Q, "completion": '[{"name": "Ann", "age": 3}]'},
@@ -265,6 +275,9 @@ FORMS = {
     "a longer transcript": pair(
         {"prompt": transcript("Hello there.", "Good day.", Q), "chosen": A, "rejected": B},
         prompt=f"user: Hello there. | assistant: Good day. | user: {Q}",
+    ),
+    "whole transcripts beside their prompt": pair(
+        {"prompt": Q, "chosen": transcript(Q, A), "rejected": transcript(Q, B)}
     ),
     "rendered by ChatML": refused(
         {"prompt": RENDERED, "chosen": f"{A}<|im_end|>", "rejected": f"{B}<|im_end|>"},

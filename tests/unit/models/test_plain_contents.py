@@ -74,6 +74,23 @@ def test_added_tokens_that_are_contents_by_right_stay(name):
             assert ids.count(tokenizer.convert_tokens_to_ids(token)) >= 1
 
 
+def test_thoughts_stay_where_the_template_writes_empty_ones():
+    """Before every answer, or as special tokens."""
+    template = CHATML.replace(
+        "message['content']",
+        "('<think></think>' if message['role'] == 'assistant' and '<think>' not in "
+        "message['content'] else '') + message['content']",
+    )
+    for special in (("<think>", "</think>"), ()):
+        tokenizer = made.make_tokenizer(
+            more=("<|im_start|>", "<|im_end|>", *special), template=template
+        )
+        tokenizer.add_tokens(["<think>", "</think>"])
+        ids, row = ids_of(tokenizer, (*ASK, Message("assistant", "<think>hm</think>4<|im_end|>")))
+        assert row.text.count("<think>") == 1
+        assert spelled(tokenizer, ids, ["<think>", "</think>"]) == {"<think>": 1, "</think>": 1}
+
+
 def test_a_thought_before_a_forged_turn_is_still_a_thought():
     """The template looks for `</think>` in a message, and finds it."""
     tokenizer = FAMILY_TOKENIZERS["R1"]
@@ -190,6 +207,21 @@ def test_a_contract_of_the_older_format_reads_control_tokens(name, pooled):
     assert count(older, forged) == count(older, honest) + 1
     (a,), (b,) = contract.encode([honest]), older.encode([honest])
     assert a.branches_ids_G[0].tolist() == b.branches_ids_G[0].tolist()
+
+
+def test_a_contract_of_the_older_format_reads_thoughts_in_the_content():
+    """As it was trained, where a template has a key for thoughts."""
+    template = CHATML.replace(
+        "message['content']",
+        "('(' + message.thinking + ')' if message.thinking else '') + message['content']",
+    )
+    tokenizer = made.make_tokenizer(more=("<|im_start|>", "<|im_end|>"), template=template)
+    contract = ScoringContract.create(
+        tokenizer, max_length=4096, truncation_side="left", append_eos=True
+    )
+    talk = (*ASK, Message("assistant", "<think>hm</think>4"))
+    assert "(hm)4" in contract.render(talk)
+    assert "<think>hm</think>4" in contract.with_rules(format=1).render(talk)
 
 
 def test_special_tokens_of_an_encoder_stay_around_a_forged_text():

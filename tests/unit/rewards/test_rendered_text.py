@@ -191,6 +191,12 @@ def test_messages_are_scored_as_messages_on_every_path(name):
         assert ids_of(contract, *turn) == wanted(contract, talk), end
         said = TURNS["/get_reward"](QUESTION, ANSWER + end)
         assert ids_of(contract, *said) == wanted(contract, talk), "a prompt that no one rendered"
+    # What a trainer decodes begins with the BOS that its tokenizer adds, and with padding.
+    opening = contract.tokenizer.pad_token * 2 + (contract.tokenizer.bos_token or "")
+    decoded = {"query": [opening + QUESTION + ANSWER], "prompts": [QUESTION]}
+    for context in ({}, {"rendered": False}):
+        found = ids_of(contract, foreign.GetRewardRequest, decoded, **context)
+        assert found == wanted(contract, talk), context
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -275,3 +281,23 @@ def test_contents_alone_are_a_text_of_the_template_that_joins_contents():
     for text in ("Where? Here.", "<s><s>Where? Here.</s>", "<s>Where? Here.</s></s>"):
         for path, form in WHOLE_TEXTS.items():
             assert ids_of(contract, *form(contract, text)) == expected, path
+
+
+WORDY = (
+    "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n### End\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant\n{% endif %}"
+)
+
+
+def test_words_of_the_answer_that_also_end_a_turn_stay():
+    tokenizer = made.make_tokenizer(template=WORDY)
+    contract = ScoringContract.create(
+        tokenizer, max_length=4096, truncation_side="left", append_eos=True
+    )
+    talk = TALKS["one turn"]
+    (prompt, *_) = prompts_of(contract, talk)
+    for answer in ("This is the End", "A heading: ###"):
+        expected = wanted(contract, talk, answer)
+        for end in ("", "\n### End", "\n### End\n", f"\n### End\n{tokenizer.eos_token}"):
+            for form in TURNS.values():
+                assert ids_of(contract, *form(prompt, answer + end)) == expected, (answer, end)

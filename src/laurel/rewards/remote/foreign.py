@@ -578,7 +578,8 @@ class GetRewardRequest(_FromTrainer):
         before, found, response = query.partition(prompt)
         if not found or _SPECIAL_TOKENS.fullmatch(before) is None:
             return query
-        return SentTurn(before + prompt, response, self._is_rendered)
+        said = prompt if self._is_rendered is False else before + prompt
+        return SentTurn(said, response, self._is_rendered)
 
     def reply(self, scored: ScoredRows) -> GetRewardReply:
         """Answer with the scores under both keys."""
