@@ -85,10 +85,12 @@ def test_what_decides_rewards_and_metrics_is_fixed(kind, key, value):
         (RM, "cluster.num_nodes"),
         (RM, "policy.dtensor_cfg.tensor_parallel_size"),
         (RM, "policy.train_micro_batch_size"),
+        (RM, "policy.compile"),
         (RM, "data.train_data_path"),  # the rows themselves are compared
         (GRPO, f"{ENV}.urls"),
         (GRPO, f"{ENV}.models[0].urls"),
         (GRPO, f"{ENV}.judge.urls"),
+        (GRPO, f"{ENV}.models[0].compile"),
         (GRPO, f"{ENV}.judge.vllm_cfg.tensor_parallel_size"),
         (GRPO, f"{ENV}.function.router"),
         (GRPO, f"{ENV}.num_workers"),
