@@ -76,7 +76,7 @@ def test_counts_of_several_models_and_defaults_pass():
 def test_threads_are_refused_before_torch_starts_them():
     with pytest.raises(ConfigError, match=r"cluster\.cpu_threads=1000000"):
         prepare("cpu", cpu_threads=1_000_000, seed=0)
-    with speaking(OPTIONS), pytest.raises(ConfigError, match="^--cpu-threads 1000000: "):
+    with speaking(OPTIONS), pytest.raises(ConfigError, match=r"^--cpu-threads 1000000: "):
         prepare("cpu", cpu_threads=1_000_000, seed=0)
 
 
