@@ -122,7 +122,9 @@ def test_every_command_and_variable_has_its_place():
     assert [name for name in sorted(used) if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("name", ["command_line.md", "configuration.md", "models.md"])
+@pytest.mark.parametrize(
+    "name", ["command_line.md", "configuration.md", "models.md", "reliability.md"]
+)
 def test_generated_parts_are_those_of_today(name):
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     now = with_generated(page)

@@ -281,7 +281,7 @@ class JudgeConfig(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
     half the memory."""
-    compile: Literal["auto"] | bool = "auto"
+    compile: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
     """Compile the layers of a judge that is loaded, as `policy.compile` does."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of question and verdict of a judge that is loaded; null is 8192, or the model's
@@ -546,7 +546,7 @@ class ScorerSource(AskingConfig):
     precision: Precision = "bfloat16"
     """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
-    compile: Literal["auto"] | bool = "auto"
+    compile: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
     """Compile the model's layers, as `policy.compile` does."""
     batch_size: Annotated[int, MAY_CHANGE] = Field(default=32, ge=1)
     """Conversations of one forward pass without packing and dynamic batching."""

@@ -329,9 +329,10 @@ class PolicyConfig(Section):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Arithmetic of the decoder. Master weights, reward head and loss are float32 either way.
     Default: half the memory of activations, and tensor cores."""
-    compile: Literal["auto"] | bool = "auto"
+    compile: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
     """Compile the decoder's layers with torch's compiler. `auto`: on a GPU with Triton and a C
-    compiler. Default: it fuses the operations that take most of a GPU's time."""
+    compiler, unless the model is sharded. Default: it fuses the operations that take most of a
+    GPU's time."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
     sequence_packing: Annotated[PackingConfig, MAY_CHANGE] = PackingConfig()

@@ -340,7 +340,7 @@ def component_weights(
             f"{where}.name=gdpo needs an environment that gives every sample the same named "
             f"components of its reward (found: {', '.join(names) or 'none'}): a composite "
             "(env.composite), a function that returns a dictionary of numbers, or an environment "
-            f"that returns a dictionary of rewards. Use {where.split('.')[1]}.name=grpo otherwise"
+            f"that returns a dictionary of rewards. Use {where}.name=grpo otherwise"
         )
     if unknown := sorted(set(chosen) - set(names)):
         raise ConfigError(

@@ -73,7 +73,8 @@ class RolloutInProgress:
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
     rounding: float = 0.0
-    """A bound of the rounding error of `reward`, the sum over components and turns."""
+    """A bound of the rounding error of `reward`, the sum over components and turns, and so of each
+    component of it."""
     failure: str | None = None
     truncated: bool = False
     is_over: bool = False
@@ -521,11 +522,20 @@ def level_rounding(rollouts: Iterable[RolloutInProgress]) -> None:
     """Make rewards of a group equal that differ by no more than the rounding of their sums.
 
     0.1 + 0.2 and 0.3 are such rewards. Normalisation would turn the difference into an advantage.
+    So are components, which are sums over turns.
     """
-    scored = sorted((r for r in rollouts if r.failure is None), key=lambda one: one.reward)
-    for lower, higher in pairwise(scored):
+    scored = [one for one in rollouts if one.failure is None]
+    for lower, higher in pairwise(sorted(scored, key=lambda one: one.reward)):
         if higher.reward - lower.reward <= lower.rounding + higher.rounding:
             higher.reward = lower.reward
+    for name in {name for one in scored for name in one.components}:
+        values = [
+            (one.components[name], i) for i, one in enumerate(scored) if name in one.components
+        ]
+        for lower, higher in pairwise(scored[i] for _, i in sorted(values)):
+            difference = higher.components[name] - lower.components[name]
+            if difference <= lower.rounding + higher.rounding:
+                higher.components[name] = lower.components[name]
 
 
 class BatchBarrier:

@@ -24,8 +24,6 @@ from laurel.training.selection import Selection, select_demonstrations_by
 from laurel.training.stopping import Deadline, Position
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
     from laurel.models.chat import ChatFormat, Demonstration

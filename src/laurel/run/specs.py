@@ -109,6 +109,7 @@ OPTIONS = Terms(
         "policy.model_name": "--model",
         "policy.precision": "--precision",
         "cluster.device": "--device",
+        "cluster.cpu_threads": "--cpu-threads",
     },
     hint="(Here, keys of policy are given as --set, e.g. --set tokenizer.pad_token=auto)",
 )
@@ -221,7 +222,8 @@ def open_asked_judge(
         from laurel.rewards.open import open_scorer
         from laurel.workers.process import prepare
 
-        prepare(options.device, cpu_threads=cpu_threads, seed=0)
+        with speaking(OPTIONS):
+            prepare(options.device, cpu_threads=cpu_threads, seed=0)
         spec = replace(options, judge=judge, terms=(terms,))
         scorer = open_scorer(spec, say=say_on(console))
     with scorer:

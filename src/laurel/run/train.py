@@ -22,6 +22,7 @@ from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, print_command, visible
+from laurel.observe.forks import ForkGuard
 from laurel.observe.json_output import write_json
 from laurel.run.allocation import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
@@ -57,16 +58,19 @@ def run_training(
     console = message_console(stderr=False)
     last = console if as_json else make_console()
     try:
-        outcome = trained(kind, path, overrides, console, last=last, is_process=True)
+        with ForkGuard():  # a fork that came to this point would end its parent's children
+            outcome = trained(kind, path, overrides, console, last=last, is_process=True)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, lambda number, frame: end_unsaved(128 + number))
         # Later on a run hears signals itself, until it has ended.
         at = "" if StopRequest.has_begun else " before the first step: nothing was saved yet"
         print(f"interrupted{at}", file=sys.stderr)
         sys.exit(130)
-    if as_json:
-        write_json(asdict(outcome))
-    end_children(but=before)
+    else:
+        if as_json:
+            write_json(asdict(outcome))
+    finally:  # of a run that failed, too
+        end_children(but=before)
     if outcome.signal == "SIGINT":
         sys.exit(130)
 

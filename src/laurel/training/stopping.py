@@ -199,14 +199,23 @@ class StopRequest:
 # the fork has its own handlers, none reaches it.
 
 
+class _Forking(threading.local):
+    # What a thread that forks blocked before.
+    mask: Collection[int] | None = None
+
+
+_forking = _Forking()
+
+
 def _before_fork() -> None:
     if StopRequest.receiving is not None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _after_in_parent() -> None:
-    if StopRequest.receiving is not None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+        _forking.mask = None
 
 
 def _after_in_child() -> None:
@@ -215,7 +224,7 @@ def _after_in_child() -> None:
         signal.set_wakeup_fd(-1)
         for number, handler in request.before.items():
             signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    _after_in_parent()
 
 
 os.register_at_fork(

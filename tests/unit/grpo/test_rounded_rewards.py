@@ -13,6 +13,7 @@ from laurel.config.grpo import GRPOConfig
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface, precise
 from laurel.grpo.advantages import compute_advantages, resolve
+from laurel.types import RolloutGroup
 from policy_fakes import SAMPLING, Judge, ScriptedGenerator, rollouts_of, saying, task
 
 PARTS = {"a": 0.1, "b": 0.6, "c": 0.7, "d": 0.2, "e": 0.3, "f": -0.3}
@@ -43,12 +44,13 @@ def by_turns() -> EnvironmentInterface:
         turn = metadata.get("turn", 0)
         reward = PARTS[text[turn]] if turn < len(text) else 0.0
         over = turn + 1 >= len(text)
-        return {"reward": reward, "over": over, "metadata": {**metadata, "turn": turn + 1}}
+        rewards = {"letters": reward, "nothing": 0.0}
+        return {"rewards": rewards, "over": over, "metadata": {**metadata, "turn": turn + 1}}
 
     return Judge(one)
 
 
-def rewards_of(environment: EnvironmentInterface, *texts: str) -> list[float | None]:
+def played(environment: EnvironmentInterface, *texts: str) -> RolloutGroup:
     rollouts = rollouts_of(
         ScriptedGenerator(saying(*texts)), environments={"judge": environment}, max_turns=8
     )
@@ -57,7 +59,11 @@ def rewards_of(environment: EnvironmentInterface, *texts: str) -> list[float | N
         (group,) = asyncio.run(asyncio.wait_for(playing, 20))
     finally:
         rollouts.close()
-    return [one.reward for one in group.rollouts_G]
+    return group
+
+
+def rewards_of(environment: EnvironmentInterface, *texts: str) -> list[float | None]:
+    return [one.reward for one in played(environment, *texts).rollouts_G]
 
 
 SAME = {  # weights whose sums are the same numbers, and not the same in float64 or in float32
@@ -74,6 +80,13 @@ def test_equal_sums_are_equal_rewards(made: Any, texts: tuple[str, str]) -> None
         texts = (texts[0], "af" + "d")  # the same terms in another order
     first, second = rewards_of(made(), *texts)
     assert first == second
+
+
+def test_equal_sums_over_turns_are_equal_components() -> None:
+    """GDPO would divide what rounding leaves by its own deviation."""
+    long, short, other = played(by_turns(), "ad", "e", "c").rollouts_G
+    assert long.components == short.components
+    assert other.components["letters"] == 0.7
 
 
 @pytest.mark.parametrize("made", [by_weights, by_rewards])

@@ -4,6 +4,7 @@ The compiler's front end alone (`aot_eager`) decides that; one test has the whol
 """
 
 import copy
+import shutil
 from contextlib import closing
 
 import pytest
@@ -16,6 +17,7 @@ from generators import draw, full_logprobs, request
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
 from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.forest import compiled
 from laurel.models.forest.attention import register
 from laurel.models.forest.compiled import chooses_to_compile, compile_layers
 from laurel.models.loading.adapters import add_adapters
@@ -136,14 +138,19 @@ def test_the_whole_compiler_computes_the_same():
     equal(policy, plain, 0, trains=False)
 
 
-def test_what_cannot_be_compiled_is_named_and_auto_leaves_cpus_alone():
+def test_what_cannot_be_compiled_is_named_and_auto_leaves_cpus_and_shards_alone(monkeypatch):
     reason = compile_layers(tiny.tiny_policy("qwen3", path="padded"))
     assert reason is not None
     assert "padded" in reason
-    cpu = torch.device("cpu")
-    assert [chooses_to_compile(asked, cpu) for asked in ("auto", True, False)] == [
-        False,
-        True,
-        False,
-    ]
-    assert not chooses_to_compile(False, torch.device("cuda"))
+    monkeypatch.setattr(compiled, "_has_triton", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    chosen = {
+        (device, is_sharded): [
+            chooses_to_compile(asked, torch.device(device), is_sharded=is_sharded)
+            for asked in ("auto", True, False)
+        ]
+        for device in ("cpu", "cuda")
+        for is_sharded in (False, True)
+    }
+    assert chosen.pop(("cuda", False)) == [True, True, False]
+    assert all(one == [False, True, False] for one in chosen.values())

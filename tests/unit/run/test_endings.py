@@ -222,6 +222,35 @@ def test_processes_that_an_environment_left_do_not_keep_a_run_from_ending(capsys
     assert not ours.is_alive()
 
 
+FAILED = """
+import multiprocessing, os, time
+from laurel.errors import DataError
+from laurel.run import train
+
+def failing(*arguments, **options):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    raise DataError("in the middle")
+
+train.trained = failing
+if __name__ == "__main__":
+    train.run_training("rm", None, [])
+"""
+
+
+def test_processes_that_a_failed_run_left_are_ended_by_itself_and_not_by_a_fork(tmp_path):
+    script = tmp_path / "failed.py"
+    script.write_text(FAILED, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("DataError: in the middle") == 2
+    assert done.stderr.count("left 1 of them running") == 1
+
+
 def test_use_it_names_a_file_that_is_there(tmp_path):
     rows = tmp_path / "some rows.jsonl"
     settings = [f"data.train_data_path={rows}", "data.dataset_name=BinaryPreferenceDataset"]

@@ -50,6 +50,24 @@ def test_what_an_earlier_version_did_not_know_had_its_default(kind):
     assert not list(changes(schema, older, dumped(config)))
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "changed"),
+    [
+        ("a.jsonl", "b.jsonl", []),
+        ("a.jsonl", "{data_path: b.jsonl}", []),
+        ("a.jsonl", "{data_path: b.jsonl, split: test}", ["data.val_data_paths.x.split"]),
+        ("null", "b.jsonl", ["data.val_data_paths.x"]),
+    ],
+)
+def test_a_validation_set_that_is_a_path_alone_may_move_as_a_block_may(before, now, changed):
+    def of(block):
+        value = "{}" if block == "null" else f"{{x: {block}}}"
+        paths = ["data.train_data_path=t.jsonl", f"data.val_data_paths={value}"]
+        return dumped(load_config(SCHEMAS["rm"], None, paths).config)
+
+    assert [one.key for one in changes(SCHEMAS["rm"], of(before), of(now))] == changed
+
+
 RM, GRPO, ENV = "rm", "grpo", "env.reward_model"
 
 
@@ -85,10 +103,12 @@ def test_what_decides_rewards_and_metrics_is_fixed(kind, key, value):
         (RM, "cluster.num_nodes"),
         (RM, "policy.dtensor_cfg.tensor_parallel_size"),
         (RM, "policy.train_micro_batch_size"),
+        (RM, "policy.compile"),
         (RM, "data.train_data_path"),  # the rows themselves are compared
         (GRPO, f"{ENV}.urls"),
         (GRPO, f"{ENV}.models[0].urls"),
         (GRPO, f"{ENV}.judge.urls"),
+        (GRPO, f"{ENV}.models[0].compile"),
         (GRPO, f"{ENV}.judge.vllm_cfg.tensor_parallel_size"),
         (GRPO, f"{ENV}.function.router"),
         (GRPO, f"{ENV}.num_workers"),

@@ -177,3 +177,18 @@ def test_a_fork_neither_keeps_the_request_open_nor_sends_it_its_signals():
     os.waitpid(left, 0)
     assert stop.signal is None
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_leaves_the_signals_blocked_that_its_thread_had_blocked():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        with StopRequest():
+            child = os.fork()
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            if child == 0:
+                os._exit(0 if blocked == before | {signal.SIGUSR1} else 1)
+            assert os.waitpid(child, 0)[1] == 0
+            assert blocked == before | {signal.SIGUSR1}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

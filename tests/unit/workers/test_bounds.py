@@ -7,7 +7,8 @@ from laurel.config.grpo import GRPORun
 from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import OfMachine
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, speaking
+from laurel.run.specs import OPTIONS
 from laurel.sandbox.limits import available_cores
 from laurel.workers.bounds import PER_CORE, check_counts, counts_in
 from laurel.workers.process import prepare
@@ -74,6 +75,8 @@ def test_counts_of_several_models_and_defaults_pass():
 
 def test_threads_are_refused_before_torch_starts_them():
     with pytest.raises(ConfigError, match=r"cluster\.cpu_threads=1000000"):
+        prepare("cpu", cpu_threads=1_000_000, seed=0)
+    with speaking(OPTIONS), pytest.raises(ConfigError, match=r"^--cpu-threads 1000000: "):
         prepare("cpu", cpu_threads=1_000_000, seed=0)
 
 

@@ -18,15 +18,18 @@ from laurel.models.forest.attention import FOREST, allow_variants, forest_attent
 from laurel.models.forest.decoder import Decoder
 
 
-def chooses_to_compile(asked: Literal["auto"] | bool, device: torch.device) -> bool:
+def chooses_to_compile(
+    asked: Literal["auto"] | bool, device: torch.device, *, is_sharded: bool
+) -> bool:
     """Return whether the layers of a model on this device are compiled.
 
     `auto` compiles on GPUs where torch's compiler finds what it needs: Triton and a C compiler. It
-    does not compile on CPUs.
+    does not compile on CPUs, nor sharded models, with which it was not tried.
     """
     if asked != "auto":
         return asked
-    return device.type == "cuda" and _has_triton() and any(map(shutil.which, ("cc", "gcc")))
+    is_known = device.type == "cuda" and not is_sharded
+    return is_known and _has_triton() and any(map(shutil.which, ("cc", "gcc")))
 
 
 def compile_layers(model: Decoder, *, backend: str = "inductor") -> str | None:

@@ -300,7 +300,7 @@ def finalize_model(
         notes: Receives whether the layers are compiled, and the reason if they cannot be.
     """
     _place(model, spec, device, mesh)
-    if chooses_to_compile(spec.compile, device):
+    if chooses_to_compile(spec.compile, device, is_sharded=mesh is not None):
         reason = compile_layers(model)
         notes.append(
             "the first steps take longer, because they compile the layers"

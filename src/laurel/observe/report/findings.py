@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from laurel.errors import counted
 from laurel.observe.console import format_number
-from laurel.observe.health import gold_metric
+from laurel.observe.health import UPDATES, gold_metric
 from laurel.observe.metrics import is_lower_better
 from laurel.observe.run_record import RunRecord, Series
 
@@ -105,10 +105,6 @@ def failed_rewards(record: RunRecord) -> Iterator[RunFinding]:
         text=f"{num_failures:,.0f} of {total:,.0f} completions got no reward ({100 * share:.2g}%"
         f"{': ' + most if most else ''}). They were masked, not counted as 0.",
     )
-
-
-UPDATES = "train/optimizer_steps"
-"""The metric that counts the updates of a step."""
 
 
 def never_updated(record: RunRecord) -> Iterator[RunFinding]:
