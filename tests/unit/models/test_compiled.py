@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from transformers import AttentionInterface
 
 import tiny
 import tiny_tokenizers
@@ -18,7 +19,7 @@ from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.forest import compiled
-from laurel.models.forest.attention import register
+from laurel.models.forest.attention import FOREST, forest_attention, register
 from laurel.models.forest.compiled import chooses_to_compile, compile_layers
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
@@ -39,7 +40,7 @@ def nothing_compiled():
     counters.clear()
     yield
     torch._dynamo.reset()
-    register()
+    AttentionInterface.register(FOREST, forest_attention)
 
 
 def forest(number):
@@ -117,6 +118,15 @@ def test_a_reward_model_scores_the_same():
     with torch.no_grad():
         torch.testing.assert_close(model(forest(0)), plain(forest(0)), rtol=0, atol=1e-6)
     assert graphs() > 0
+
+
+def test_a_model_that_is_loaded_later_leaves_attention_out_of_the_graphs():
+    """It registers attention, too; each forest would be compiled anew from then on."""
+    compile_layers(tiny.tiny_policy("qwen3", num_hidden_layers=1), backend="aot_eager")
+    outside = AttentionInterface()[FOREST]
+    assert outside is not forest_attention
+    register()
+    assert AttentionInterface()[FOREST] is outside
 
 
 @pytest.mark.slow

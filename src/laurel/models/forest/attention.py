@@ -502,4 +502,5 @@ def register() -> None:
     also does not search the positions for packed sequences, for which the host would have to wait
     for the GPU.
     """
-    AttentionInterface.register(FOREST, cast(Any, forest_attention))
+    if FOREST not in AttentionInterface():  # compiled models have one of their own
+        AttentionInterface.register(FOREST, cast(Any, forest_attention))
