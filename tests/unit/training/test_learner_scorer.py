@@ -67,16 +67,16 @@ def test_equal_answers_have_equal_scores_and_failures_stay_alone(scorers):
 
 def test_a_conversation_that_cannot_be_rendered_is_a_failure(scorers, monkeypatch):
     from laurel.errors import DataError
-    from laurel.models.scoring import ScoringContract
+    from laurel.models.plain_contents import PlainContents
 
-    render = ScoringContract.render
+    render = PlainContents.render
 
-    def refusing(self, conversation):
+    def refusing(self, conversation, **options):
         if "forbidden" in conversation[-1].content:
             raise DataError("the template cannot render it")
-        return render(self, conversation)
+        return render(self, conversation, **options)
 
-    monkeypatch.setattr(ScoringContract, "render", refusing)
+    monkeypatch.setattr(PlainContents, "render", refusing)
     asked = group_of([Message("user", "??")], ["fine", "forbidden"], group_id="one")
     fine, forbidden = scorers[40].score_now([asked])[0]
     assert fine.value is not None
