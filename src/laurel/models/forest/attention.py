@@ -502,5 +502,6 @@ def register() -> None:
     also does not search the positions for packed sequences, for which the host would have to wait
     for the GPU.
     """
-    if FOREST not in AttentionInterface():  # compiled models have one of their own
-        AttentionInterface.register(FOREST, cast(Any, forest_attention))
+    implementations: Any = AttentionInterface  # it has no types
+    if FOREST not in implementations():  # compiled models have one of their own
+        implementations.register(FOREST, forest_attention)
