@@ -575,6 +575,13 @@ def _conversation(
         if shape is _GUESSED and several is not None:
             continue
         if shape.fits(row, config):
+            if shape is _GUESSED and row.get("label") is False:
+                raise UnusableRow(
+                    "a bad answer",
+                    "'label' is false, as KTO's rows say of a bad answer, which would be imitated",
+                    remedy="Leave such rows out (data.on_bad_row=skip), or set data.input_key and "
+                    "data.output_key if 'label' means something else",
+                )
             return shape.read(row, config), shape.written(row, config), ""
     found = infer_class(row, _PREFERENCES)
     if found is None and several is not None:

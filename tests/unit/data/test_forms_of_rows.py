@@ -107,6 +107,10 @@ FORMS = {
         {"instruction": TWO, "context": Q, "response": A, "category": "closed_qa"},
         f"{ALPACA} | assistant: {A}",
     )._replace(grpo=ALPACA),
+    "KTO, a bad answer": Form(
+        {"prompt": Q, "completion": A, "label": False}, UNKNOWN, "!which would be imitated", ASKED
+    ),
+    "KTO, a good answer": chat({"prompt": Q, "completion": A, "label": True}),
     "LLaMA-Factory pairs": pair(
         {"instruction": TWO, "input": Q, "chosen": A, "rejected": B}, prompt=ALPACA
     ),
