@@ -30,7 +30,7 @@ from laurel.data.forest import to_padded
 from laurel.models.forest.attention import FOREST
 from laurel.planning.request import TrainingRequest, Workload
 from laurel.planning.step_time import forward_operations, training_operations
-from laurel.run.trial.checks import SIZES, peak_of
+from laurel.run.trial.checks import SIZES, peak_of, with_vocabulary
 from laurel.run.trial.phases import StepPhases
 
 WORKLOADS = (
@@ -49,7 +49,13 @@ def main() -> None:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name() if is_gpu else "the CPU, small sizes"
     precision = "bfloat16" if is_gpu else "float32"
-    shape = SIZES["cuda"].large if is_gpu else SIZES["cpu"].small
+    sizes = SIZES["cuda" if is_gpu else "cpu"]
+    shape = sizes.large if is_gpu else sizes.small
+    # The head's share of training grows with the vocabulary; a reward model has none.
+    shapes = {
+        "scoring": [shape],
+        "training": [shape, with_vocabulary(shape, sizes.vocabulary)],
+    }
     peak, whose = peak_of(device, precision)
     print(
         f"{shape.num_parameters / 1e9:.2g}G parameters, {precision}, {name}, torch "
@@ -57,7 +63,7 @@ def main() -> None:
     )
     rows: list[dict[str, Any]] = []
     for work in WORKLOADS if is_gpu else QUICK:
-        for phase in ("scoring", "training"):
+        for phase, shape in [(one, shape) for one in shapes for shape in shapes[one]]:
             ways = ways_of(phase, shape, work, device, precision)
             seconds = alternated(ways, options.repeats, device)
             for way, taken in seconds.items():
@@ -69,6 +75,7 @@ def main() -> None:
                 completions = work.num_prompts * work.per_prompt
                 row = {
                     "phase": phase,
+                    "vocabulary": shape.vocab_size,
                     "groups": f"{work.num_prompts} x {work.per_prompt}",
                     "tokens": f"{work.prompt_tokens} + {work.completion_tokens}",
                     "way": way,

@@ -20,6 +20,7 @@ TINY = Sizes(
     small=SMALL,
     large=SMALL,
     work=Workload(num_prompts=2, per_prompt=2, prompt_tokens=8, completion_tokens=4),
+    vocabulary=2048,
 )
 
 
@@ -53,8 +54,13 @@ def test_a_forest_is_exact_in_every_type():
 def test_memory_and_speed():
     names = ["memory of training"]
     names += [f"speed of {phase}" for phase in ("training", "scoring", "generation")]
+    names.append("speed of training, large vocabulary")
     found = tried(*names)
-    assert [outcome.status for outcome in found.values()] == ["pass"] * 4
+    assert [outcome.status for outcome in found.values()] == ["pass"] * 5
+    small, large = (found[name].figures["operations"] for name in (names[1], names[-1]))
+    # Forward and twice back, with logits made again: 8 operations for each weight of 1,536 entries
+    # more, for each of 16 completion tokens.
+    assert large - small == 8 * (2048 - 512) * 128 * 16
     assert found["memory of training"].figures["used"] > 0
     assert all(0 < found[name].share < 1.5 for name in names[1:])
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from laurel.data.forest import to_forest
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.cpu_matmul import fast_matmul
 from laurel.models.forest.attention import FOREST, register
-from laurel.models.forest.decoder import RewardModel
+from laurel.models.forest.compiled import chooses_to_compile, compile_layers
+from laurel.models.forest.decoder import Decoder, RewardModel
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.loading.pretrained import recompute_activations, train_tokenizer
 from laurel.planning.memory import ModelShape
@@ -26,6 +27,8 @@ from laurel.planning.request import Workload
 from laurel.training.learner import LocalLearner, MicroBatch, Update
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import Generated, GenerationRequest, SamplingParams, TokenForest, TokenGroup
+
+D = TypeVar("D", bound=Decoder)
 
 TEXTS = ("The quick brown fox jumps over the lazy dog.", "0 1 2 3 4 5 6 7 8 9")
 """The texts that tokenizers are trained on; the models read randomly chosen tokens instead."""
@@ -149,7 +152,8 @@ class StepPhases:
         causal_lm.set_attn_implementation(FOREST)
         if self.recomputes:
             recompute_activations(causal_lm)
-        return PolicyModel(causal_lm, path="forest", precision=self.dtype).train()
+        policy = PolicyModel(causal_lm, path="forest", precision=self.dtype).train()
+        return self._compiled(policy)
 
     @cached_property
     def learner(self) -> LocalLearner:
@@ -163,9 +167,16 @@ class StepPhases:
             self.shape, has_language_head=False, dtype=self.dtype, device=self.device
         )
         classifier.set_attn_implementation(FOREST)
-        return RewardModel(
+        model = RewardModel(
             classifier, head_name="score", path="forest", precision=self.dtype
         ).eval()
+        return self._compiled(model)
+
+    def _compiled(self, model: D) -> D:
+        # As a run does by default.
+        if chooses_to_compile("auto", self.device, is_sharded=False):
+            compile_layers(model)
+        return model
 
     @cached_property
     def engine(self) -> TransformersEngine:
