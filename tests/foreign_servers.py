@@ -13,6 +13,7 @@ from laurel.config.environments import UrlProtocol
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Rendered, rendered_rows
 from laurel.rewards.remote import foreign
+from laurel.types import Message, SentTurn, group_of
 from reward_servers import Answer, Asked, RewardServer
 
 FOREIGN: tuple[UrlProtocol, ...] = ("vllm", "sglang", "sglang_embeddings", "openrlhf", "slime")
@@ -88,8 +89,13 @@ def _slime(**scorer: Any) -> RewardServer:
     words = WordScorer(**scorer)
 
     def score(asked: Asked) -> Any:
-        groups = foreign.RemoteRmRequest.read(asked.value).as_groups
-        ((score,),) = asyncio.run(words.score(groups))
+        (sent,) = foreign.RemoteRmRequest.read(asked.value).as_groups
+        (turn,) = rendered_rows(sent) or ()
+        assert isinstance(turn, SentTurn)
+        said = turn.prompt
+        prompt = (Message("user", said),) if isinstance(said, str) else said
+        group = group_of(prompt, (turn.response,), group_id="")
+        ((score,),) = asyncio.run(words.score([group]))
         return score
 
     def behave(number: int, asked: Asked) -> Answer | None:
