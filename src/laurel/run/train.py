@@ -58,8 +58,7 @@ def run_training(
     console = message_console(stderr=False)
     last = console if as_json else make_console()
     try:
-        with ForkGuard():  # a fork that came to this point would end its parent's children
-            outcome = trained(kind, path, overrides, console, last=last, is_process=True)
+        outcome = trained(kind, path, overrides, console, last=last, is_process=True)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, lambda number, frame: end_unsaved(128 + number))
         # Later on a run hears signals itself, until it has ended.
@@ -127,7 +126,10 @@ def trained(
     for warning in loaded.warnings:
         console.print(f"warning: {warning}")
     try:
-        outcome = train(loaded.config, console=console)
+        # A user's fork that came back from here would end its parent's children. `guard` forks,
+        # too, and its child is the run.
+        with ForkGuard():
+            outcome = train(loaded.config, console=console)
     except UnsavedError as error:
         unsaved, outcome = error, error.outcome
     limit = _limit(kind, loaded.config, outcome)
