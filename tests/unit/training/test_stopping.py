@@ -163,9 +163,13 @@ def fork_that_sleeps():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_neither_keeps_the_request_open_nor_sends_it_its_signals():
+def test_a_fork_neither_keeps_the_request_open_nor_sends_it_its_signals(request):
     """An environment forks in `step`: the fork holds a copy of all that is open."""
     before = signal.getsignal(signal.SIGTERM)
+    # The fork gets the handlers from before the request: `ray.init` in an earlier test of this
+    # process leaves one that raises SystemExit, and the fork would go on as a test run.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
     with StopRequest() as stop:
         child = fork_that_sleeps()
         os.kill(child, signal.SIGTERM)  # as `terminate` of multiprocessing does
@@ -176,7 +180,7 @@ def test_a_fork_neither_keeps_the_request_open_nor_sends_it_its_signals():
     os.kill(left, signal.SIGKILL)
     os.waitpid(left, 0)
     assert stop.signal is None
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
