@@ -68,7 +68,8 @@ import torch
 from rich.console import Console
 from rounds import machine, table, write_json
 
-from laurel.config.grpo import GRPORun, HealthConfig
+from laurel.config.grpo import HealthConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun

@@ -668,7 +668,7 @@ def completion_divergence(
     elif config.reference_policy_kl_type == "k2":
         values = np.square(lead) / 2.0
     else:
-        lead = np.minimum(lead, 20.0)  # as in `importance`: its exponential stays finite
+        lead = np.minimum(lead, 20.0)  # `policy_loss.LIMIT`, without torch
         values = np.expm1(lead) - lead
     if config.kl_output_clamp_value is not None:
         values = np.clip(values, -config.kl_output_clamp_value, config.kl_output_clamp_value)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import to_yaml
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources

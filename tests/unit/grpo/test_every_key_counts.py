@@ -15,7 +15,8 @@ import torch
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from laurel.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
+from laurel.config.grpo import GRPOConfig, PolicyLossConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import check_tree
 from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError
