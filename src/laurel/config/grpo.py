@@ -7,8 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from laurel import plugins
 from laurel.config.data import TaskDataConfig
 from laurel.config.environments import EnvironmentsConfig, ResourcesConfig
+from laurel.config.plugged import NameOf, OpenSection
 from laurel.config.policy import (
     CheckpointingConfig,
     ClusterConfig,
@@ -139,8 +141,10 @@ class GenerationConfig(Section):
 # The `loss_fn` section: what a policy's update minimises. Names follow NeMo RL's files.
 
 
-class PolicyLossConfig(Section):
+class PolicyLossConfig(OpenSection):
     """The loss of an update. Formulas: `laurel/training/policy_loss.py`."""
+
+    kind_of_plugin: ClassVar[str] = "losses"
 
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
     """Weight of the divergence from the reference policy; 0 needs no reference. Default: a light
@@ -165,7 +169,7 @@ class PolicyLossConfig(Section):
     ratio_clip_c: float | None = Field(default=None, gt=1)
     """Dual clipping: largest ratio under a negative advantage. Default: one update a batch has
     ratios of 1."""
-    loss_type: Literal["ppo", "cispo", "reinforce"] = "ppo"
+    loss_type: Annotated[str, NameOf("losses")] = "ppo"
     """`ppo`: the clipped ratio; `cispo`: its detached value times the log-probability; `reinforce`:
     the log-probability. Default: GRPO's own."""
     use_cispo: bool = False
@@ -213,13 +217,8 @@ class PolicyLossConfig(Section):
             raise ValueError(
                 "sequence_level_importance_ratios needs token_level_loss: false (GSPO)"
             )
-        if self.kind == "cispo" and (
-            self.ratio_clip_c is not None or self.sequence_level_importance_ratios
-        ):
-            raise ValueError(
-                "CISPO has neither ratio_clip_c nor sequence-level ratios; leave them out, or set "
-                "use_cispo: false"
-            )
+        if self.model_fields_set:  # else the defaults, which stand in the schema
+            plugins.find(plugins.Loss, self.kind).check(self)
         for key, why in self._unread().items():
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:
@@ -255,14 +254,8 @@ class PolicyLossConfig(Section):
         clips = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
         if self.force_on_policy_ratio:
             unread |= dict.fromkeys(clips, "force_on_policy_ratio takes every ratio to be 1")
-        if self.kind == "reinforce":
-            unread |= dict.fromkeys(
-                clips, "REINFORCE clips no ratio (loss_type, disable_ppo_ratio)"
-            )
-            if not self.use_importance_sampling_correction:
-                ratios = ("force_on_policy_ratio", "sequence_level_importance_ratios")
-                why = "REINFORCE has ratios only with use_importance_sampling_correction"
-                unread |= dict.fromkeys(ratios, why)
+        if self.model_fields_set:
+            unread |= plugins.find(plugins.Loss, self.kind).unread(self)
         if self.loss_type != "ppo":
             why = f"loss_type={self.loss_type} names the loss"
             unread |= dict.fromkeys(("use_cispo", "disable_ppo_ratio"), why)
@@ -295,8 +288,8 @@ class PolicyLossConfig(Section):
         return {k: why for k, why in found.items() if getattr(self, k) != fields[k].default}
 
     @property
-    def kind(self) -> Literal["ppo", "cispo", "reinforce"]:
-        """Return the type of the policy loss, which either of two spellings may set."""
+    def kind(self) -> str:
+        """Return the name of the policy loss, which either of two spellings may set."""
         if self.use_cispo:
             return "cispo"
         return "reinforce" if self.disable_ppo_ratio else self.loss_type
