@@ -108,7 +108,41 @@ class PreferenceLoss(Plugin):
         raise NotImplementedError
 
 
-KINDS: Mapping[str, type[Plugin]] = {"losses": Loss, "reward_losses": PreferenceLoss}
+class Advantage(Plugin):
+    """An estimator of advantages (`grpo.adv_estimator.name`); it checks the section `grpo`."""
+
+    reads_components: ClassVar[bool] = False
+    """Whether it compares the named components of the reward instead of their total."""
+    compares_steps: ClassVar[bool] = False
+    """Whether `per_step` is possible: each step is compared with those of its group."""
+    whitens: ClassVar[bool] = False
+    """Whether it divides by the deviation of the whole batch, whatever `scale` says. Then a
+    baseline is no must."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys of `grpo.adv_estimator` that not all estimators read."""
+
+    def without_effect(self, settings: Any) -> dict[str, str]:
+        """Return the keys of `grpo` that are set and not read with this estimator, with reasons.
+
+        The run warns of them.
+        """
+        return {}
+
+    def make(self, section: Any, settings: Any) -> Callable[[Any], Any]:
+        """Return the function from `grpo.advantages.Rewards` to its advantages, a `Compared`.
+
+        Args:
+            section: The plug-in's own settings.
+            settings: The `grpo.advantages.AdvantageRule` of the run.
+        """
+        raise NotImplementedError
+
+
+KINDS: Mapping[str, type[Plugin]] = {
+    "losses": Loss,
+    "reward_losses": PreferenceLoss,
+    "advantages": Advantage,
+}
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
 P = TypeVar("P", bound=Plugin)
@@ -170,14 +204,23 @@ def is_ours(kind: str, name: str) -> bool:
     return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
 
 
+def readers(base: type[PreferenceLoss] | type[Advantage], key: str) -> list[str]:
+    """Return the names of Laurel's own plug-ins of a kind that read a key."""
+    kind = _kind_of(base)
+    return [name for name in names(kind) if is_ours(kind, name) and key in find(base, name).keys]
+
+
+def _kind_of(base: type[Plugin]) -> str:
+    return next(kind for kind, one in KINDS.items() if one is base)
+
+
 def find(base: type[P], name: str) -> P:
     """Return the plug-in of a name, imported at its first use.
 
     Raises:
         ConfigError: There is none, there are two, or it cannot be imported.
     """
-    kind = next(kind for kind, one in KINDS.items() if one is base)
-    found = plugin(kind, name)
+    found = plugin(_kind_of(base), name)
     assert isinstance(found, base)
     return found
 

@@ -54,7 +54,7 @@ class LossConfig(OpenSection):
         own = self._loss
         for key in _OF_SOME:
             if getattr(self, key) != type(self).model_fields[key].default and key not in own.keys:
-                users = _users_of(key)
+                users = plugins.readers(PreferenceLoss, key)
                 raise ValueError(
                     f"{key} has no meaning for type={self.type}; remove it, or "
                     + (f"set type={users[0]}" if len(users) == 1 else "")
@@ -85,12 +85,6 @@ class LossConfig(OpenSection):
 
 _OF_SOME = ("use_margin", "label_smoothing", "center_rewards_coefficient", "step_margin")
 """The keys that not all losses read."""
-
-
-def _users_of(key: str) -> list[str]:
-    kind = LossConfig.kind_of_plugin
-    own = [name for name in plugins.names(kind) if plugins.is_ours(kind, name)]
-    return [name for name in own if key in plugins.find(PreferenceLoss, name).keys]
 
 
 class EarlyStoppingConfig(Section):
