@@ -49,6 +49,10 @@ class VllmConfig(Section):
     """Do not capture CUDA graphs. Default: graphs make decoding faster."""
     load_format: Annotated[str, MAY_CHANGE] = "auto"
     """How vLLM reads the first weights."""
+    weight_loading: Annotated[Literal["auto", "ipc", "files"], MAY_CHANGE] = "auto"
+    """How vLLM's processes get new weights from the process that started them: `ipc`, GPU memory
+    that both have open (CUDA IPC), or `files` in memory. The run logs the choice of `auto` and its
+    reason. Default: `ipc` where a try shows that it works (one process that sees vLLM's GPUs)."""
 
     @property
     def num_devices(self) -> int:
@@ -111,11 +115,14 @@ class GenerationConfig(Section):
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     colocated: Annotated[ColocatedConfig, MAY_CHANGE] = ColocatedConfig()
-    weight_transfer: Annotated[Literal["auto", "object_store", "broadcast"], MAY_CHANGE] = "auto"
-    """How weights reach engines in other processes: Ray's object store, or a broadcast of the
-    learner's first rank (gloo; NCCL between GPUs). The run logs the choice of `auto` and its
-    reason. One process transfers nothing. Default: the broadcast, which was the quicker one
-    wherever it was measured (docs/benchmarks.md)."""
+    weight_transfer: Annotated[Literal["auto", "object_store", "broadcast", "ipc"], MAY_CHANGE] = (
+        "auto"
+    )
+    """How weights reach engines in other processes: Ray's object store, a broadcast of the
+    learner's first rank (gloo; NCCL between GPUs), or memory of a GPU that both use (CUDA IPC). The
+    run logs the choice of `auto` and its reason. One process transfers nothing. Default: `ipc` on
+    GPUs that both take turns on, else the broadcast, which was the quicker one wherever it was
+    measured (docs/benchmarks.md)."""
     weight_probe_tolerance: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     """Largest difference between log-probabilities of engine and learner in the probe after a
     weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
