@@ -24,7 +24,8 @@ class InOrder(trl.RewardTrainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
-        self.losses.append(float(loss[0] if isinstance(loss, tuple) else loss))
+        value = loss[0] if isinstance(loss, tuple) else loss
+        self.losses.append(float(value.detach()))
         return loss
 
     def _get_train_sampler(self, *_: Any) -> Any:
