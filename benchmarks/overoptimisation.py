@@ -12,7 +12,7 @@ really wanted is that the number in the box is right (a rule says so): the gold 
 composite environment. Whether there is a box at all is measured, too (`format_metric`). A new model
 learns to answer from demonstrations, of which some are wrong, some begin with idle words, some with
 a flattering word and some leave the box empty. GRPO then runs from these weights with one reward
-after another. With `--model` a model that is there already learns so, to write sums of two digits,
+after another. With `--model` a model that is there already learns so, to write sums of one-digit numbers,
 and its runs have 4 prompts a step with 8 completions each, and no penalty on the divergence.
 
 Loopholes: the reward pays for something else, too, and the rule has weight 0.
@@ -219,7 +219,7 @@ REAL = Scale(
     completions=8,
     shared=(
         "policy.precision=bfloat16",
-        "policy.max_total_sequence_length=96",
+        "policy.max_total_sequence_length=64",
         "policy.tokenizer.chat_template=chatml",
     ),
     warm_up=(
@@ -229,8 +229,9 @@ REAL = Scale(
     ),
     grpo=(
         "policy.train_micro_batch_size=32",
-        "policy.generation.max_new_tokens=48",
+        "policy.generation.max_new_tokens=24",
         "loss_fn.reference_policy_kl_penalty=0",
+        "loss_fn.force_on_policy_ratio=true",  # it saves a pass
     ),
 )
 
@@ -337,7 +338,7 @@ def drawn(count: int, seed: str, scale: Scale) -> Iterator[tuple[random.Random, 
     generator, choices = random.Random(seed), numbers(held_out=False)
     for _ in range(count):
         if scale is REAL:
-            first, second = generator.randrange(10, 100), generator.randrange(-99, 100)
+            first, second = generator.randrange(1, 10), generator.randrange(-9, 10)
             number, sign = first + second, "-" if second < 0 else "+"
             asked = f"What is {first} {sign} {abs(second)}?"
         else:
