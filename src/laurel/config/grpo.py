@@ -387,6 +387,7 @@ class AdvantageConfig(OpenSection):
 
 Alarm = Literal[
     "overoptimisation",
+    "collapse",
     "kl_jump",
     "length",
     "length_bias",
@@ -425,9 +426,9 @@ class HealthConfig(Section):
     enabled: bool = True
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
     stop_on: list[Alarm] = Field(default_factory=list)
-    """Alarms that end the run, saved: `overoptimisation`, `kl_jump`, `length`, `length_bias`,
-    `repetition`, `truncation`, `control_tokens`, `format`, `zero_spread_groups`, `no_updates`,
-    `ensemble`, `failures`."""
+    """Alarms that end the run, saved: `overoptimisation`, `collapse`, `kl_jump`, `length`,
+    `length_bias`, `repetition`, `truncation`, `control_tokens`, `format`, `zero_spread_groups`,
+    `no_updates`, `ensemble`, `failures`."""
     ignore: list[Alarm] = Field(default_factory=list)
     """Alarms to leave out, such as `length` for a reasoning model."""
     gold_metric: str | None = None
@@ -451,6 +452,9 @@ class HealthConfig(Section):
     gold_drop: float = Field(default=0.1, gt=0, lt=1)
     """`overoptimisation`: share of its peak that `gold_metric` lost while the reward lost
     nothing."""
+    collapse_drop: float = Field(default=0.5, gt=0, lt=1)
+    """`collapse`: share of its peak that `gold_metric` lost, over two steps or more, and the reward
+    fell too."""
     kl_jump: float = Field(default=3.0, gt=1)
     """`kl_jump`: factor by which the divergence from the reference is larger than where the steps
     before led."""
