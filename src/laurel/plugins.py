@@ -28,6 +28,8 @@ from laurel.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from laurel.protocols import MetricLogger
+
 OWN = "laurel-rl"
 """The name of Laurel's own distribution."""
 PREFIX = "laurel."
@@ -138,10 +140,39 @@ class Advantage(Plugin):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """The run that a logger is opened for."""
+
+    run_dir: Path
+    """Its directory, in which a logger may keep files."""
+    resumed_step: int | None = None
+    """The step from which the run resumes; None: it begins."""
+
+
+class Logger(Plugin):
+    """A destination of metrics, on with `logger.<name>_enabled`."""
+
+    package: ClassVar[str | None] = None
+    """The package that it imports, which is looked for before a run begins."""
+    extra: ClassVar[str | None] = None
+    """The extra of Laurel that installs that package."""
+
+    def make(self, section: Any, run: LoggedRun) -> MetricLogger:
+        """Open the logger.
+
+        Args:
+            section: The plug-in's own settings.
+            run: The run.
+        """
+        raise NotImplementedError
+
+
 KINDS: Mapping[str, type[Plugin]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
     "advantages": Advantage,
+    "loggers": Logger,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
