@@ -168,11 +168,45 @@ class Logger(Plugin):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedServers:
+    """What a dialect may need to know about the servers that it speaks to."""
+
+    model: str
+    """What the servers call the model; empty: they need no name."""
+    reward_key: str
+    """`env.reward_model.reward_key`."""
+    contract: Any
+    """The `models.scoring.ScoringContract` that renders conversations; None: no model is named."""
+    preparers: Any
+    """Tokenise in other processes; None: this process does."""
+
+
+class ServerDialect(Plugin):
+    """A protocol of reward servers, from the client's side (`env.reward_model.url_protocol`)."""
+
+    rendered: ClassVar[Literal["never", "with_model", "always"]] = "never"
+    """Whether the servers are sent conversations that the reward model's own template rendered;
+    `with_model`: if `model_name` names it, and otherwise they render themselves."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys that not all dialects read: `reward_key`."""
+
+    def make(self, section: Any, servers: AskedServers) -> Any:
+        """Return a `rewards.remote.dialects.Dialect`.
+
+        Args:
+            section: The plug-in's own settings.
+            servers: What is known of the servers.
+        """
+        raise NotImplementedError
+
+
 KINDS: Mapping[str, type[Plugin]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
     "advantages": Advantage,
     "loggers": Logger,
+    "dialects": ServerDialect,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
@@ -235,7 +269,7 @@ def is_ours(kind: str, name: str) -> bool:
     return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
 
 
-def readers(base: type[PreferenceLoss] | type[Advantage], key: str) -> list[str]:
+def readers(base: type[PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
     """Return the names of Laurel's own plug-ins of a kind that read a key."""
     kind = _kind_of(base)
     return [name for name in names(kind) if is_ours(kind, name) and key in find(base, name).keys]

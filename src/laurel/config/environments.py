@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
+from laurel.config.plugged import NameOf, OpenSection
 from laurel.config.policy import (
     BatchingConfig,
     DTensorConfig,
@@ -171,9 +173,6 @@ class CodeEnvironmentConfig(Section):
 # --------------------------------------------------------------------------------------------------
 # Where the scores of a reward-model environment come from.
 
-UrlProtocol = Literal["laurel", "vllm", "sglang", "sglang_embeddings", "openrlhf", "slime"]
-RENDERED: frozenset[str] = frozenset({"sglang", "sglang_embeddings", "openrlhf"})
-"""The protocols whose servers expect conversations already rendered to text by the client."""
 SCORE_PATTERN = r"[Ss]core\W*?[:=]\W*?(-?\d+(?:\.\d+)?)"
 """The default pattern for a judge's score: `Score: 7`, `**Score:** 7`, `"score": 7` and so on."""
 
@@ -533,8 +532,10 @@ class FunctionConfig(Section):
         return path
 
 
-class ScorerSource(AskingConfig):
+class ScorerSource(AskingConfig, OpenSection):
     """The source of scores: exactly one of a loaded model, servers, a judge and a function."""
+
+    kind_of_plugin: ClassVar[str] = "dialects"
 
     model_name: str | None = None
     """Hub name or directory of the reward model, or a directory of checkpoints. With `urls` only
@@ -569,7 +570,7 @@ class ScorerSource(AskingConfig):
     others score its completions."""
     urls: Annotated[list[str] | None, MAY_CHANGE] = None
     """Servers of one reward model, which this run does not start; any may fail."""
-    url_protocol: UrlProtocol = "laurel"
+    url_protocol: Annotated[str, NameOf("dialects")] = "laurel"
     """The protocol of `urls`: `laurel serve`, vLLM's `/classify`, SGLang's `/classify` or
     `/v1/embeddings`, OpenRLHF's `/get_reward`, or slime's remote_rm. Where a server takes rendered
     conversations, `model_name` names the model of their template."""
@@ -599,13 +600,15 @@ class ScorerSource(AskingConfig):
             if not self.urls:
                 raise ValueError("urls is empty: name a server, or leave the key out")
             checked_urls(self.urls)
-            if self.url_protocol in RENDERED and not self._model:
+            if self._dialect.rendered == "always" and not self._model:
                 raise ValueError(
                     f"url_protocol={self.url_protocol}: its servers take rendered conversations, "
                     "so name the reward model (model_name), whose template and tokenizer are used"
                 )
-            if self.reward_key and self.url_protocol != "slime":
-                raise ValueError(f"reward_key is for url_protocol=slime, not {self.url_protocol}")
+            if self.reward_key and "reward_key" not in self._dialect.keys:
+                users = " or ".join(plugins.readers(plugins.ServerDialect, "reward_key"))
+                raise ValueError(f"reward_key is for url_protocol={users}, not {self.url_protocol}")
+            self._dialect.check(self)
             if self.hedge and len(self.urls) < 2:
                 raise ValueError("hedge asks a second server, and urls has only one")
         else:
@@ -633,6 +636,10 @@ class ScorerSource(AskingConfig):
         return [name for name, is_there in found.items() if is_there]
 
     @property
+    def _dialect(self) -> plugins.ServerDialect:
+        return plugins.find(plugins.ServerDialect, self.url_protocol)
+
+    @property
     def _model(self) -> str | None:
         return self.checkpoint_path or self.model_name
 
@@ -652,8 +659,9 @@ class ScorerSource(AskingConfig):
 
         Conversations are rendered for a loaded model, and for servers that expect rendered text.
         """
-        is_sent_rendered = self.url_protocol in RENDERED or self.url_protocol == "vllm"
-        renders_for_servers = self.urls is not None and is_sent_rendered and bool(self._model)
+        renders_for_servers = (
+            self.urls is not None and bool(self._model) and self._dialect.rendered != "never"
+        )
         return self.loads_model or renders_for_servers or self.function is not None
 
     @property
@@ -942,7 +950,7 @@ class RewardModelEnvironmentConfig(ScorerSource):
         if self.num_workers and not self.uses_workers:
             hint = (
                 "; or name the model whose tokens they are to be sent (model_name)"
-                if self.urls is not None and self.url_protocol == "vllm"
+                if self.urls is not None and self._dialect.rendered == "with_model"
                 else ""
             )
             raise ValueError(
