@@ -201,12 +201,57 @@ class ServerDialect(Plugin):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentServices:
+    """What a run has for the environments that it creates."""
+
+    name: str
+    """The name of the environment in tasks."""
+    device: str = "auto"
+    max_turns: int | None = None
+    """The policy's turns in a rollout."""
+    say: Callable[[str], None] | None = None
+    """Prints a line about what takes long."""
+    placement: Any = None
+    """Places the processes of models, a `rewards.open.ScorerPlacement`; None: this machine."""
+    nodes: Any = None
+    """Run programs, `environments.code.nodes.ClusterNodes`; None: this machine."""
+
+
+class EnvironmentKind(Plugin):
+    """A kind of environment, whose settings are `env.<name>`."""
+
+    several: ClassVar[bool] = False
+    """Whether its key holds several environments, by names of the user's own, each with the
+    section of the kind. Otherwise the kind is the one environment, and has its name."""
+    must_be_graded: ClassVar[bool] = False
+    """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
+
+    def make(self, section: Any, services: EnvironmentServices) -> Any:
+        """Return the environment, a `protocols.Environment`.
+
+        Args:
+            section: The settings.
+            services: What the run has.
+        """
+        raise NotImplementedError
+
+    def needs(self, section: Any) -> Collection[Literal["answers", "tests"]]:
+        """Return what every task has to have: a known answer, or tests."""
+        return ()
+
+    def graded_by(self, section: Any) -> str | None:
+        """Return the environment that scores the end of conversations that this one conducts."""
+        return None
+
+
 KINDS: Mapping[str, type[Plugin]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
     "advantages": Advantage,
     "loggers": Logger,
     "dialects": ServerDialect,
+    "environments": EnvironmentKind,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 

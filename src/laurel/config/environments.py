@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
@@ -30,6 +31,7 @@ from laurel.config.yaml_tree import (
     foreign,
 )
 from laurel.errors import about, key_of
+from laurel.plugins import EnvironmentKind
 from laurel.sandbox.comparison import Comparison
 
 # --------------------------------------------------------------------------------------------------
@@ -1077,8 +1079,10 @@ class CompositeEnvironmentConfig(Section):
     Null: all score every turn, and any of them ends it."""
 
 
-class EnvironmentsConfig(Section):
+class EnvironmentsConfig(OpenSection):
     """The environments, by the names that `data.env_name` uses."""
+
+    kind_of_plugin: ClassVar[str] = "environments"
 
     # NeMo RL's files describe several environments, and use those that `env_name` names.
     foreign_keys: ClassVar[frozenset[str]] = foreign("EnvironmentsConfig")
@@ -1108,11 +1112,30 @@ class EnvironmentsConfig(Section):
     """Limit of one step of an environment; its samples then fail. Default: longer than any verdict
     that still helps a step."""
 
+    @classmethod
+    def plugged_in(cls, key: str) -> FieldInfo | None:
+        """Return the field of a kind of environments that a plug-in brings."""
+        field = super().plugged_in(key)
+        if field is None or not plugins.find(EnvironmentKind, key).several:
+            return field
+        kind: Any = dict[str, field.annotation]  # type: ignore[name-defined]
+        return FieldInfo(annotation=kind, default_factory=dict, description=field.description)
+
+    def named(self) -> dict[str, Mapping[str, Any]]:
+        """Return the environments of each key that holds several, by the user's names."""
+        more = {key: self[key] for key in self.model_extra or () if isinstance(self[key], dict)}
+        return {
+            "verifiers": self.verifiers,
+            "openenv": self.openenv,
+            "openreward": self.openreward,
+            **more,
+        }
+
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
-        built_in = ["math", "code", "reward_model", "tools", "reasoning_gym"]
-        servers = (*self.openenv, *self.openreward)
-        return [*built_in, *self.verifiers, *servers, *self.composite, *self.custom]
+        kinds = [name for name in plugins.names("environments") if name not in self.named()]
+        own = [name for named in self.named().values() for name in named]
+        return [*kinds, *own, *self.composite, *self.custom]
 
     @model_validator(mode="after")
     def _sessions_end_in_time(self) -> EnvironmentsConfig:
