@@ -153,7 +153,7 @@ def _played(
         name="evaluation",
         default_environment=config.default_environment,
         environments=environment_names(config.env),
-        needs=needs_of(config.env),
+        needs=needs_of(config.env, config.default_environment),
         on_bad_row=config.data.on_bad_row,
         limit=options.max_samples,
         sources=row_sources(config.env),
