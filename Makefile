@@ -19,7 +19,7 @@ DOCS_STAMP := $(VENV)/.laurel-docs-installed
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
-	@echo "make test-all   all tests (about 35 minutes on 2 cores), as CI runs them"
+	@echo "make test-all   all tests (over half an hour on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make test-environments   set up an environment with verifiers and openenv-core, then run the tests that need it"
 	@echo "make test-openreward   set up an environment with openreward, then run the tests that need it"
