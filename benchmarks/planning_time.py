@@ -5,6 +5,7 @@ python benchmarks/planning_time.py
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
@@ -67,6 +68,7 @@ def measure(config: GRPORun) -> tuple[float, FittedPlan]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     print(f"target {TARGET_SECONDS} s; load {os.getloadavg()[0]:.1f}")
     print("nodes  slots   run         fits   seconds  conflicts")
     for num_nodes in (1, 2, 4, 16, 64, 256, 1024):

@@ -1,7 +1,9 @@
-"""The two clusters that NeMo RL's reward-model environment was shown on, with CPU slots and tiny
-models: the policy's tensor parallelism 2, the reward model's 4. One node has 8 slots as there; of the
-two each has half as many, because 16 ranks take a minute to start. `unit/planning/test_plan.py` plans
-the original."""
+"""The two clusters that NeMo RL's reward-model environment was shown on, with tiny models.
+
+CPU slots stand for GPUs: the policy's tensor parallelism is 2, the reward model's 4. One node has 8
+slots as there; of the two each has half as many, because 16 ranks take a minute to start.
+`unit/planning/test_plan.py` plans the original.
+"""
 
 import pytest
 

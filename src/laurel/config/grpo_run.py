@@ -125,16 +125,18 @@ class GRPORun(Section):
 
     @model_validator(mode="after")
     def _stopping_alarms_can_rise(self) -> GRPORun:
-        needed = {
-            "overoptimisation": (
-                self.grpo.health.gold_metric is not None
-                or any(
-                    part.weight == 0.0 and part.gate is None
-                    for composite in self.env.composite.values()
-                    for part in composite.parts
-                ),
-                "grpo.health.gold_metric, or a part of env.composite with weight 0",
+        gold = (
+            self.grpo.health.gold_metric is not None
+            or any(
+                part.weight == 0.0 and part.gate is None
+                for composite in self.env.composite.values()
+                for part in composite.parts
             ),
+            "grpo.health.gold_metric, or a part of env.composite with weight 0",
+        )
+        needed = {
+            "overoptimisation": gold,
+            "collapse": gold,
             "kl_jump": (
                 self.loss_fn.reference_policy_kl_penalty > 0,
                 "loss_fn.reference_policy_kl_penalty above 0",
