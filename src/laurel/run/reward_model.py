@@ -551,15 +551,10 @@ def tokenise(
 
 def _lost_thoughts(samples: Sequence[PreferenceSample], contract: ScoringContract) -> str | None:
     """Return the place of the first answer with thoughts if the template leaves these out."""
-    from laurel.models.tokenizer import loses_thoughts
-
     for preference in (sample.preference for sample in samples):
-        for index, completion in enumerate(preference.group.completions_G):
-            last = completion.messages[-1]
-            if loses_thoughts(last, ""):
-                # A template does with one answer what it does with all.
-                text = contract.render(preference.group.conversation(index))
-                return preference.source if loses_thoughts(last, text) else None
+        is_lost = contract.loses_thoughts(preference.group)
+        if is_lost is not None:
+            return preference.source if is_lost else None
     return None
 
 

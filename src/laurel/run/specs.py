@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from laurel.config.environments import JudgeConfig, JudgeFile, ScorerSource
-from laurel.config.grpo import GRPOPolicyConfig, GRPORun
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.overrides import parse_override
 from laurel.config.policy import PolicyConfig

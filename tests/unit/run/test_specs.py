@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.grpo import GRPOPolicyConfig, GRPORun
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.config.policy import LoraConfig, NamedCall, PolicyConfig, ScratchConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTPolicyConfig, SFTRun
