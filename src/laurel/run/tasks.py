@@ -237,12 +237,13 @@ def fit_prompts(
         )
 
     def fits(task: Task) -> bool:
-        try:
-            return len(encode([task])[0]) <= longest
-        except DataError:
-            if config.data.on_bad_row == "error":
-                raise
-            return False
+        report, skips = data.reports["train"], config.data.on_bad_row
+        for _, ids in encoded([task], encode, report=report, on_bad_row=skips):
+            if len(ids) <= longest:
+                return True
+            report.drop("over-long", task.source)
+        report.num_read += 1  # the next try is another row
+        return False
 
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         if not tasks:
