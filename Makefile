@@ -56,7 +56,9 @@ demo: $(STAMP)
 # with those of many tests, which are quick, and end with those of a few long ones, for which one
 # process then waits.
 TEST_PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+PYTEST_OPTIONS ?=
+SIDE_BY_SIDE := -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(PYTEST_OPTIONS)
+PYTEST := $(BIN)/python $(SIDE_BY_SIDE)
 
 # What is not marked slow; by which rule, see CONTRIBUTING.md.
 test: $(STAMP)
@@ -80,7 +82,7 @@ $(VLLM_STAMP): pyproject.toml
 setup-vllm: $(VLLM_STAMP)
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
+	$(VLLM_VENV)/bin/python $(SIDE_BY_SIDE) -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
 
 # verifiers and openenv-core bring a hundred packages, some in other versions than those that the rest
 # is tested with.

@@ -24,7 +24,7 @@ import torch
 from material import TINY_SHAPE, TRAINING_SHAPE, Shape
 from rounds import machine, table, write_json
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.models.cpu_matmul import prefers_onednn
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape

@@ -11,7 +11,7 @@ import statistics
 import time
 
 from laurel.cli.plan import ReadShapes, plan_text
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.planning.fit import FittedPlan, fit
 from laurel.planning.memory import Shapes, parse_shape

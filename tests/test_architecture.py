@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("laurel",),  # the package itself: its version
     ("types", "errors"),
-    ("protocols", "sandbox"),
+    ("protocols", "plugins", "sandbox"),
     ("config",),
     ("observe", "planning"),
     ("workers",),

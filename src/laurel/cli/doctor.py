@@ -17,8 +17,8 @@ from laurel.cli.app import App
 from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
 from laurel.observe.files import replace_file
-from laurel.observe.json_output import JsonOption, json_text, write_json
-from laurel.run.options import complete_layers
+from laurel.observe.json_output import json_text, write_json
+from laurel.run.options import JsonOption, complete_layers
 from laurel.sandbox.control_group import chosen_place, group_words
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.tiers import LAYERS, Tier

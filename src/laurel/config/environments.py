@@ -16,6 +16,7 @@ from laurel.config.policy import (
     NamedCall,
     PackingConfig,
     Precision,
+    ResourcesConfig,
     RewardModelConfig,
     TokenizerConfig,
 )
@@ -848,15 +849,6 @@ class ScoreTransformConfig(Section):
                 f"clip {list(self.clip)} must be [lowest, highest], the lower one first"
             )
         return self
-
-
-class ResourcesConfig(Section):
-    """The slots of the cluster that are reserved for one role: generation or the reward model."""
-
-    gpus_per_node: int | None = Field(default=None, ge=1, le=1024)
-    """Slots reserved on each node."""
-    num_nodes: int | None = Field(default=None, ge=1, le=16384)
-    """Nodes with reserved slots."""
 
 
 class ScoringGenerationConfig(Section):

@@ -475,6 +475,15 @@ MOST_SLOTS = 131_072
 """The largest number of slots that a cluster may have; no cluster has more GPUs."""
 
 
+class ResourcesConfig(Section):
+    """The slots of the cluster that are reserved for one role: generation or the reward model."""
+
+    gpus_per_node: int | None = Field(default=None, ge=1, le=1024)
+    """Slots reserved on each node."""
+    num_nodes: int | None = Field(default=None, ge=1, le=16384)
+    """Nodes with reserved slots."""
+
+
 class ClusterConfig(Section):
     """The devices and processes of the run."""
 

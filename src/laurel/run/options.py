@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from laurel.errors import LaurelError
-from laurel.observe.json_output import JsonOption
+from laurel.observe.json_output import stdout_for_json
 
 if TYPE_CHECKING:
     from laurel.config.schemas import Kind
@@ -140,6 +140,22 @@ def _kind(context: typer.Context) -> Kind:
 
 
 # ----------------------------------------------------------------------------- values of options
+
+
+def _keep(context: typer.Context, is_wanted: bool) -> bool:
+    if is_wanted and not context.resilient_parsing:
+        context.with_resource(stdout_for_json())
+    return is_wanted
+
+
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        callback=_keep,
+        help="Print JSON and nothing else on stdout; messages go to stderr.",
+    ),
+]
 
 
 def complete_tasks() -> list[str]:

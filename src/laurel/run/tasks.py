@@ -15,7 +15,7 @@ from laurel.config.environments import (
     EnvironmentsConfig,
     ScorerSource,
 )
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.data.reading import encoded
 from laurel.data.report import no_rows_left
 from laurel.data.tasks import TaskData, TaskNeeds

@@ -12,7 +12,7 @@ import pytest
 from environment_batches import batch_of
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironmentConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, MadeRows, load_task_data
 from laurel.environments import reasoning_gym
 from laurel.environments.registry import create_environment

@@ -15,8 +15,10 @@ import torch
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from laurel.config.grpo import GRPOConfig, GRPORun, PolicyLossConfig
+from laurel.config.grpo import GRPOConfig, PolicyLossConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import check_tree
+from laurel.config.schema_info import kinds_of_field
 from laurel.config.yaml_tree import Section, graft
 from laurel.errors import ConfigError
 from laurel.grpo.advantages import (
@@ -230,7 +232,7 @@ def assert_every_key_counts(base: Mapping[str, Any], *, prefix: str) -> None:
             now = getattr(now, part)
         if _is_off(run, key):
             continue
-        tried = list(others(field.annotation, now))
+        tried = [one for kind in kinds_of_field(field) for one in others(kind, now)]
         assert tried, f"no other value of {key} is known"
         fates = [_fate(base, key, value, before, told) for value in tried]
         if not {"changes", "refused", "told"} & set(fates):

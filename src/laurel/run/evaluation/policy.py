@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
 from laurel.config.data import TaskSetConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.data.tasks import TaskData, load_tasks, sets_of_run
 from laurel.environments.registry import environment_names, row_sources
