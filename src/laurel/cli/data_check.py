@@ -365,7 +365,10 @@ def run_data_check(
     found = ""
     if model:
         with speaking(OPTIONS):
-            found = find_model(model).name
+            place = find_model(model)
+        for note in place.notes:
+            message_console().print(note)
+        found = place.name
         if not Path(found).is_dir():
             check_fetchable(found, key="--model")
     with message_console().status(f"reading {path}") as status:

@@ -274,8 +274,8 @@ class JudgeConfig(AskingConfig):
     """Servers of the same judge; `/v1/chat/completions` is added if it is missing. Null: this
     process loads the judge."""
     model: str
-    """What the servers call it; without `urls` its directory, a directory of checkpoints, or its
-    hub name."""
+    """What the servers call it; without `urls` its directory, a directory of checkpoints, its hub
+    name, or a GGUF file."""
     backend: Annotated[Literal["transformers", "vllm"], MAY_CHANGE] = "transformers"
     """The engine of a judge that this process loads. Default: it needs no other package."""
     vllm_cfg: Annotated[ScoringVllmConfig, MAY_CHANGE] = ScoringVllmConfig()

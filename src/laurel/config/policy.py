@@ -310,8 +310,8 @@ class PolicyConfig(Section):
     foreign_keys: ClassVar[frozenset[str]] = foreign("PolicyConfig")
 
     model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
-    """Hub name or directory of a reward model, or of a causal language model that becomes one.
-    Null with `policy.scratch`."""
+    """Hub name or directory of a reward model, or of a causal language model that becomes one; or a
+    GGUF file of a language model. Null with `policy.scratch`."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     trust_remote_code: bool = False
@@ -358,6 +358,8 @@ class PolicyConfig(Section):
     def _one_model(self) -> PolicyConfig:
         if self.scratch is None and self.model_name is None:
             raise ValueError("policy.model_name is null: name a model, or describe policy.scratch")
+        if self.revision is not None and str(self.model_name).lower().endswith(".gguf"):
+            raise ValueError("policy.revision has no effect on a GGUF file; leave it out")
         return self
 
     def token_budget(self, batching: BatchingConfig) -> int:

@@ -513,7 +513,7 @@ def load_scorer(
                 f"{place.name} has no reward head that is understood. Its weights hold, besides a "
                 f"language model's: {', '.join(loaded.strange_weights[:8])}. {UNDERSTOOD}"
             )
-        raise ModelError(headless(place.name))
+        raise ModelError(headless(place.source))
     contract = loaded.contract
     if spec.aggregate is not None:
         steps = contract.rules.steps

@@ -221,7 +221,9 @@ ColumnKeys = Annotated[
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", "-m", metavar="MODEL", help="The model: a directory or a hub name."),
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="The model: a directory, a hub name or a GGUF file."
+    ),
 ]
 PreferenceSetOption = Annotated[
     str | None,
