@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.errors import ConfigError
 from laurel.run.context import RunContext
 from laurel.run.specs import generator_spec, model_spec
