@@ -129,19 +129,29 @@ def stored(tensor: Tensor) -> int:
 
 
 def head(
-    vocabulary: int, width: int, *, chunk_size: int | None, trains: bool = True
+    vocabulary: int,
+    width: int,
+    *,
+    chunk_size: int | None,
+    device: str | torch.device = "meta",
+    trains: bool = True,
 ) -> Callable[[], None]:
     """Return one pass of a policy's head in bfloat16; in training also backward, with entropy."""
-    like: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": trains}
-    hidden_MD, weight_VD = torch.empty(GROUP, width, **like), torch.empty(vocabulary, width, **like)
-    targets_M = torch.empty(GROUP, device="meta", dtype=torch.int64)
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    hidden_MD, weight_VD = (
+        torch.randn(rows, width, **like).mul_(0.05).requires_grad_(trains)
+        for rows in (GROUP, vocabulary)
+    )
+    targets_M = torch.randint(vocabulary, (GROUP,), device=device)
+    pull_M = torch.ones(GROUP, device=device)
 
     def run() -> None:
+        hidden_MD.grad = weight_VD.grad = None
         out = token_logprobs(
             hidden_MD, targets_M, weight_VD, chunk_size=chunk_size, with_entropy=trains
         )
         if trains:
-            out.logprobs_M.backward(torch.empty(GROUP, device="meta"))
+            out.logprobs_M.backward(pull_M)
 
     return run
 
@@ -345,9 +355,9 @@ def head_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The head of each model."""
     rows = []
     for name, (vocabulary, width) in HEADS.items():
-        counted = Counted()
+        counted, run = Counted(), head(vocabulary, width, chunk_size=options.chunk_size)
         with counted:
-            head(vocabulary, width, chunk_size=options.chunk_size)()
+            run()
         total = sum(counted.bytes.values())
         rows.append(
             {

@@ -20,11 +20,12 @@ from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
 from laurel.observe.console import make_console, verbosity
-from laurel.observe.json_output import JsonOption, write_json
+from laurel.observe.json_output import write_json
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
     ExportOptions,
+    JsonOption,
     JudgeOption,
     LocalScorerOptions,
     ModelOption,
@@ -243,8 +244,8 @@ def init(
             "--model",
             "-m",
             metavar="MODEL",
-            help="The model to start from: a directory or a hub name. Without it, laurel init asks "
-            "on a terminal.",
+            help="The model to start from: a directory, a hub name or a GGUF file. Without it, "
+            "laurel init asks on a terminal.",
         ),
     ] = None,
     scratch: Annotated[
