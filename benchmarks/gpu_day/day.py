@@ -247,7 +247,7 @@ def unpack(prepared: Path, work: Path) -> None:
             with tarfile.open(file) as archive:
                 archive.extractall(work / "site", filter="data")
         else:
-            shutil.copy(file, work)
+            shutil.copyfile(file, work / file.name)
 
 
 def take(step: Step, day: Day, log: Any, *, left: float) -> None:

@@ -47,8 +47,8 @@ def main() -> None:
     (first / "model.0").write_bytes(whole[:here])
     if whole[here:]:
         (second / "model.1").write_bytes(whole[here:])
-    shutil.copy(options.pairs, first / "pairs.jsonl.gz")
-    shutil.copy(options.validation, first / "validation.jsonl.gz")
+    shutil.copyfile(options.pairs, first / "pairs.jsonl.gz")
+    shutil.copyfile(options.validation, first / "validation.jsonl.gz")
     for folder in (first, second):
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"{folder}: {size / 2**20:.0f} MiB beside the checkout")
