@@ -15,11 +15,11 @@ ORS_STAMP := $(ORS_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-environments test-openreward test-gpu check house format bench docs docs-serve notebooks release release-version clean
+.PHONY: help setup setup-docs setup-vllm demo test test-all test-vllm test-environments test-openreward test-gpu check house format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
-	@echo "make test-all   all tests (about 40 minutes on 2 cores), as CI runs them"
+	@echo "make test-all   all tests (over half an hour on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make test-environments   set up an environment with verifiers and openenv-core, then run the tests that need it"
 	@echo "make test-openreward   set up an environment with openreward, then run the tests that need it"
@@ -33,6 +33,7 @@ help:
 	@echo "make setup   only make the virtual environment $(VENV)"
 
 setup: $(STAMP)
+setup-docs: $(DOCS_STAMP)
 
 # pip is told to be quiet, so each step is told before it: what it does, and about how long.
 INSTALL := -m pip install --quiet --disable-pip-version-check
