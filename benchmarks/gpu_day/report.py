@@ -108,6 +108,7 @@ def speed(folders: Sequence[Path]) -> str:
                 row["phase"],
                 f"{row['layers']}{' ' + row['attention'] if row['attention'] else ''}",
                 what,
+                number(row.get("first")),
                 number(row.get("seconds")),
                 against(row.get("seconds"), row.get("predicted")),
                 percent(row.get("share_of_peak"), GOALS.get(row["phase"])),
@@ -115,7 +116,8 @@ def speed(folders: Sequence[Path]) -> str:
                 row.get("error", ""),
             ]
         )
-    header = ["phase", "layers", "what", "seconds", "x predicted", "of the peak", "tokens/s", ""]
+    header = ["phase", "layers", "what", "first call, s", "seconds"]
+    header += ["x predicted", "of the peak", "tokens/s", ""]
     return f"{'; '.join(devices)}\n\n{markdown(header, rows)}" if rows else ""
 
 
