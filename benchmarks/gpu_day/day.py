@@ -157,7 +157,16 @@ class Day:
         )
 
     def _third(self) -> Iterator[Step]:
-        # The place of `generate_batch` of transformers beside the engine of our own.
+        beside = BENCHMARKS / "generate_batch.py"
+        words = ["--device", self.device, "--json", str(self.out / "generate_batch.json")]
+        words += ["--dtype", "bfloat16" if self.device == "cuda" else "float32"]
+        words += ["--quick"] if self.is_tiny else []
+        yield Step(
+            name="generate_batch",
+            seconds=60,
+            command=[sys.executable, str(beside), *words],
+            lacks=None if beside.exists() else f"there is no {beside.name} in this version",
+        )
         few, many = ("1x2:16+2", "2x2:16+2") if self.is_tiny else ("1x8:1024+32", "32x16:1024+32")
         rows = ["--phases", "generation", "--workload", few, "--workload", many]
         yield Step(name="few and many rows", seconds=60, command=self._speed(*rows))
