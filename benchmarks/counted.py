@@ -80,17 +80,23 @@ def stored(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def head(vocabulary: int, width: int, *, chunk_size: int | None) -> Callable[[], None]:
+def head(
+    vocabulary: int, width: int, *, chunk_size: int | None, device: str | torch.device = "meta"
+) -> Callable[[], None]:
     """Return one forward and backward pass of a policy's head in bfloat16, with entropy."""
-    like: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
-    hidden_MD, weight_VD = torch.empty(GROUP, width, **like), torch.empty(vocabulary, width, **like)
-    targets_M = torch.empty(GROUP, device="meta", dtype=torch.int64)
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    hidden_MD, weight_VD = (
+        torch.randn(rows, width, **like).mul_(0.05).requires_grad_() for rows in (GROUP, vocabulary)
+    )
+    targets_M = torch.randint(vocabulary, (GROUP,), device=device)
+    pull_M = torch.ones(GROUP, device=device)
 
     def run() -> None:
+        hidden_MD.grad = weight_VD.grad = None
         out = token_logprobs(
             hidden_MD, targets_M, weight_VD, chunk_size=chunk_size, with_entropy=True
         )
-        out.logprobs_M.backward(torch.empty(GROUP, device="meta"))
+        out.logprobs_M.backward(pull_M)
 
     return run
 
@@ -104,9 +110,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for name, (vocabulary, width) in HEADS.items():
-        counted = Counted()
+        counted, run = Counted(), head(vocabulary, width, chunk_size=options.chunk_size)
         with counted:
-            head(vocabulary, width, chunk_size=options.chunk_size)()
+            run()
         total = sum(counted.bytes.values())
         rows.append(
             {

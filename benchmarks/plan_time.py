@@ -24,7 +24,7 @@ import torch
 from material import TINY_SHAPE, TRAINING_SHAPE, Shape
 from rounds import machine, table, write_json
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.models.cpu_matmul import prefers_onednn
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape
@@ -108,9 +108,16 @@ def measure(measures: Shape, work: Workload, options: argparse.Namespace) -> dic
         found = prediction(
             shapes,
             work,
-            product=statistics.median(rates[rows]),
-            bandwidth=statistics.median(rates["bandwidth"]),
-            efficiency=options.efficiency,
+            Device(
+                name="this machine",
+                flops={"float32": statistics.median(rates[rows])},
+                bandwidth=statistics.median(rates["bandwidth"]),
+                memory=0,
+                link=1.0,
+                network=1.0,
+                source="measured",
+            ),
+            Efficiency(products=options.efficiency, memory=1.0),
         )
         for phase in found.phases:
             # Generation multiplies as many rows as completions are under way, all else whole
@@ -201,15 +208,20 @@ def cpu_seconds(work: Callable[[], Any], repeats: int = 9) -> float:
 
 
 def prediction(
-    shapes: Shapes, work: Workload, *, product: float, bandwidth: float, efficiency: float
+    shapes: Shapes,
+    work: Workload,
+    device: Device,
+    efficiency: Efficiency,
+    *,
+    precision: str = "float32",
 ) -> StepTime:
-    """What the planner says of such a run on a device with these rates."""
+    """What the planner says of such a run on a device, a micro-batch for each prompt."""
     longest = work.prompt_tokens + work.completion_tokens
     budget = work.tokens // work.num_prompts
     changes = [
         "cluster.device=cpu",
         "cluster.gpus_per_node=1",
-        "policy.precision=float32",
+        f"policy.precision={precision}",
         f"policy.max_total_sequence_length={longest}",
         "policy.sequence_packing.enabled=true",
         f"policy.sequence_packing.train_mb_tokens={budget}",
@@ -219,26 +231,17 @@ def prediction(
         "loss_fn.reference_policy_kl_penalty=0.01",
         "env.reward_model.enabled=true",
         "env.reward_model.model_name=judge",
-        "env.reward_model.precision=float32",
+        f"env.reward_model.precision={precision}",
         f"env.reward_model.batch_tokens={budget}",
     ]
     request = request_of(load_config(GRPORun, None, changes).config)
-    device = Device(
-        name="this machine",
-        flops={"float32": product},
-        bandwidth=bandwidth,
-        memory=0,
-        link=1.0,
-        network=1.0,
-        source="measured",
-    )
     return step_time(
         request,
         plan_run(request),
         shapes,
         workload=work,
         device=device,
-        efficiency=Efficiency(products=efficiency, memory=1.0),
+        efficiency=efficiency,
     )
 
 

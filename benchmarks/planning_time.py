@@ -5,12 +5,13 @@ python benchmarks/planning_time.py
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
 
 from laurel.cli.plan import ReadShapes, plan_text
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.planning.fit import FittedPlan, fit
 from laurel.planning.memory import Shapes, parse_shape
@@ -67,6 +68,7 @@ def measure(config: GRPORun) -> tuple[float, FittedPlan]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     print(f"target {TARGET_SECONDS} s; load {os.getloadavg()[0]:.1f}")
     print("nodes  slots   run         fits   seconds  conflicts")
     for num_nodes in (1, 2, 4, 16, 64, 256, 1024):

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config, to_yaml
 from laurel.observe.console import CompletionRow, write_completions
 from laurel.observe.loggers import JsonlLogger

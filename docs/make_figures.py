@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from laurel.config.grpo import GRPOConfig, GRPORun
+from laurel.config.grpo import GRPOConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.data.forest import to_forest, to_padded
 from laurel.grpo.advantages import compute_advantages, resolve

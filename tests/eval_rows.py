@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from runs import WarmCommand
+Laurel = Callable[[Sequence[str]], CompletedProcess[str]]
 
 SUBSETS = ("mt-bench-easy", "llmbar-natural", "donotanswer", "hep-go")
 """One of each section."""
@@ -68,12 +69,12 @@ def accuracies(found: dict[str, Any]) -> dict[str, float | None]:
 
 
 def evaluate(
-    laurel: WarmCommand, name: str, model: Path | str, data: Path, *more: str
+    laurel: Laurel, name: str, model: Path | str, data: Path, *more: str
 ) -> CompletedProcess[str]:
     return laurel(["eval", name, "-m", str(model), "-d", str(data), *more])
 
 
-def refused(laurel: WarmCommand, arguments: list[str]) -> str:
+def refused(laurel: Laurel, arguments: list[str]) -> str:
     done = laurel(["eval", *arguments])
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("error: ")

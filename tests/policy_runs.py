@@ -13,7 +13,7 @@ from rich.console import Console
 
 from laurel.config.data import TaskDataConfig
 from laurel.config.environments import EnvironmentsConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
 from laurel.data.tasks import TaskData, load_task_data

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -183,22 +187,28 @@ def start(
 def run(
     overrides: Sequence[str], *, program: Sequence[str] = (), cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `laurel rm` to its end."""
+    """Run `laurel rm`, or another program, to its end, in a process that starts with torch loaded.
+
+    `start` starts one as people do.
+    """
+    arguments = command(overrides, program=program)
+    if arguments[1] in ("-m", "-c") or not arguments[1].startswith("-"):
+        return warm_python()(arguments, cwd or Path.cwd())
     return subprocess.run(
-        command(overrides, program=program),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=cwd,
-        env=environment(),
+        arguments, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment()
     )
 
 
-class WarmCommand:
-    """Runs `laurel` in processes of its own that start with torch loaded (`warm_cli.py`)."""
+def laurel(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run `laurel` with these arguments to its end."""
+    return run(arguments, program=("-m", "laurel.cli.main"))
 
-    def __init__(self, directory: Path) -> None:
-        self._files = directory / "stdout.txt", directory / "stderr.txt"
+
+class WarmPython:
+    """Forks processes from one that has loaded torch (`warm_cli.py`), which takes seconds."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="laurel-warm-")
         self._server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("warm_cli.py"))],
             stdin=subprocess.PIPE,
@@ -206,22 +216,41 @@ class WarmCommand:
             text=True,
             env=environment(),
         )
+        atexit.register(self.close)
 
-    def __call__(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run one to its end."""
-        stdout, stderr = self._files
-        job = {"arguments": list(arguments), "stdout": str(stdout), "stderr": str(stderr)}
+    def __call__(self, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run a command of this Python to its end."""
+        files = {name: Path(self._folder.name, name) for name in ("stdout", "stderr")}
+        for file in files.values():
+            file.unlink(missing_ok=True)  # whoever outlives its command may still write into it
+            file.touch()
+        job = {
+            "arguments": command[1:],
+            "folder": str(folder),
+            "environment": environment(),
+            **{name: str(file) for name, file in files.items()},
+        }
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
+        process = int(self._server.stdout.readline())
+        patience = threading.Timer(300, os.kill, (process, signal.SIGKILL))
+        patience.start()
         status = int(self._server.stdout.readline())
-        texts = (file.read_text(encoding="utf-8") for file in self._files)
-        return subprocess.CompletedProcess(job["arguments"], status, *texts)
+        patience.cancel()
+        texts = (file.read_text(encoding="utf-8") for file in files.values())
+        return subprocess.CompletedProcess(command, status, *texts)
 
     def close(self) -> None:
         """End the process that the others are forked from."""
-        self._server.communicate(timeout=60)
+        self._server.kill()
+        self._server.communicate()
+        self._folder.cleanup()
+
+
+warm_python = cache(WarmPython)
+"""That of this process of the tests."""
 
 
 def environment() -> dict[str, str]:

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("laurel",),  # the package itself: its version
     ("types", "errors"),
     ("protocols", "sandbox"),
+    ("plugins",),
     ("config",),
     ("observe", "planning"),
     ("workers",),

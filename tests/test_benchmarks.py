@@ -12,17 +12,38 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-PROGRAMS = sorted(FOLDER.glob("*.py"))
+PROGRAMS = sorted(
+    program
+    for program in (*FOLDER.glob("*.py"), *(FOLDER / "gpu_day").glob("*.py"))
+    if "__main__" in program.read_text(encoding="utf-8")
+)
+ASK_EACH = """
+import runpy, sys
+for program in sys.argv[1:]:
+    sys.argv, sys.path[0] = [program, "--help"], program.rpartition("/")[0]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, program
+    else:
+        raise AssertionError(f"{program} was asked for help, and ran")
+"""
 
 
 @pytest.mark.slow
-def test_every_program_can_be_imported() -> None:
-    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
-    names = [program.stem for program in PROGRAMS]
+def test_every_program_says_how_it_is_called() -> None:
+    """In one process, so that torch is imported once."""
     run = subprocess.run(
-        [sys.executable, "-c", code, *names], cwd=FOLDER, capture_output=True, text=True
+        [sys.executable, "-c", ASK_EACH, *map(str, PROGRAMS)], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+    assert run.stdout.count("usage: ") == len(PROGRAMS)
+
+
+def test_the_readme_lists_every_program() -> None:
+    listed = (FOLDER / "README.md").read_text(encoding="utf-8")
+    names = [str(program.relative_to(FOLDER)) for program in PROGRAMS]
+    assert [name for name in names if f"| `{name}" not in listed] == []
 
 
 @pytest.mark.parametrize("program", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)

@@ -1,21 +1,25 @@
-"""`laurel` in one process after another, forked from this one, which has loaded torch already.
+"""`python` in one process after another, forked from this one, which has loaded torch already.
 
-Each line of its input is `{"arguments": [...], "stdout": FILE, "stderr": FILE}`, each line of its
-output the exit status. Tests with many short processes save seconds each.
+Each line of its input is `{"arguments": [...], "folder": ..., "environment": {...}, "stdout": FILE,
+"stderr": FILE}`, with the arguments of `python`: `-m MODULE`, `-c TEXT` or a script, and those of
+the program. Each is answered by two lines: the process's number, and at its end its exit status.
 """
 
 import importlib
 import json
 import os
+import runpy
 import sys
 import traceback
+import types
 
-from laurel.cli.main import main as laurel
+from laurel.cli.main import main as laurel  # noqa: F401  what most programs import
 
 HEAVY = (
     "transformers.models.qwen3.modeling_qwen3",
     "laurel.grpo.loop",
     "laurel.training.reward_model",
+    "laurel.training.sft",
     "laurel.generation.transformers.engine",
     "laurel.models.loading.reward_model",
     "laurel.models.loading.policy",
@@ -24,10 +28,26 @@ HEAVY = (
 
 
 def run(job):
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
-    sys.argv = ["laurel", *job["arguments"]]
-    end_with(laurel)
+    """Do what `python` does with such arguments; this process then ends as that one would."""
+    for descriptor, name in ((0, os.devnull), (1, job["stdout"]), (2, job["stderr"])):
+        flags = os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY
+        os.dup2(os.open(name, flags), descriptor)
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    kind, *arguments = job["arguments"]
+    sys.path[0] = "" if kind in ("-m", "-c") else os.path.dirname(os.path.abspath(kind))
+    if kind == "-m":
+        sys.argv = arguments
+        sys.modules.pop(arguments[0], None)  # it is run again, as `__main__`
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[0], "<string>", "exec"), vars(module))
+    else:
+        sys.argv = [kind, *arguments]
+        runpy.run_path(kind, run_name="__main__")
 
 
 def end_with(work):
@@ -54,6 +74,8 @@ def main():
         child = os.fork()
         if child == 0:
             run(json.loads(line))
+            return
+        print(child, flush=True)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 

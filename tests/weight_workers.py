@@ -17,6 +17,8 @@ from laurel.errors import EngineError
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.weights.broadcast import Meeting, WeightLink, broadcast_tensors, received
 from laurel.generation.weights.buckets import unpack
+from laurel.generation.weights.handles import Chunk, GpuHandle, OpenedMemory, SharedMemory
+from laurel.generation.weights.held import HeldDtype
 from laurel.training.learner_group import WeightExporter
 from laurel.types import Generated, GenerationRequest, Weights
 from laurel.workers.rendezvous import LOOPBACK, RankPlace, store_of
@@ -41,6 +43,24 @@ def every_kind(seed: int) -> dict[str, Tensor]:
     }
 
 
+def in_shared_memory(block: Tensor) -> GpuHandle:
+    """A handle of memory of the host, which stands in for that of a GPU."""
+    path = f"/proc/{os.getpid()}/fd/{os.memfd_create('block')}"
+    os.truncate(path, block.numel())
+    block.set_(torch.from_file(path, shared=True, size=block.numel(), dtype=torch.uint8))
+    return GpuHandle(block.numel(), path.encode(), block.numel(), 0, b"", 0, b"", False)
+
+
+def from_shared_memory(handle: GpuHandle, device: int) -> Tensor:
+    """What `in_shared_memory` has shared, in another process."""
+    path = handle.memory.decode()
+    return torch.from_file(path, shared=True, size=handle.num_bytes, dtype=torch.uint8)
+
+
+def one_gpu() -> dict[str, torch.device]:
+    return {"GPU-1": torch.device("cpu")}
+
+
 class Giving(WeightExporter):
     """What of a `LearnerWorker` gives weights away; its tensors are those of `every_kind`."""
 
@@ -57,6 +77,9 @@ class Giving(WeightExporter):
 
     def host(self) -> str:
         return self._host or super().host()
+
+    def shared_memory(self, num_bytes: int) -> SharedMemory:
+        return SharedMemory(one_gpu(), num_bytes=num_bytes, share=in_shared_memory)
 
     def learn(self, seed: int) -> None:
         self._seed = seed
@@ -92,6 +115,7 @@ class Keeping:
         self.fate: tuple[int, int] | None = None
         """At which tensor a signal comes, and which."""
         self.refuses: str | None = None
+        self.held_dtype: HeldDtype | None = None
         self._has_all = False
 
     async def update_weights(self, weights: Weights) -> None:
@@ -127,6 +151,10 @@ class KeepingWorker(EngineWorker):
 
     def __init__(self, place: RankPlace) -> None:
         super().__init__(place, Keeping)
+        self._opened = OpenedMemory(visible=one_gpu, open_handle=from_shared_memory)
+
+    def see_no_gpu(self) -> None:
+        self._opened = OpenedMemory(visible=dict, open_handle=from_shared_memory)
 
     def pid(self) -> int:
         return os.getpid()
@@ -138,6 +166,26 @@ class KeepingWorker(EngineWorker):
     def expect(self, **changes: Any) -> None:
         for name, value in changes.items():
             setattr(self._engine, name, value)
+
+
+class GivingOnGpu(Giving):
+    """Shares memory of the GPU itself."""
+
+    def shared_memory(self, num_bytes: int) -> SharedMemory:
+        return WeightExporter.shared_memory(self, num_bytes)
+
+
+class OpeningOnGpu:
+    """Opens memory of the GPU."""
+
+    def __init__(self, place: RankPlace) -> None:
+        self._opened = OpenedMemory()
+
+    def copied(self, chunk: Chunk) -> dict[str, Tensor]:
+        return {part.name: unpack(part).cpu() for part in self._opened.copy(chunk)}
+
+    def close(self) -> None:
+        self._opened.close()
 
 
 def told(device: str) -> list[tuple[str, Tensor]]:

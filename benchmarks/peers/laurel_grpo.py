@@ -25,7 +25,7 @@ import transformers  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 import laurel  # noqa: E402
-from laurel.config.grpo import GRPORun  # noqa: E402
+from laurel.config.grpo_run import GRPORun  # noqa: E402
 from laurel.config.load import load_config  # noqa: E402
 from laurel.grpo.loop import GRPO  # noqa: E402
 from laurel.models.chat import ChatFormat  # noqa: E402

@@ -16,6 +16,7 @@ import torch
 import learner_work
 from laurel.errors import EngineError, WorkerError
 from laurel.generation.replicas import GeneratorReplicas
+from laurel.generation.weights.held import HeldDtype, as_held
 from laurel.generation.weights.routes import SentWeights, WeightTransfer
 from laurel.types import Weights
 from process_group import ProcessGroup
@@ -27,8 +28,14 @@ FIRST_HALF = 5
 SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 
 
-@pytest.fixture(params=["object_store", "broadcast"])
+@pytest.fixture(params=["object_store", "broadcast", "ipc"])
 def way(request):
+    """Memory of the host stands in for that of a GPU that both have open."""
+    return request.param
+
+
+@pytest.fixture(params=["object_store", "broadcast"])
+def way_without_gpus(request):
     return request.param
 
 
@@ -105,6 +112,25 @@ def test_what_arrives_is_what_was_sent(play, way):
     assert playing.generator.num_weight_fallbacks == 0
 
 
+def test_weights_travel_in_the_dtype_that_the_engines_hold(play, way):
+    """Rounded once, as a copy of an engine rounds; if engines differ, as they are."""
+    playing = play(way)
+    held = HeldDtype("bfloat16", frozenset({"large"}))
+    for group in playing.groups.values():
+        group.call("expect", held_dtype=held)
+    playing.give(1)
+    expected = dict(as_held(every_kind(1).items(), held))
+    assert {name: expected[name].dtype for name in ("small", "large", "counts")} == {
+        "small": torch.bfloat16,
+        "large": torch.float32,
+        "counts": torch.int64,
+    }
+    playing.require(1, expected)
+    playing.groups[0].call("expect", held_dtype=None)
+    playing.give(2)
+    playing.require(2)
+
+
 def test_only_what_changes_travels_to_who_has_the_rest(play, way):
     playing = play(way)
     playing.give(1, is_partly_frozen=True)
@@ -120,14 +146,14 @@ MESHES = {"alone": {}, "dp": {"dp_shard": 2}, "tp": {"tp": 2}}
 
 @pytest.mark.slow_parameters("object_store-tp", "broadcast-tp")
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-def test_a_learner_of_any_mesh(play, way, sizes, tmp_path):
+def test_a_learner_of_any_mesh(play, way_without_gpus, sizes, tmp_path):
     """Its own weights are those of one process; tied ones come once."""
     name = "qwen3" if sizes else "qwen3-tied"
     directory = learner_work.write("policy", tmp_path, name)
     group = partial(ProcessGroup, "policy", max(1, *sizes.values(), 1))
     learner = learner_work.grouped("policy", directory, group, sizes)
     with learner.group:
-        playing = play(way, learner=learner.group)
+        playing = play(way_without_gpus, learner=learner.group)
         playing.update(learner.weights(3))
         expected = learner_work.weights_of(learner_work.local("policy", directory))
         assert ("lm_head.weight" in expected) == bool(sizes)
@@ -136,7 +162,7 @@ def test_a_learner_of_any_mesh(play, way, sizes, tmp_path):
 
 @pytest.mark.slow_parameters("broadcast-dp")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}], ids=["dp"])
-def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
+def test_of_adapters_only_what_they_change(play, way_without_gpus, sizes, tmp_path):
     pytest.importorskip("peft")
     directory = learner_work.write("policy", tmp_path)
     changes = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}
@@ -144,7 +170,7 @@ def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
         "policy", directory, partial(ProcessGroup, "policy", 2), sizes, **changes
     )
     with learner.group:
-        playing = play(way, learner=learner.group)
+        playing = play(way_without_gpus, learner=learner.group)
         playing.update(learner.weights(1))
         batch = learner_work.micro_batches("policy", [[0], [1, 2], [3]])
         learner.update(batch, learner_work.loss("policy"))
@@ -156,7 +182,7 @@ def test_of_adapters_only_what_they_change(play, way, sizes, tmp_path):
             assert "model.layers.1.mlp.up_proj.weight" in came
 
 
-@pytest.mark.slow_parameters("object_store-hung", "broadcast-hung")
+@pytest.mark.slow_parameters("object_store-hung", "broadcast-hung", "ipc-hung")
 @pytest.mark.parametrize("fate", SIGNALS)
 def test_an_engine_that_is_lost_in_the_middle(play, way, fate):
     """It is named and started again, and all have the weights in the end, as next time."""
@@ -242,7 +268,21 @@ def test_a_meeting_that_cannot_be_is_tried_once(play, given, why):
     assert said.endswith("through Ray's object store, and all later ones too")
 
 
-def test_weights_that_nobody_can_send(play):
-    playing = play("broadcast")
+def test_an_engine_on_another_gpu_gets_its_weights_through_rays_store(play):
+    playing = play("ipc")
+    playing.groups[1].call("see_no_gpu")
+    for version in (1, 2):
+        playing.give(version)
+        playing.require(version)
+    assert playing.generator.num_weight_fallbacks == 1
+    (said,) = playing.said
+    assert "no process of the learner shares a GPU with this engine" in said
+    assert "GPU-1" in said
+    assert said.endswith("through Ray's object store, and all later ones too")
+
+
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_weights_that_nobody_can_send(play, way):
+    playing = play(way)
     with pytest.raises(TypeError, match="only the weights of a LearnerGroup"):
         playing.update(Weights(version=1, tensors=partial(of, 1)))

@@ -1,17 +1,16 @@
-"""What several files share: a warm command, and models, which nobody changes."""
+"""What several files share: models, which nobody changes."""
 
 import pytest
 
+import runs
 from policy_runs import sft, sft_settings
 from reward_models import small_model, write_model
-from runs import WarmCommand, settings, train, write_rows
+from runs import settings, train, write_rows
 
 
-@pytest.fixture(scope="module")
-def laurel(tmp_path_factory):
-    command = WarmCommand(tmp_path_factory.mktemp("warm"))
-    yield command
-    command.close()
+@pytest.fixture(scope="session")
+def laurel():
+    return runs.laurel
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError
 from laurel.grpo.advantages import compute_advantages, resolve

@@ -128,17 +128,23 @@ def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(pool, gr
         wait_until(lambda pid=pid: is_gone(pid))
 
 
-@pytest.mark.slow
-def test_an_actor_that_hangs_is_lost_and_ended(pool, groups, monkeypatch):
-    assert_all_right(pool.run(jobs(4)))
+@pytest.fixture
+def impatient(monkeypatch):
+    """A node is lost after seconds of silence. To be set before the first question is asked."""
     monkeypatch.setattr(code_nodes, "COLLECT_SECONDS", 1.0)
-    monkeypatch.setattr(code_nodes, "MARGIN_SECONDS", 6.0)
+    monkeypatch.setattr(code_nodes, "MARGIN_SECONDS", 10.0)
+    return monkeypatch
+
+
+@pytest.mark.slow
+def test_an_actor_that_hangs_is_lost_and_ended(impatient, pool, groups):
+    assert_all_right(pool.run(jobs(4)))
     victim = groups[1]
     left = [victim._pids[0], *(one.pid for one in below(victim._pids[0]))]
     os.kill(victim._pids[0], signal.SIGSTOP)
     quick = [replace(job, limits=Limits(cpu_s=2, wall_s=8)) for job in jobs(12)]
     assert_all_right(pool.run(quick))
-    monkeypatch.undo()
+    impatient.undo()
     wait_until(lambda: len(groups) == 3)  # the other node may have run everything meanwhile
     assert groups[2]._node_ids == victim._node_ids
     for pid in left:

@@ -1,5 +1,9 @@
-"""The two clusters that NeMo RL's reward-model environment was shown on, with CPU slots and tiny
-models: 8 slots per node, the policy's tensor parallelism 2, the reward model's 4."""
+"""The two clusters that NeMo RL's reward-model environment was shown on, with tiny models.
+
+CPU slots stand for GPUs: the policy's tensor parallelism is 2, the reward model's 4. One node has 8
+slots as there; of the two each has half as many, because 16 ranks take a minute to start.
+`unit/planning/test_plan.py` plans the original.
+"""
 
 import pytest
 
@@ -28,9 +32,10 @@ JUDGED = (
 COLOCATED = ("env.reward_model.resources.gpus_per_node=4",)
 NON_COLOCATED = (
     "cluster.num_nodes=2",
-    "env.reward_model.resources.gpus_per_node=8",
+    "cluster.gpus_per_node=4",
+    "env.reward_model.resources.gpus_per_node=4",
     "policy.generation.colocated.enabled=false",
-    "policy.generation.colocated.resources.gpus_per_node=4",
+    "policy.generation.colocated.resources.gpus_per_node=2",
     "policy.generation.colocated.resources.num_nodes=1",
 )
 
@@ -69,18 +74,18 @@ def test_not_colocated_on_two_nodes(tmp_path, models, no_ray):
     nodes = Cluster(
         initialize_head=True,
         head_node_args={
-            "num_cpus": 8,
+            "num_cpus": 4,
             "num_gpus": 0,
             "include_dashboard": False,
             "object_store_memory": 80 * 2**20,
         },
     )
     try:
-        nodes.add_node(num_cpus=8, num_gpus=0, object_store_memory=80 * 2**20)
+        nodes.add_node(num_cpus=4, num_gpus=0, object_store_memory=80 * 2**20)
         text = run(tmp_path, models, *NON_COLOCATED, f"cluster.address={nodes.address}")
-        assert "policy: node 0, slots 0-3" in text
-        assert "generation: node 0, slots 4-7" in text
-        assert "reward_model: node 1, slots 0-7" in text
+        assert "policy: node 0, slots 0-1" in text
+        assert "generation: node 0, slots 2-3" in text
+        assert "reward_model: node 1, slots 0-3" in text
     finally:
         ray.shutdown()
         nodes.shutdown()

@@ -105,7 +105,7 @@ def test_the_file_of_the_best_trial_gives_the_figure_of_the_sweep(tmp_path, rows
     ("number", "more"), [(signal.SIGINT, ()), (signal.SIGTERM, ("--workers", "2"))]
 )
 def test_a_signal_stops_a_sweep_which_goes_on_with_the_same_command(tmp_path, rows, more, number):
-    searched = words(rows, f"{LR}=[1e-3,1e-2]", "rm.max_num_epochs=20")
+    searched = words(rows, f"{LR}=[1e-3,1e-2]", "rm.max_num_epochs=8")
     out = tmp_path / "out"
     stopped = subprocess.Popen(
         [sys.executable, *PROGRAM, *searched, "--output", str(out), *more],
@@ -138,11 +138,11 @@ def test_a_trial_that_fails_is_counted_and_named_and_never_a_number(tmp_path, ro
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path, rows):
     searched = words(rows, f"{LR}=log(1e-4,1e-2)", "rm.max_num_epochs=6")
-    options = ("--trials", "4", "--seeds", "2", "--no-prune")
+    options = ("--trials", "2", "--seeds", "2", "--no-prune")
     whole, _ = swept(tmp_path / "whole", *searched, *options)
     out = tmp_path / "out"
     said_by = []
-    for target in ("trial_001/seed_43/curve.jsonl", "trial_002/seed_42/curve.jsonl"):
+    for target in ("trial_000/seed_43/curve.jsonl", "trial_001/seed_42/curve.jsonl"):
         said_by.append(tmp_path / f"said_{len(said_by)}")
         with said_by[-1].open("w") as lines:
             killed = subprocess.Popen(
@@ -157,11 +157,11 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path, rows):
         killed.send_signal(signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL
     # A run that was over before is not told again.
-    assert ["trial 1 run 1 of 2" in path.read_text() for path in said_by] == [True, False]
+    assert ["trial 0 run 1 of 2" in path.read_text() for path in said_by] == [True, False]
     first = (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns
     found, said = swept(out, *searched, *options)
     assert (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns == first
-    assert "going on after 2 finished trials" in said
+    assert "going on after 1 finished trial" in said
     for name in ("params", "values", "state", "number"):
         assert [one[name] for one in found["trials"]] == [one[name] for one in whole["trials"]]
     assert found["best"]["number"] == whole["best"]["number"]
@@ -179,25 +179,34 @@ def test_trials_that_are_worse_than_the_median_are_pruned(tmp_path, rows):
     assert len(curve) < 9
 
 
+@pytest.fixture(scope="module")
+def with_a_failure(rows):
+    """The last of the rates fails; runs are long enough to be killed."""
+    return (*words(rows, f"{LR}=[1e-3,1e-2,1e38]", "rm.max_num_epochs=8"), "--no-prune")
+
+
+@pytest.fixture(scope="module")
+def one_by_one(with_a_failure, tmp_path_factory):
+    return swept(tmp_path_factory.mktemp("one_by_one"), *with_a_failure)[0]
+
+
 @pytest.mark.slow
-def test_trials_run_on_ray_several_at_a_time_with_the_same_values(tmp_path, rows):
-    searched = words(rows, f"{LR}=[1e-4,1e38,1e-2]")
-    here, _ = swept(tmp_path / "here", *searched)
-    there, _ = swept(tmp_path / "there", *searched, "--workers", "2")
+def test_trials_run_on_ray_several_at_a_time_with_the_same_values(
+    tmp_path, with_a_failure, one_by_one
+):
+    there, _ = swept(tmp_path / "there", *with_a_failure, "--workers", "2")
     for name in ("params", "state", "values"):
-        assert [one[name] for one in there["trials"]] == [one[name] for one in here["trials"]]
+        assert [one[name] for one in there["trials"]] == [one[name] for one in one_by_one["trials"]]
     assert there["num_failed"] == 1
 
 
 @pytest.mark.slow
-def test_a_trial_goes_on_when_its_worker_on_ray_is_killed(tmp_path, rows):
+def test_a_trial_goes_on_when_its_worker_on_ray_is_killed(tmp_path, with_a_failure, one_by_one):
     psutil = pytest.importorskip("psutil")
-    searched = words(rows, f"{LR}=[1e-3,1e-2]", "rm.max_num_epochs=20")
-    whole, _ = swept(tmp_path / "whole", *searched, "--no-prune")
     out = tmp_path / "out"
-    options = ["--no-prune", "--output", str(out), "--workers", "2", "--json"]
+    options = ["--output", str(out), "--workers", "2", "--json"]
     process = subprocess.Popen(
-        [sys.executable, *PROGRAM, *searched, *options],
+        [sys.executable, *PROGRAM, *with_a_failure, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -220,11 +229,11 @@ def test_a_trial_goes_on_when_its_worker_on_ray_is_killed(tmp_path, rows):
         process.kill()
     assert process.returncode == 0, said
     found = json.loads(answer)
-    assert found["num_failed"] == 0
-    assert len([*out.glob("trial_*/seed_42/logs/exp_*")]) > 2  # a run was begun again
+    assert found["num_failed"] == 1
+    assert len([*out.glob("trial_*/seed_42/logs/exp_*")]) > 3  # a run was begun again
     for name in ("number", "params", "state"):
-        assert [one[name] for one in found["trials"]] == [one[name] for one in whole["trials"]]
-    for one, other in zip(found["trials"], whole["trials"], strict=True):
+        assert [one[name] for one in found["trials"]] == [one[name] for one in one_by_one["trials"]]
+    for one, other in zip(found["trials"], one_by_one["trials"], strict=True):
         assert one["values"] == pytest.approx(other["values"], rel=1e-6)
 
 

@@ -14,6 +14,10 @@ BRANCHES = {
     "generation/weights/buckets.py": (
         "test_weight_broadcast_gpu.py::test_what_is_heard_is_what_was_told"
     ),
+    "generation/vllm/worker.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",
+    "generation/weights/handles.py": (
+        "test_weight_handles_gpu.py::test_another_process_reads_a_chunk"
+    ),
     "models/checkpoint/state.py": "test_branches_gpu.py::test_random_states_come_back",
     "models/forest/attention.py": (
         "test_cascade_gpu.py::test_outputs_and_gradients_are_those_of_a_dense_mask"
@@ -36,6 +40,7 @@ BRANCHES = {
     "rewards/server/replicas.py": "test_branches_gpu.py::test_replicas_of_a_server_take_turns",
     "run/policy.py": "test_branches_gpu.py::test_free_memory_is_the_gpus",
     "run/trial/checks.py": "test_branches_gpu.py::test_the_trial_passes",
+    "training/learner_group.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",
     "workers/machine.py": "test_branches_gpu.py::test_the_doctor_finds_the_gpus",
     "workers/process.py": "test_branches_gpu.py::test_the_doctor_finds_the_gpus",
     "workers/rendezvous.py": "test_learner_gpu.py::test_memory_comes_back_and_nothing_changes",

@@ -10,8 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from laurel.cli.app import App
-from laurel.observe.json_output import JsonOption, json_stream, write_json
-from laurel.run.options import ConfigOption, Overrides
+from laurel.observe.json_output import json_stream, write_json
+from laurel.run.options import ConfigOption, JsonOption, Overrides
 
 SHOW = "show"
 

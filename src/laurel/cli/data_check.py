@@ -252,7 +252,9 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
             default_environment=config.default_environment,
             environments=config.env.names(),
             # Without an environment, the tasks that each environment can grade are counted below.
-            needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
+            needs=NO_NEEDS
+            if (name := config.data.env_name) is None
+            else needs_of(config.env, name),
             sources=row_sources(config.env),
         )
         check_tests(tasks, config.env.code)

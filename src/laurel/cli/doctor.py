@@ -17,8 +17,8 @@ from laurel.cli.app import App
 from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
 from laurel.observe.files import replace_file
-from laurel.observe.json_output import JsonOption, json_text, write_json
-from laurel.run.options import complete_layers
+from laurel.observe.json_output import json_text, write_json
+from laurel.run.options import JsonOption, complete_layers
 from laurel.sandbox.control_group import chosen_place, group_words
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.tiers import LAYERS, Tier
@@ -128,7 +128,7 @@ def run_doctor_trial(
 
     Args:
         minutes: The time limit; checks that have not begun by then are skipped.
-        report: The JSON file to write, which can be attached to an issue.
+        report: The JSON file, which can be attached to an issue; it is written after every check.
         as_json: Print the report instead of the table.
         checks: The checks by name; None runs all.
 
@@ -156,17 +156,24 @@ def run_doctor_trial(
         for line in lines if not as_json else ():
             console.print(Text(visible(line)), soft_wrap=True)
 
-    say(trial_row("check", "result", "peak", "measured", width))
-    outcomes = run_trial(trial, checks=checks, say=lambda outcome: say(outcome_row(outcome, width)))
     findings = run_probes({name: PROBES[name] for name in TRIAL_PROBES})
+    checked: list[dict[str, Any]] = []
     facts = {
         "machine": {name: findings[name].facts for name in TRIAL_PROBES},
         "device": device.type,
         "num_devices": trial.num_devices,
-        "checks": [asdict(outcome) for outcome in outcomes],
+        "checks": checked,
     }
-    with replace_file(report) as file:
-        file.write(json_text(facts) + "\n")
+
+    def keep(outcome: Outcome) -> None:
+        # At once: the machine may be at hand for minutes only.
+        say(outcome_row(outcome, width))
+        checked.append(asdict(outcome))
+        with replace_file(report) as file:
+            file.write(json_text(facts) + "\n")
+
+    say(trial_row("check", "result", "peak", "measured", width))
+    outcomes = run_trial(trial, checks=checks, say=keep)
     if as_json:
         write_json(facts)
     say(["", f"written: {report}"])

@@ -10,11 +10,11 @@ import typer
 
 from laurel.cli.app import App
 from laurel.errors import Terms, speaking
-from laurel.observe.json_output import JsonOption
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
     EvalPolicyOptions,
+    JsonOption,
     JudgeOption,
     LocalScorerOptions,
     Overrides,

@@ -20,11 +20,12 @@ from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
 from laurel.observe.console import make_console, verbosity
-from laurel.observe.json_output import JsonOption, write_json
+from laurel.observe.json_output import write_json
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
     ExportOptions,
+    JsonOption,
     JudgeOption,
     LocalScorerOptions,
     ModelOption,

@@ -14,7 +14,7 @@ from typing import Any, cast
 from rich.text import Text
 
 from laurel.config.environments import ScorerSource
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
 from laurel.config.schemas import SCHEMAS, Run, command_of_file

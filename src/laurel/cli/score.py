@@ -25,6 +25,7 @@ from laurel.types import Score
 
 if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkOptions
+    from laurel.models.scoring import ScoringContract
     from laurel.types import Group
 
 CHUNK = 256
@@ -108,6 +109,7 @@ def run_score(
             rules = scorer.contract.rules
             has_values = bool(rules.attributes) or rules.steps is not None
             tally.max_length, score = rules.max_length, scorer.score_now
+            tally.contract = scorer.contract
             if rules.steps is not None:
                 separator = rules.steps.separator
                 rows = (with_steps_joined(row, separator, on_bad_row) for row in rows)
@@ -222,6 +224,11 @@ class Tally:
     max_length: int = 0
     num_rows: int = 0
     num_completions: int = 0
+    contract: ScoringContract | None = None
+    """The contract of the model; None for a judge."""
+    loses_thoughts: bool | None = None
+    """Whether its template leaves out thoughts; None before an answer has some."""
+    first_thoughts: str = ""
     num_truncated: int = 0
     num_failed: int = 0
     first_failure: str = ""
@@ -237,6 +244,10 @@ class Tally:
                 self.first_problem = self.first_problem or row.problem
                 continue
             self.num_rows += 1
+            has_failed = any(score.failure is not None for score in scores)
+            if self.contract is not None and self.loses_thoughts is None and not has_failed:
+                self.loses_thoughts = self.contract.loses_thoughts(row.group)
+                self.first_thoughts = row.source
             self.num_completions += len(scores)
             self.num_truncated += sum(one.truncated and one.failure is None for one in scores)
             for score in scores:
@@ -261,6 +272,11 @@ class Tally:
             say(
                 f"note    {counted_that(self.num_truncated, 'conversation', 'were')} cut to "
                 f"{self.max_length:,} tokens"
+            )
+        if self.loses_thoughts:
+            say(
+                "note    the chat template leaves out the thoughts of answers (<think> ... "
+                f"</think>), so that they are not scored (first in {self.first_thoughts})"
             )
         if self.num_failed:
             say(

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from laurel.config.interpolation import escaped
+from laurel.config.plugged import fields_in, fields_of
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of
 from laurel.config.yaml_tree import Section, read_scalars_our_way
 
@@ -74,7 +75,7 @@ def to_yaml(
 
     def lines(section: Section, path: str, keys: Collection[str] | None) -> Iterator[str]:
         margin = "  " * path.count(".")
-        for name, field in type(section).model_fields.items():
+        for name, field in fields_in(section).items():
             if type(section) in repeatable and name not in section.model_fields_set:
                 continue
             here = f"{path}{name}"
@@ -141,7 +142,7 @@ def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
     if isinstance(value, Section):
         names = [
             name
-            for name in type(value).model_fields
+            for name in fields_in(value)
             if type(value) not in repeatable or name in value.model_fields_set
         ]
         return {name: _as_plain(getattr(value, name), repeatable) for name in names}
@@ -152,14 +153,20 @@ def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
     return escaped(value) if isinstance(value, str) else value
 
 
-def sections_below(schema: type[Section]) -> Iterator[tuple[type[Section], bool]]:
-    """Yield a section and every section nested in it, each with whether a run may have several."""
+def sections_below(
+    schema: type[Section], *, plugged_in: bool = False
+) -> Iterator[tuple[type[Section], bool]]:
+    """Yield a section and every section nested in it, each with whether a run may have several.
+
+    With `plugged_in`, those of all plug-ins are among them, which imports these.
+    """
     yield schema, False
-    for field in schema.model_fields.values():
+    for field in (fields_of(schema) if plugged_in else schema.model_fields).values():
         kinds = kinds_of(field.annotation)
         for section in sections_of(kinds):
-            yield from sections_below(section)
+            yield from sections_below(section, plugged_in=plugged_in)
         inside = (one for kind in kinds for one in item_kinds(kind) or ())
         for section in sections_of(tuple(inside)):
             yield section, True
-            yield from ((below, False) for below, _ in sections_below(section))
+            below = sections_below(section, plugged_in=plugged_in)
+            yield from ((inner, False) for inner, _ in below)

@@ -7,16 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from laurel.config.data import TaskDataConfig
-from laurel.config.environments import EnvironmentsConfig, ResourcesConfig
+from laurel import plugins
+from laurel.config.plugged import NameOf, OpenSection
 from laurel.config.policy import (
-    CheckpointingConfig,
-    ClusterConfig,
-    LoggerConfig,
     Milestones,
     NamedCall,
     OptimizerCall,
     PolicyConfig,
+    ResourcesConfig,
     TokenizerConfig,
 )
 from laurel.config.yaml_tree import (
@@ -51,6 +49,10 @@ class VllmConfig(Section):
     """Do not capture CUDA graphs. Default: graphs make decoding faster."""
     load_format: Annotated[str, MAY_CHANGE] = "auto"
     """How vLLM reads the first weights."""
+    weight_loading: Annotated[Literal["auto", "ipc", "files"], MAY_CHANGE] = "auto"
+    """How vLLM's processes get new weights from the process that started them: `ipc`, GPU memory
+    that both have open (CUDA IPC), or `files` in memory. The run logs the choice of `auto` and its
+    reason. Default: `ipc` where a try shows that it works (one process that sees vLLM's GPUs)."""
 
     @property
     def num_devices(self) -> int:
@@ -113,11 +115,14 @@ class GenerationConfig(Section):
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     colocated: Annotated[ColocatedConfig, MAY_CHANGE] = ColocatedConfig()
-    weight_transfer: Annotated[Literal["auto", "object_store", "broadcast"], MAY_CHANGE] = "auto"
-    """How weights reach engines in other processes: Ray's object store, or a broadcast of the
-    learner's first rank (gloo; NCCL between GPUs). The run logs the choice of `auto` and its
-    reason. One process transfers nothing. Default: the broadcast, which was the quicker one
-    wherever it was measured (docs/benchmarks.md)."""
+    weight_transfer: Annotated[Literal["auto", "object_store", "broadcast", "ipc"], MAY_CHANGE] = (
+        "auto"
+    )
+    """How weights reach engines in other processes: Ray's object store, a broadcast of the
+    learner's first rank (gloo; NCCL between GPUs), or memory of a GPU that both use (CUDA IPC). The
+    run logs the choice of `auto` and its reason. One process transfers nothing. Default: `ipc` on
+    GPUs that both take turns on, else the broadcast, which was the quicker one wherever it was
+    measured (docs/benchmarks.md)."""
     weight_probe_tolerance: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     """Largest difference between log-probabilities of engine and learner in the probe after a
     weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
@@ -139,8 +144,10 @@ class GenerationConfig(Section):
 # The `loss_fn` section: what a policy's update minimises. Names follow NeMo RL's files.
 
 
-class PolicyLossConfig(Section):
+class PolicyLossConfig(OpenSection):
     """The loss of an update. Formulas: `laurel/training/policy_loss.py`."""
+
+    kind_of_plugin: ClassVar[str] = "losses"
 
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
     """Weight of the divergence from the reference policy; 0 needs no reference. Default: a light
@@ -165,7 +172,7 @@ class PolicyLossConfig(Section):
     ratio_clip_c: float | None = Field(default=None, gt=1)
     """Dual clipping: largest ratio under a negative advantage. Default: one update a batch has
     ratios of 1."""
-    loss_type: Literal["ppo", "cispo", "reinforce"] = "ppo"
+    loss_type: Annotated[str, NameOf("losses")] = "ppo"
     """`ppo`: the clipped ratio; `cispo`: its detached value times the log-probability; `reinforce`:
     the log-probability. Default: GRPO's own."""
     use_cispo: bool = False
@@ -213,13 +220,8 @@ class PolicyLossConfig(Section):
             raise ValueError(
                 "sequence_level_importance_ratios needs token_level_loss: false (GSPO)"
             )
-        if self.kind == "cispo" and (
-            self.ratio_clip_c is not None or self.sequence_level_importance_ratios
-        ):
-            raise ValueError(
-                "CISPO has neither ratio_clip_c nor sequence-level ratios; leave them out, or set "
-                "use_cispo: false"
-            )
+        if self.model_fields_set:  # else the defaults, which stand in the schema
+            plugins.find(plugins.Loss, self.kind).check(self)
         for key, why in self._unread().items():
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:
@@ -255,14 +257,8 @@ class PolicyLossConfig(Section):
         clips = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
         if self.force_on_policy_ratio:
             unread |= dict.fromkeys(clips, "force_on_policy_ratio takes every ratio to be 1")
-        if self.kind == "reinforce":
-            unread |= dict.fromkeys(
-                clips, "REINFORCE clips no ratio (loss_type, disable_ppo_ratio)"
-            )
-            if not self.use_importance_sampling_correction:
-                ratios = ("force_on_policy_ratio", "sequence_level_importance_ratios")
-                why = "REINFORCE has ratios only with use_importance_sampling_correction"
-                unread |= dict.fromkeys(ratios, why)
+        if self.model_fields_set:
+            unread |= plugins.find(plugins.Loss, self.kind).unread(self)
         if self.loss_type != "ppo":
             why = f"loss_type={self.loss_type} names the loss"
             unread |= dict.fromkeys(("use_cispo", "disable_ppo_ratio"), why)
@@ -295,8 +291,8 @@ class PolicyLossConfig(Section):
         return {k: why for k, why in found.items() if getattr(self, k) != fields[k].default}
 
     @property
-    def kind(self) -> Literal["ppo", "cispo", "reinforce"]:
-        """Return the type of the policy loss, which either of two spellings may set."""
+    def kind(self) -> str:
+        """Return the name of the policy loss, which either of two spellings may set."""
         if self.use_cispo:
             return "cispo"
         return "reinforce" if self.disable_ppo_ratio else self.loss_type
@@ -344,12 +340,13 @@ class RewardShapingConfig(Section):
     (below 0.5: doubled). Replaces the penalty for length."""
 
 
-class AdvantageConfig(Section):
+class AdvantageConfig(OpenSection):
     """The estimator that turns rewards into advantages."""
 
+    kind_of_plugin: ClassVar[str] = "advantages"
     foreign_keys: ClassVar[frozenset[str]] = foreign("AdvantageConfig")
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    name: Annotated[str, NameOf("advantages")] = "grpo"
     """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
     normalised over the batch; `reinforce_plus_plus`: over the batch. Default: the method the
     command is named after."""
@@ -390,6 +387,7 @@ class AdvantageConfig(Section):
 
 Alarm = Literal[
     "overoptimisation",
+    "collapse",
     "kl_jump",
     "length",
     "length_bias",
@@ -428,9 +426,9 @@ class HealthConfig(Section):
     enabled: bool = True
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
     stop_on: list[Alarm] = Field(default_factory=list)
-    """Alarms that end the run, saved: `overoptimisation`, `kl_jump`, `length`, `length_bias`,
-    `repetition`, `truncation`, `control_tokens`, `format`, `zero_spread_groups`, `no_updates`,
-    `ensemble`, `failures`."""
+    """Alarms that end the run, saved: `overoptimisation`, `collapse`, `kl_jump`, `length`,
+    `length_bias`, `repetition`, `truncation`, `control_tokens`, `format`, `zero_spread_groups`,
+    `no_updates`, `ensemble`, `failures`."""
     ignore: list[Alarm] = Field(default_factory=list)
     """Alarms to leave out, such as `length` for a reasoning model."""
     gold_metric: str | None = None
@@ -454,6 +452,9 @@ class HealthConfig(Section):
     gold_drop: float = Field(default=0.1, gt=0, lt=1)
     """`overoptimisation`: share of its peak that `gold_metric` lost while the reward lost
     nothing."""
+    collapse_drop: float = Field(default=0.5, gt=0, lt=1)
+    """`collapse`: share of its peak that `gold_metric` lost, over two steps or more, and the reward
+    fell too."""
     kl_jump: float = Field(default=3.0, gt=1)
     """`kl_jump`: factor by which the divergence from the reference is larger than where the steps
     before led."""
@@ -646,24 +647,18 @@ class GRPOConfig(Section):
 
     @model_validator(mode="after")
     def _estimator_reads_what_it_is_given(self) -> GRPOConfig:
-        given = self.adv_estimator
-        if given.reward_weights is not None and given.name != "gdpo":
-            raise ValueError(
-                f"adv_estimator.reward_weights is read by adv_estimator.name=gdpo, not by "
-                f"{given.name}, which compares the total of the reward; leave it out, or use gdpo"
-            )
-        if given.reward_weights is not None:
-            weights = given.reward_weights
-            if not any(weights.values() if isinstance(weights, dict) else weights):
+        if not self.model_fields_set:  # the defaults, which stand in the schema
+            return self
+        given, own = self.adv_estimator, self._estimator
+        for key in ("reward_weights", "minus_baseline"):
+            default = AdvantageConfig.model_fields[key].default
+            if getattr(given, key) != default and key not in own.keys:
+                value = "=false" if key == "minus_baseline" else ""
+                users = " or ".join(plugins.readers(plugins.Advantage, key))
                 raise ValueError(
-                    "adv_estimator.reward_weights has no weight other than 0, so every advantage "
-                    "would be 0, and nothing learned"
+                    f"adv_estimator.{key}{value} is read by adv_estimator.name={users}, not by "
+                    f"{given.name}; leave it out"
                 )
-        if not given.minus_baseline and given.name != "reinforce_plus_plus":
-            raise ValueError(
-                "adv_estimator.minus_baseline=false is read by "
-                f"adv_estimator.name=reinforce_plus_plus, not by {given.name}; leave it out"
-            )
         if given.per_step:
             self._steps_can_be_compared()
         if given.leave_one_out_std and not (self.leaves_one_out and self.scale == "group"):
@@ -673,19 +668,14 @@ class GRPOConfig(Section):
                 "adv_estimator.use_leave_one_out_baseline=true and adv_estimator.scale=group, or "
                 "leave it out"
             )
-        if given.name == "gdpo" and given.scale == "batch":
-            raise ValueError(
-                "adv_estimator.scale=batch has no effect with adv_estimator.name=gdpo, which "
-                "divides the sum of the components by the deviation of the batch anyway; use group "
-                "or none for the components themselves"
-            )
-        if given.name == "reinforce_plus_plus":
-            self._whitens()
+        if own.whitens:
+            self._divides_by_nothing_else()
+        own.check(self)
         return self
 
-    def _whitens(self) -> None:
+    def _divides_by_nothing_else(self) -> None:
         given = self.adv_estimator
-        said = "REINFORCE++ divides by the deviation of the whole batch"
+        said = f"{given.name} divides by the deviation of the whole batch"
         if given.scale is not None:
             raise ValueError(
                 f"adv_estimator.scale={given.scale} has no effect: {said}; leave it out"
@@ -703,7 +693,7 @@ class GRPOConfig(Section):
 
     def _steps_can_be_compared(self) -> None:
         given = self.adv_estimator
-        if given.name != "grpo":
+        if not self._estimator.compares_steps:
             raise ValueError(
                 "adv_estimator.per_step=true compares the steps of a group with each other, and "
                 f"adv_estimator.name={given.name} compares completions; use name=grpo"
@@ -721,6 +711,10 @@ class GRPOConfig(Section):
                 )
 
     @property
+    def _estimator(self) -> plugins.Advantage:
+        return plugins.find(plugins.Advantage, self.adv_estimator.name)
+
+    @property
     def num_epochs(self) -> int:
         """`max_num_epochs`, with what its null stands for."""
         if self.max_num_epochs is not None:
@@ -730,22 +724,17 @@ class GRPOConfig(Section):
     def without_effect(self) -> dict[str, str]:
         """Return the keys that the estimator, or dynamic sampling that is off, does not read."""
         given, found = self.adv_estimator, dict[str, str]()
-        if given.name == "reinforce_plus_plus":
+        own = self._estimator
+        if own.whitens:
             if given.use_leave_one_out_baseline is None and not self.use_leave_one_out_baseline:
-                why = "the baseline of REINFORCE++ is the mean of the whole group"
+                why = f"the baseline of {given.name} is the mean of the whole group"
                 found["use_leave_one_out_baseline"] = why
         elif given.scale is not None:
             if not self.normalize_rewards:
                 found["normalize_rewards"] = "adv_estimator.scale decides"
             if given.normalize_rewards is not None:
                 found["adv_estimator.normalize_rewards"] = "scale decides"
-        if self.scale == "none" and given.name == "grpo":
-            keys = ["std_eps", "std_ddof"]
-            keys += [] if self.use_dynamic_sampling else ["noise_floor_factor"]
-            fields = AdvantageConfig.model_fields
-            changed = [key for key in keys if getattr(given, key) != fields[key].default]
-            why = "nothing is divided by a deviation"
-            found |= dict.fromkeys([f"adv_estimator.{key}" for key in changed], why)
+        found |= own.without_effect(self)
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
             found["batch_multiplier"] = "use_dynamic_sampling is off"
         return found
@@ -757,7 +746,7 @@ class GRPOConfig(Section):
         normalize = given.normalize_rewards
         if normalize is None:
             normalize = self.normalize_rewards
-        if given.name == "reinforce_plus_plus":
+        if self._estimator.whitens:
             return "batch"
         return given.scale or ("group" if normalize else "none")
 
@@ -767,19 +756,19 @@ class GRPOConfig(Section):
 
         The mean may include the completion itself or not.
         """
-        return self.adv_estimator.name != "reinforce_plus_plus" or self.adv_estimator.minus_baseline
+        return not self._estimator.whitens or self.adv_estimator.minus_baseline
 
     @property
     def leaves_one_out(self) -> bool:
         """Report whether a sample's baseline leaves out the sample itself.
 
         The key of `adv_estimator` decides if it is set. Otherwise `grpo`'s key does, except for
-        REINFORCE++, whose baseline is then the mean of the whole group.
+        one that whitens, whose baseline is then the mean of the whole group.
         """
         chosen = self.adv_estimator
         if chosen.use_leave_one_out_baseline is not None:
             return chosen.use_leave_one_out_baseline
-        return self.use_leave_one_out_baseline and chosen.name != "reinforce_plus_plus"
+        return self.use_leave_one_out_baseline and not self._estimator.whitens
 
     @model_validator(mode="after")
     def _end_is_whole(self) -> GRPOConfig:
@@ -789,154 +778,3 @@ class GRPOConfig(Section):
                 "set both or none"
             )
         return self
-
-
-class GRPORun(Section):
-    """A complete configuration of `laurel grpo`."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("GRPORun")
-    other_names: ClassVar[Mapping[str, str]] = {
-        "use_reward_loop": "env.reward_model.use_reward_loop",
-        "reward_model.use_reward_loop": "env.reward_model.use_reward_loop",
-        "grpo.num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
-    }
-
-    grpo: GRPOConfig = GRPOConfig()
-    loss_fn: PolicyLossConfig = PolicyLossConfig()
-    policy: GRPOPolicyConfig = GRPOPolicyConfig()
-    data: TaskDataConfig = TaskDataConfig()
-    env: EnvironmentsConfig = EnvironmentsConfig()
-    checkpointing: Annotated[CheckpointingConfig, LENGTH_MAY_CHANGE] = CheckpointingConfig(
-        checkpoint_dir="results/grpo", save_period=10
-    )
-    logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
-    cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
-
-    @field_validator("policy")
-    @classmethod
-    def _is_no_reward_model(cls, policy: GRPOPolicyConfig) -> GRPOPolicyConfig:
-        if policy.reward_model_cfg.enabled:
-            raise ValueError("reward_model_cfg belongs to env.reward_model, not to the policy")
-        return policy
-
-    @model_validator(mode="after")
-    def _fits(self) -> GRPORun:
-        grpo, policy = self.grpo, self.policy
-        if policy.generation.temperature == 0:
-            raise ValueError(
-                "policy.generation.temperature=0 is greedy decoding: all completions of a prompt "
-                "are the same one, and nothing can be learned from comparing them. Set it above 0 "
-                "(1 samples from the policy as it is); policy.generation.val_temperature=0 is for "
-                "greedy validation"
-            )
-        samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-        size = policy.train_global_batch_size
-        if samples % size:
-            raise ValueError(
-                f"a step has {grpo.num_prompts_per_step} prompts x "
-                f"{grpo.num_generations_per_prompt} completions = {samples}, which is no multiple "
-                f"of policy.train_global_batch_size={size}"
-            )
-        if grpo.max_staleness and not self.loss_fn.use_importance_sampling_correction:
-            raise ValueError(
-                f"grpo.max_staleness={grpo.max_staleness} learns from completions of older "
-                "weights; set loss_fn.use_importance_sampling_correction=true"
-            )
-        if grpo.adv_estimator.name == "gdpo" and self.loss_fn.use_kl_in_reward:
-            raise ValueError(
-                "loss_fn.use_kl_in_reward changes the total of the reward, and "
-                "grpo.adv_estimator.name=gdpo compares its components; use one of them"
-            )
-        if grpo.adv_estimator.per_step and self.loss_fn.use_kl_in_reward:
-            raise ValueError(
-                "loss_fn.use_kl_in_reward changes the rewards of completions, and "
-                "grpo.adv_estimator.per_step=true reads those of steps; use one of them"
-            )
-        if grpo.adv_estimator.per_step and self.loss_fn.sequence_level_importance_ratios:
-            raise ValueError(
-                "loss_fn.sequence_level_importance_ratios gives all tokens of a completion the "
-                "same weight in the gradient, so grpo.adv_estimator.per_step=true would have no "
-                "effect on which of them are learned; use one of them"
-            )
-        transform = self.env.reward_model.transform
-        if grpo.adv_estimator.per_step and transform.clip and transform.normalize != "none":
-            raise ValueError(
-                f"env.reward_model.transform.normalize={transform.normalize} subtracts the mean of "
-                "the aggregates, which may leave all steps beyond env.reward_model.transform.clip, "
-                "equal: with grpo.adv_estimator.per_step=true leave one of them out (advantages "
-                "are normalised anyway)"
-            )
-        longest = policy.generation.max_new_tokens
-        if longest is not None and longest > policy.max_total_sequence_length:
-            raise ValueError(
-                f"policy.generation.max_new_tokens={longest} is more than "
-                f"policy.max_total_sequence_length={policy.max_total_sequence_length} has room for"
-            )
-        engine, whole = policy.generation.vllm_cfg.max_model_len, policy.max_total_sequence_length
-        if engine is not None and engine < whole and policy.generation.backend != "transformers":
-            raise ValueError(
-                f"policy.generation.vllm_cfg.max_model_len={engine} is less than "
-                f"policy.max_total_sequence_length={whole}: prompts that fit into the one would be "
-                "refused by the other; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _attempts_have_turns(self) -> GRPORun:
-        attempts, turns = self.env.code.max_attempts, self.grpo.max_rollout_turns
-        if attempts > turns:
-            raise ValueError(
-                f"env.code.max_attempts={attempts} takes as many turns, and there are "
-                f"grpo.max_rollout_turns={turns}; set that to {attempts}, or ask for fewer attempts"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _calls_have_turns(self) -> GRPORun:
-        if self.env.tools.functions and self.grpo.max_rollout_turns < 2:
-            raise ValueError(
-                "env.tools.functions: a call and the answer after it take two turns, and there is "
-                f"grpo.max_rollout_turns={self.grpo.max_rollout_turns}; raise it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _stopping_alarms_can_rise(self) -> GRPORun:
-        needed = {
-            "overoptimisation": (
-                self.grpo.health.gold_metric is not None
-                or any(
-                    part.weight == 0.0 and part.gate is None
-                    for composite in self.env.composite.values()
-                    for part in composite.parts
-                ),
-                "grpo.health.gold_metric, or a part of env.composite with weight 0",
-            ),
-            "kl_jump": (
-                self.loss_fn.reference_policy_kl_penalty > 0,
-                "loss_fn.reference_policy_kl_penalty above 0",
-            ),
-            "ensemble": (
-                self.env.reward_model.models is not None,
-                "several reward models, env.reward_model.models",
-            ),
-        }
-        for name in self.grpo.health.stop_on:
-            is_there, what = needed.get(name, (True, ""))
-            if not is_there:
-                raise ValueError(f"grpo.health.stop_on={name} needs {what}: it never rises else")
-        return self
-
-    @property
-    def default_environment(self) -> str:
-        """Return the name of the environment for tasks that name none."""
-        if self.data.env_name is not None:
-            return self.data.env_name
-        return "reward_model" if self.env.reward_model.enabled else "math"
-
-    @property
-    def updates_per_rollout(self) -> int:
-        """Return the number of optimizer steps that each batch of rollouts is used for."""
-        grpo = self.grpo
-        samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-        return grpo.num_iterations * (samples // self.policy.train_global_batch_size)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
+
 from laurel.config.dump import meaning, sections_below
 from laurel.config.nemo_rl import reason
-from laurel.config.schema_info import step_into
+from laurel.config.plugged import OpenSection, field_of
+from laurel.config.schema_info import kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import MINUS_1_IS_OFF, NO_ITEMS_IS_NONE, Section
 
@@ -29,6 +33,13 @@ def json_schema(kind: Kind) -> dict[str, Any]:
     schema = top.model_json_schema()
     named = {section.__name__: section for section, _ in sections_below(top)}
     definitions = schema.pop("$defs")
+    for section in list(named.values()):
+        if issubclass(section, OpenSection):
+            block = schema if section is top else definitions[section.__name__]
+            block["additionalProperties"] = False
+            for key, field in section.all_plugged_in():
+                place = f"{section.kind_of_plugin}.{key}"
+                block["properties"][key] = _plugged_in(place, field, definitions, named)
     for name, definition in definitions.items():
         _accept(definition, named[name], named)
     _accept(schema, top, named)
@@ -65,6 +76,29 @@ def schema_text(kind: Kind) -> str:
     return json.dumps(json_schema(kind), indent=1, ensure_ascii=False) + "\n"
 
 
+def _plugged_in(
+    place: str,
+    field: FieldInfo,
+    definitions: dict[str, dict[str, Any]],
+    named: dict[str, type[Section]],
+) -> dict[str, Any]:
+    """Return the schema of a plug-in's key.
+
+    Its section and those below it become definitions under names of its own, as two packages may
+    call their sections the same.
+    """
+    sections = sections_of(kinds_of(field.annotation))
+    if not sections:
+        return {**TypeAdapter(field.annotation).json_schema(), "default": field.default}
+    (section,) = sections
+    below = {one.__name__: one for one, _ in sections_below(section, plugged_in=True)}
+    schema = section.model_json_schema(ref_template=f"#/$defs/{place}.{{model}}")
+    for name, one in schema.pop("$defs", {}).items():
+        definitions[f"{place}.{name}"], named[f"{place}.{name}"] = one, below[name]
+    definitions[place], named[place] = schema, section
+    return {"$ref": f"#/$defs/{place}"}
+
+
 def _named_in(reference: dict[str, Any]) -> str:
     return str(reference["$ref"]).rpartition("/")[2]
 
@@ -75,7 +109,8 @@ def _accept(
     """Widen a section's schema so that it accepts what files may contain, such as references."""
     schema.pop("required", None)
     for key, entry in schema["properties"].items():
-        field = section.model_fields[key]
+        field = field_of(section, key)
+        assert field is not None
         about = " ".join(meaning(section, key, field.description or "", named).split())
         if MINUS_1_IS_OFF in field.metadata:
             entry["minimum"] = -1

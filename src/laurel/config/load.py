@@ -35,13 +35,14 @@ from laurel.config.dump import to_yaml
 from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.nemo_rl import Move, adapt, unread_keys
 from laurel.config.overrides import Override, apply_overrides, at_their_place
+from laurel.config.plugged import field_of, known_keys
 from laurel.config.schema_info import (
     Kinds,
     choices_of,
     describe_kinds,
     item_kinds,
     kind_that_fits,
-    kinds_of,
+    kinds_of_field,
     unknown_key,
     with_defaults,
 )
@@ -58,6 +59,7 @@ from laurel.config.yaml_tree import (
     nearest,
     read_file,
 )
+from laurel.errors import ConfigError
 
 __all__ = ["LoadedConfig", "check_tree", "load_config", "to_yaml"]
 
@@ -163,10 +165,10 @@ class Checker:
         whole = True
         for key, child in node.value.items():
             here = (*path, key)
-            if key in section.model_fields:
-                kinds = kinds_of(section.model_fields[key].annotation)
+            if (field := self._field(section, key, child, here)) is not None:
+                kinds = kinds_of_field(field)
                 value = self._value(kinds, child, here)
-                if value is None and self._is_left_out(section.model_fields[key], kinds, here):
+                if value is None and self._is_left_out(field, kinds, here):
                     continue
                 values[key] = value
                 whole = whole and not _has_broken(value)
@@ -174,7 +176,8 @@ class Checker:
                 self.ignored.append(dotted(here))
             else:
                 whole = False
-                self._report(here, child.place, unknown_key(self.schema, section, key))
+                if key not in known_keys(section):  # otherwise reported: it cannot be imported
+                    self._report(here, child.place, unknown_key(self.schema, section, key))
         try:
             built = section.model_validate(values)
         except ValidationError as error:
@@ -207,6 +210,16 @@ class Checker:
         if self.nulls:
             listed = ", ".join(f"{key}={value}" for key, value in self.nulls.items())
             yield f"these keys are null, which leaves them at their defaults: {listed}"
+
+    def _field(
+        self, section: type[Section], key: str, node: YamlNode, path: KeyPath
+    ) -> FieldInfo | None:
+        """Return the field of a key, or None; a plug-in that cannot be used is a problem."""
+        try:
+            return field_of(section, key)
+        except ConfigError as error:
+            self._report(path, node.place, str(error))
+            return None
 
     def _is_left_out(self, field: FieldInfo, kinds: Kinds, path: KeyPath) -> bool:
         """Report whether a null leaves a key out, so that its default holds."""
@@ -262,9 +275,10 @@ class Checker:
         values: Mapping[str, Any],
     ) -> None:
         """Report pydantic's problem with a key, in words and with the line that it is in."""
-        field = section.model_fields[str(problem["loc"][0])]
+        field = field_of(section, str(problem["loc"][0]))
+        assert field is not None
         where: KeyPath = problem["loc"][:1]
-        kinds = kinds_of(field.annotation)
+        kinds = kinds_of_field(field)
         # From a union on, the location names its branches, which are no keys.
         for key in problem["loc"][1:]:
             inside = item_kinds(kinds[0]) if len(kinds) == 1 else None

@@ -12,7 +12,10 @@ from math import inf
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
+from laurel import plugins
+from laurel.config.plugged import OpenSection
 from laurel.config.yaml_tree import MAY_CHANGE, THREADS, Section, foreign
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -448,8 +451,10 @@ class MlflowConfig(Section):
     """Server; null means MLflow's default."""
 
 
-class LoggerConfig(Section):
+class LoggerConfig(OpenSection):
     """The loggers of metrics."""
+
+    kind_of_plugin: ClassVar[str] = "loggers"
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("LoggerConfig")
 
@@ -472,9 +477,38 @@ class LoggerConfig(Section):
     write_completions: bool = True
     """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
 
+    @classmethod
+    def keys_of_plugins(cls) -> list[str]:
+        """Return the keys that loggers may bring: `<name>_enabled`, and their settings."""
+        return [key for name in super().keys_of_plugins() for key in (f"{name}_enabled", name)]
+
+    @classmethod
+    def plugged_in(cls, key: str) -> FieldInfo | None:
+        """Return the field of a key that a logger brings."""
+        name = key.removesuffix("_enabled")
+        if name == key or key in cls.model_fields or name not in super().keys_of_plugins():
+            return super().plugged_in(key)
+        (package, *_) = (one.distribution for one in plugins.entries("loggers") if one.name == name)
+        about = f"Log with `{name}` of the package {package}."
+        return FieldInfo(annotation=bool, default=False, description=about)
+
+    @property
+    def enabled(self) -> list[str]:
+        """Return the names of the loggers that are on."""
+        return [name for name in plugins.names("loggers") if self.get(f"{name}_enabled", False)]
+
 
 MOST_SLOTS = 131_072
 """The largest number of slots that a cluster may have; no cluster has more GPUs."""
+
+
+class ResourcesConfig(Section):
+    """The slots of the cluster that are reserved for one role: generation or the reward model."""
+
+    gpus_per_node: int | None = Field(default=None, ge=1, le=1024)
+    """Slots reserved on each node."""
+    num_nodes: int | None = Field(default=None, ge=1, le=16384)
+    """Nodes with reserved slots."""
 
 
 class ClusterConfig(Section):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from laurel import plugins
 from laurel.config.data import DataConfig
+from laurel.config.plugged import NameOf, OpenSection
 from laurel.config.policy import (
     CheckpointingConfig,
     ClusterConfig,
@@ -21,20 +23,15 @@ from laurel.config.yaml_tree import (
     Section,
     foreign,
 )
+from laurel.plugins import PreferenceLoss
 
 
-class LossConfig(Section):
+class LossConfig(OpenSection):
     """The loss of an update. Formulas: `laurel/training/losses.py`."""
 
-    type: Literal[
-        "bradley_terry",
-        "plackett_luce",
-        "davidson",
-        "rao_kupper",
-        "regression",
-        "step_bce",
-        "step_ranking",
-    ] = "bradley_terry"
+    kind_of_plugin: ClassVar[str] = "reward_losses"
+
+    type: Annotated[str, NameOf("reward_losses")] = "bradley_terry"
     """`bradley_terry`: pairs of different ranks; `plackett_luce`: whole ranked lists; `davidson`,
     `rao_kupper`: pairs with ties; `regression`: attribute ratings; of a process reward model,
     `step_bce`: whether each step is right, and `step_ranking`: right steps above wrong ones."""
@@ -52,35 +49,42 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _settings_mean_something(self) -> LossConfig:
-        pairwise = ("bradley_terry", "davidson", "rao_kupper")
-        meaningful = {
-            "use_margin": pairwise,
-            "label_smoothing": (*pairwise, "step_bce"),
-            "center_rewards_coefficient": (*pairwise, "plackett_luce"),
-        }
-        for key, types in meaningful.items():
-            if getattr(self, key) and self.type not in types:
+        if not self.model_fields_set:  # the defaults, which stand in the schema
+            return self
+        own = self._loss
+        for key in _OF_SOME:
+            if getattr(self, key) != type(self).model_fields[key].default and key not in own.keys:
+                users = plugins.readers(PreferenceLoss, key)
                 raise ValueError(
-                    f"{key} has no meaning for type={self.type}; remove it, or choose a type that "
-                    f"uses it: {', '.join(types)}"
+                    f"{key} has no meaning for type={self.type}; remove it, or "
+                    + (f"set type={users[0]}" if len(users) == 1 else "")
+                    + (f"choose a type that uses it: {', '.join(users)}" if users[1:] else "")
                 )
-        default = type(self).model_fields["step_margin"].default
-        if self.step_margin != default and self.type != "step_ranking":
-            raise ValueError(
-                f"step_margin has no meaning for type={self.type}; remove it, or set "
-                "type=step_ranking"
-            )
+        own.check(self)
         return self
+
+    @property
+    def _loss(self) -> PreferenceLoss:
+        return plugins.find(PreferenceLoss, self.type)
 
     @property
     def uses_ties(self) -> bool:
         """Report whether this loss learns from rows in which all completions have the same rank."""
-        return self.type in ("davidson", "rao_kupper", "regression") or self.reads_steps
+        return self._loss.uses_ties
 
     @property
     def reads_steps(self) -> bool:
         """Report whether this loss learns from labels of steps."""
-        return self.type in ("step_bce", "step_ranking")
+        return self._loss.reads == "steps"
+
+    @property
+    def reads_ratings(self) -> bool:
+        """Report whether this loss learns from ratings of attributes."""
+        return self._loss.reads == "ratings"
+
+
+_OF_SOME = ("use_margin", "label_smoothing", "center_rewards_coefficient", "step_margin")
+"""The keys that not all losses read."""
 
 
 class EarlyStoppingConfig(Section):
@@ -157,7 +161,7 @@ class RewardTrainingRun(Section):
             raise ValueError(
                 "policy.reward_model_cfg.enabled must be true for reward-model training"
             )
-        if (reward_model.reward_model_type == "regression") != (loss.type == "regression"):
+        if (reward_model.reward_model_type == "regression") != loss.reads_ratings:
             raise ValueError(
                 f"policy.reward_model_cfg.reward_model_type={reward_model.reward_model_type} does "
                 f"not fit rm.loss.type={loss.type}: regression needs both, or neither"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from laurel import plugins
+from laurel.config.plugged import NameOf, field_of, known_keys
 from laurel.config.yaml_tree import DEFAULT, Section, YamlNode, dotted, graft, nearest, overlay
+from laurel.errors import ConfigError
 
 Kinds = tuple[Any, ...]
 """The alternatives of a type: `int | list[str] | None` is `(int, list[str], NoneType)`."""
@@ -19,10 +23,21 @@ def kinds_of(annotation: Any) -> Kinds:
     """Return the alternatives of a type annotation, with nested unions flattened."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return kinds_of(get_args(annotation)[0])
+        kind, *marks = get_args(annotation)
+        return _names_of(marks) or kinds_of(kind)
     if origin in (Union, types.UnionType):
         return tuple(kind for part in get_args(annotation) for kind in kinds_of(part))
     return (annotation,)
+
+
+def kinds_of_field(field: FieldInfo) -> Kinds:
+    """Return the alternatives of a key's type; the names of plug-ins count as its words."""
+    return _names_of(field.metadata) or kinds_of(field.annotation)
+
+
+def _names_of(marks: Sequence[Any]) -> Kinds:
+    named = next((mark for mark in marks if isinstance(mark, NameOf)), None)
+    return () if named is None else (Literal[tuple(plugins.names(named.kind))],)
 
 
 def sections_of(kinds: Kinds) -> list[type[Section]]:
@@ -80,8 +95,9 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
         inside = item_kinds(kind) or ()
         return bool(sections_of(inside)) or any(map(holds_sections, inside))
 
-    def known_keys(section: type[Section]) -> int:
-        return sum(key in section.model_fields or key in section.foreign_keys for key in node.value)
+    def num_known(section: type[Section]) -> int:
+        known = {*known_keys(section), *section.foreign_keys}
+        return sum(key in known for key in node.value)
 
     containers = sorted((kind for kind in kinds if item_kinds(kind)), key=holds_sections)[::-1]
     if isinstance(node.value, list):
@@ -90,7 +106,7 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
     sections = sections_of(kinds)
     if not sections or (named and all(isinstance(v.value, dict) for v in node.value.values())):
         return named
-    return max(sections, key=known_keys)
+    return max(sections, key=num_known)
 
 
 # ------------------------------------------------------------------------------- one step downwards
@@ -110,9 +126,8 @@ def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
     """Look up `key` in a value of these alternatives; no alternatives mean an ignored part."""
     sections = sections_of(kinds)
     for section in sections:
-        if key in section.model_fields:
-            field = section.model_fields[str(key)]
-            return KeyInfo(standing="field", kinds=kinds_of(field.annotation), field=field)
+        if (field := field_of(section, key)) is not None:
+            return KeyInfo(standing="field", kinds=kinds_of_field(field), field=field)
     if not kinds or any(key in section.foreign_keys for section in sections):
         return KeyInfo(standing="foreign", kinds=())
     for kind in kinds:
@@ -154,7 +169,12 @@ def with_defaults(
     With `everything`, all keys are filled in.
     """
     children = dict(node.value)
-    for name, field in schema.model_fields.items():
+    plugged = dict[str, FieldInfo]()
+    for key in children:
+        with contextlib.suppress(ConfigError):  # which the loader reports, with the line
+            if (field := field_of(schema, key)) is not None:
+                plugged[key] = field
+    for name, field in {**schema.model_fields, **plugged}.items():
         child, section = children.get(name), sole_section(kinds_of(field.annotation))
         value = getattr(default, name, None)
         fills_in = default is not None and name in default.model_fields_set
@@ -237,17 +257,17 @@ def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
         return "replaces whole sections only: write it directly below one of the file's first level"
     if key in section.other_commands:
         return f"unknown key; {section.other_commands[key]}"
-    near = nearest(key, section.model_fields)
+    near = nearest(key, known_keys(section))
     if near is not None:
         return f"unknown key; did you mean '{near}'?"
     elsewhere = [dotted(path) for path in _all_paths(schema, ()) if path[-1] == key]
     if elsewhere:
         return f"unknown key here; it belongs at {' or '.join(elsewhere[:3])}"
-    return f"unknown key; known here: {', '.join(section.model_fields)}"
+    return f"unknown key; known here: {', '.join(known_keys(section))}"
 
 
 def _all_paths(schema: type[Section], prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    for name, field in schema.model_fields.items():
+    for name, field in schema.model_fields.items():  # plug-ins may not be importable
         yield (*prefix, name)
         section = sole_section(kinds_of(field.annotation))
         if section is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section, read_file

@@ -464,14 +464,14 @@ class Section(BaseModel):
 
     def __getitem__(self, key: str) -> Any:
         """Return a setting by its name, like a dictionary."""
-        if key not in type(self).model_fields:
+        if key not in self:
             raise KeyError(key)
         return getattr(self, key)
 
     def __contains__(self, key: object) -> bool:
         """Report whether the section has a setting of that name."""
-        return key in type(self).model_fields
+        return key in type(self).model_fields or key in (self.model_extra or ())
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a setting by its name, or the default if there is no such setting."""
-        return getattr(self, key) if key in type(self).model_fields else default
+        return getattr(self, key) if key in self else default

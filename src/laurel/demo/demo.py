@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.text import Text
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun

@@ -147,6 +147,9 @@ class RewardModelEnvironment(EnvironmentInterface):
             self._scorer = open_scorer(spec, say=say or _log, placement=opening or HERE)
             opened = self._scorer
             scorer = opened.scorer if isinstance(opened, BlockingScorer) else opened
+        self._say = say or _log
+        # Read now: the files may be replaced while the run goes on.
+        self._version = _version_of(scorer)
         self._names_components: bool = getattr(scorer, "names_components", False)
         self._reads_metadata: bool = getattr(scorer, "reads_metadata", False)
         self._judges_groups: bool = getattr(scorer, "judges_groups", False)
@@ -423,10 +426,19 @@ class RewardModelEnvironment(EnvironmentInterface):
             "transform": self.transform.state_dict(),
             "noise": self._noise[False],
             "step_noise": self._noise[True],
+            "version": self._version,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state."""
+        """Restore a saved state, and say so if it is that of another reward model."""
+        before = state.get("version", "")  # older checkpoints have none
+        if before and self._version and before != self._version:
+            self._say(
+                f"warning: env.reward_model: this is another reward model than before: {before} "
+                f"until this checkpoint, {self._version} from here on. Rewards and the best "
+                "checkpoint so far are in the units of the first; put its files back, or begin "
+                "another run (checkpointing.checkpoint_dir)"
+            )
         self.transform.load_state_dict(state["transform"])
         # Older checkpoints lack the second, and are of runs that do not read it.
         self._noise = {False: state["noise"], True: state.get("step_noise")}
@@ -462,6 +474,14 @@ class RewardModelEnvironment(EnvironmentInterface):
         if not isinstance(scorer, ModelScorer):
             raise ConfigError("the scorer in use renders by itself: its tokens are not seen here")
         return scorer
+
+
+def _version_of(scorer: object) -> str:
+    """Return the version of a model, or those of the members of an ensemble, if they tell it."""
+    if isinstance(scorer, EnsembleScorer):
+        return " + ".join(filter(None, (_version_of(one.scorer) for one in scorer.members)))
+    version: str = getattr(scorer, "version", "")
+    return version
 
 
 def _log(line: str) -> None:

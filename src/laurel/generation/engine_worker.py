@@ -17,9 +17,12 @@ from laurel.errors import BroadcastError, EngineError, LaurelError
 from laurel.generation.waiting import BackgroundLoop
 from laurel.generation.weights.broadcast import Meeting, WeightLink, received
 from laurel.generation.weights.buckets import Bucket, WeightStream
+from laurel.generation.weights.handles import Chunk, OpenedMemory
+from laurel.generation.weights.held import HeldDtype, HoldsRounded
 from laurel.generation.weights.probe import ProbeAnswer
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest, Weights
+from laurel.workers.process import torch_error_text
 from laurel.workers.rendezvous import RankPlace
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class EngineWorker:
         """
         self._engine = make_engine()
         self._link = WeightLink(place)
+        self._opened = OpenedMemory()
         self._background = BackgroundLoop(f"laurel-{place.role}-{place.rank}")
         self._running: dict[int, asyncio.Task[None]] = {}
         """The tasks of running requests, by request number; only the loop's thread uses them."""
@@ -161,17 +165,21 @@ class EngineWorker:
         self._background.wait_for(self._engine.update_weights(weights))
         return self._engine.weight_version
 
-    def begin_weights(self, version: int, changing_only: bool = False) -> None:
+    def begin_weights(self, version: int, changing_only: bool = False) -> HeldDtype | None:
         """Prepare for the buckets of new weights; the engine first finishes running requests.
 
         Args:
             version: The version of the weights.
             changing_only: Whether only the weights that training can change will be sent.
+
+        Returns:
+            The dtype in which the engine holds its weights; None: that of the learner.
         """
         if self._stream is not None:
             self._stream.cut(EngineError(f"the weights of step {version} came in between"))
         self._stream = WeightStream(version, changing_only=changing_only)
         self._update = self._background.submit(self._take(self._stream))
+        return self._engine.held_dtype if isinstance(self._engine, HoldsRounded) else None
 
     async def _take(self, stream: WeightStream) -> None:
         try:
@@ -219,6 +227,26 @@ class EngineWorker:
             return str(error)
         return None
 
+    def take_handles(self, chunk: Chunk) -> str | None:
+        """Copy a chunk of weights from GPU memory that a process of the learner shares.
+
+        Returns:
+            None when it was copied; otherwise why it cannot be, as in `receive_weights`.
+
+        Raises:
+            EngineError: The engine refuses the weights.
+        """
+        stream, update = self._under_way()
+        try:
+            bucket = self._opened.copy(chunk)
+        except (BroadcastError, RuntimeError) as error:
+            self._opened.close()
+            return torch_error_text(error) if isinstance(error, RuntimeError) else str(error)
+        stream.put(bucket)
+        if update.done():
+            update.result()
+        return None
+
     def repeat_weights(self) -> None:
         """Prepare for all buckets to be sent again; tensors that arrived before are skipped."""
         stream, _ = self._under_way()
@@ -231,6 +259,7 @@ class EngineWorker:
             EngineError: The engine refuses the weights.
         """
         stream, update = self._under_way()
+        self._opened.close()
         stream.complete()
         self._stream = self._update = None
         update.result()

@@ -36,12 +36,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from laurel import plugins
 from laurel.config.grpo import (
     AdvantageConfig,
     GRPOConfig,
@@ -50,6 +51,7 @@ from laurel.config.grpo import (
     RewardShapingConfig,
 )
 from laurel.errors import ConfigError, counted
+from laurel.plugins import Advantage
 from laurel.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -94,11 +96,12 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
             of a reward, but scaling and shaping change only the total.
     """
     chosen = config.adv_estimator
-    if chosen.name == "gdpo" and (config.reward_scaling.enabled or config.reward_shaping.enabled):
+    reads_components = plugins.find(Advantage, chosen.name).reads_components
+    if reads_components and (config.reward_scaling.enabled or config.reward_shaping.enabled):
         raise ConfigError(
-            "grpo.adv_estimator.name=gdpo compares the components of the reward one by one, and "
-            "grpo.reward_scaling and grpo.reward_shaping change only their total; turn them off, "
-            "or use adv_estimator.name=grpo"
+            f"grpo.adv_estimator.name={chosen.name} compares the components of the reward one by "
+            "one, and grpo.reward_scaling and grpo.reward_shaping change only their total; turn "
+            "them off, or use adv_estimator.name=grpo"
         )
     low, high = config.advantage_clip_low, config.advantage_clip_high
     return AdvantageRule(
@@ -150,10 +153,20 @@ def compute_advantages(
     if not all(np.isfinite(row).all() for row in rewards):
         raise ValueError("a reward is NaN or infinite; a sample without a reward must be None")
     noise_B = list(noise) if isinstance(noise, Sequence) else [noise] * len(rewards)
-    if rule.estimator.name == "gdpo":
-        compared = _by_component(used_BG, components_BG, rule, noise_B)
-    else:
-        compared = _totals(rewards, rule, noise_B)
+    components = [
+        [components for components, used in zip(row_G, used_G, strict=True) if used]
+        for row_G, used_G in zip(
+            components_BG or [[{}] * len(used_G) for used_G in used_BG], used_BG, strict=True
+        )
+    ]
+    estimator, section = rule.estimator.settings_of(Advantage, rule.estimator.name)
+    given = Rewards(values_B=rewards, components_B=components, noise_B=noise_B)
+    compared: Compared = estimator.make(section, rule)(given)
+    shapes = [[len(row) for row in rows] for rows in (compared.values, rewards)]
+    assert shapes[0] == shapes[1], (
+        f"grpo.adv_estimator.name={rule.estimator.name} gives advantages for {shapes[0]} "
+        f"completions of groups with {shapes[1]}"
+    )
     values_BG = []
     for used_G, values in zip(used_BG, compared.values, strict=True):
         values_G = np.zeros(len(used_G))
@@ -229,7 +242,7 @@ def _with_metrics(
     tokens_BGL: list[list[Floats]] | None,
     counted_B: list[Floats],
     rewards: list[Floats],
-    compared: _Compared,
+    compared: Compared,
     rule: AdvantageRule,
 ) -> Advantages:
     stds_B = np.array([_deviation(row, rule.estimator.std_ddof) for row in rewards], np.float64)
@@ -256,21 +269,39 @@ def _of_tokens(ends: Sequence[int], values: Floats, length: int) -> Floats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Compared:
+class Rewards:
+    """The rewards of a batch by group; completions without a reward are left out."""
+
+    values_B: list[Floats]
+    components_B: list[list[Mapping[str, float]]]
+    """The named components of each reward."""
+    noise_B: Sequence[float]
+    """The standard deviation of the errors of each group's rewards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Compared:
+    """The advantages of a batch by group, before they are clipped."""
+
     values: list[Floats]
-    noise: list[Floats]
+    noise: list[Floats] = field(default_factory=list)
     """Standard deviation of the scorer's noise in each value."""
-    at_floor: list[bool]
+    at_floor: list[bool] = field(default_factory=list)
     """Whether a sample was divided by the noise floor instead of a deviation."""
 
 
-def _totals(rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]) -> _Compared:
-    if rule.estimator.name == "grpo":
-        compared = _against_groups(rewards, rule, noise_B)
-        if rule.scale == "batch":
-            std = _deviation(np.concatenate([*rewards, np.zeros(0)]), rule.estimator.std_ddof)
-            compared = _over_batch(compared, float(std), rule)
-        return compared
+def against_groups(rule: AdvantageRule, given: Rewards) -> Compared:
+    """Compare the rewards of each group with each other (`grpo`)."""
+    compared = _against_groups(given.values_B, rule, given.noise_B)
+    if rule.scale == "batch":
+        std = _deviation(np.concatenate([*given.values_B, np.zeros(0)]), rule.estimator.std_ddof)
+        compared = _over_batch(compared, float(std), rule)
+    return compared
+
+
+def whitened(rule: AdvantageRule, given: Rewards) -> Compared:
+    """Divide by the deviation of the whole batch (`reinforce_plus_plus`)."""
+    rewards, noise_B = given.values_B, given.noise_B
     if rule.has_baseline:
         compared = _against_groups(rewards, replace(rule, scale="none"), noise_B)
         return _over_batch(compared, _spread(compared.values, rule), rule)
@@ -279,23 +310,14 @@ def _totals(rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]
     ends = np.cumsum([len(row) for row in rewards])
     values = [centred[end - len(row) : end] for row, end in zip(rewards, ends, strict=True)]
     noises = [np.full(len(row), n) for row, n in zip(rewards, noise_B, strict=True)]
-    compared = _Compared(values=values, noise=noises, at_floor=[False] * len(rewards))
+    compared = Compared(values=values, noise=noises, at_floor=[False] * len(rewards))
     return _over_batch(compared, float(_deviation(centred, rule.estimator.std_ddof)), rule)
 
 
-def _by_component(
-    used_BG: Sequence[npt.NDArray[np.bool_]],
-    components_BG: Sequence[Sequence[Mapping[str, float]]] | None,
-    rule: AdvantageRule,
-    noise_B: Sequence[float],
-) -> _Compared:
-    # GDPO, arXiv 2601.05242.
-    samples = [
-        [components for components, used in zip(row_G, used_G, strict=True) if used]
-        for row_G, used_G in zip(
-            components_BG or [[{}] * len(used_G) for used_G in used_BG], used_BG, strict=True
-        )
-    ]
+def by_component(rule: AdvantageRule, given: Rewards) -> Compared:
+    """Compare each component with those of its group, then weight them (`gdpo`)."""
+    # arXiv 2601.05242.
+    samples, noise_B = given.components_B, given.noise_B
     every = [sample for row in samples for sample in row]
     weights = component_weights(every, rule.estimator) if every else {}
     total = [np.zeros(len(row)) for row in samples]
@@ -314,7 +336,7 @@ def _by_component(
     # What rounding leaves of components that cancel out is no signal.
     for t, s in zip(total, size, strict=True):
         t[np.abs(t) <= 8 * len(weights) * np.finfo(np.float64).eps * s] = 0.0
-    compared = _Compared(values=total, noise=[np.sqrt(v) for v in variance], at_floor=at_floor)
+    compared = Compared(values=total, noise=[np.sqrt(v) for v in variance], at_floor=at_floor)
     return _over_batch(compared, _spread(total, rule), rule)
 
 
@@ -337,8 +359,8 @@ def component_weights(
     where = "grpo.adv_estimator"
     if not names or any(not own.issuperset(set(chosen) & set(names)) for own in each):
         raise ConfigError(
-            f"{where}.name=gdpo needs an environment that gives every sample the same named "
-            f"components of its reward (found: {', '.join(names) or 'none'}): a composite "
+            f"{where}.name={estimator.name} needs an environment that gives every sample the same "
+            f"named components of its reward (found: {', '.join(names) or 'none'}): a composite "
             "(env.composite), a function that returns a dictionary of numbers, or an environment "
             f"that returns a dictionary of rewards. Use {where}.name=grpo otherwise"
         )
@@ -360,7 +382,7 @@ def component_weights(
 
 def _against_groups(
     rewards: list[Floats], rule: AdvantageRule, noise_B: Sequence[float]
-) -> _Compared:
+) -> Compared:
     centred_B = list[Floats]()
     for row in rewards:
         n = len(row)
@@ -375,7 +397,7 @@ def _against_groups(
 
 def _steps_against_groups(
     rows_BG: Sequence[Sequence[Floats]], rule: AdvantageRule, noise_B: Sequence[float]
-) -> _Compared:
+) -> Compared:
     # Of each group, the steps of all completions in one row.
     steps_B = [np.concatenate([*row_G, np.zeros(0)]) for row_G in rows_BG]
     centred_B, compared_B = list[Floats](), list[Floats]()
@@ -404,7 +426,7 @@ def _scaled(
     rewards_B: Sequence[Floats],
     rule: AdvantageRule,
     noise_B: Sequence[float],
-) -> _Compared:
+) -> Compared:
     values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
     for centred, row, noise in zip(centred_B, rewards_B, noise_B, strict=True):
         n = len(row)
@@ -420,14 +442,14 @@ def _scaled(
         values.append(centred / divisors)
         noises.append(noise / divisors)
         at_floor.append(is_floor)
-    return _Compared(values=values, noise=noises, at_floor=at_floor)
+    return Compared(values=values, noise=noises, at_floor=at_floor)
 
 
 def _split(values: Floats, counts: npt.NDArray[np.int64]) -> list[Floats]:
     return np.split(values, np.cumsum(counts)[:-1])
 
 
-def _over_batch(compared: _Compared, std: float, rule: AdvantageRule) -> _Compared:
+def _over_batch(compared: Compared, std: float, rule: AdvantageRule) -> Compared:
     noises = np.concatenate([*compared.noise, np.zeros(0)])
     noise = float(np.sqrt(np.mean(noises**2))) if len(noises) else 0.0
     divisors, is_floor = _divisors(np.array([std]), rule, noise)
@@ -668,7 +690,7 @@ def completion_divergence(
     elif config.reference_policy_kl_type == "k2":
         values = np.square(lead) / 2.0
     else:
-        lead = np.minimum(lead, 20.0)  # as in `importance`: its exponential stays finite
+        lead = np.minimum(lead, 20.0)  # `policy_loss.LIMIT`, without torch
         values = np.expm1(lead) - lead
     if config.kl_output_clamp_value is not None:
         values = np.clip(values, -config.kl_output_clamp_value, config.kl_output_clamp_value)

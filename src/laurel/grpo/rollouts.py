@@ -3,7 +3,7 @@
 Generation and scoring overlap. The generator gets the requests of all tasks at once. The
 environment gets finished completions while others are still being generated: one by one if the
 environment can score single completions, otherwise group by group. An environment may also ask for
-parts of a group, or for the whole batch; see `protocols.Environment`.
+parts of a group, or for the whole batch; see `types.JudgingUnit`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from laurel import plugins
 from laurel.config.grpo import GRPOConfig
 from laurel.data.tasks import EndlessTasks
 from laurel.errors import EngineError, TrainingError
@@ -199,7 +200,8 @@ class BatchCollector:
         scaling = self._config.reward_scaling
         rewards = [r.reward for r in used if r.reward is not None]
         columns = [[scaled(reward, scaling) for reward in rewards] if scaling.enabled else rewards]
-        if self._config.adv_estimator.name == "gdpo" and used:  # which compares them one by one
+        estimator = plugins.find(plugins.Advantage, self._config.adv_estimator.name)
+        if estimator.reads_components and used:  # which compares them one by one
             weights = component_weights((r.components for r in used), self._config.adv_estimator)
             columns = [[r.components[name] for r in used] for name in weights]
         if self._config.adv_estimator.per_step:

@@ -36,6 +36,7 @@ from laurel.models.plain_contents import FOREIGN_MARK, PlainContents, PlainText
 from laurel.models.tokenizer import (
     bind_variables,
     close_ends,
+    loses_thoughts,
     pin_date,
     refuse_left_out,
     render,
@@ -293,6 +294,21 @@ class ScoringContract:
             DataError: The template cannot render the conversation.
         """
         return self._rendered(conversation).text
+
+    def loses_thoughts(self, group: Group) -> bool | None:
+        """Report whether the template leaves out the thoughts of answers.
+
+        A template does with one answer what it does with all. None if no answer of the group begins
+        with thoughts.
+
+        Raises:
+            DataError: The template cannot render the conversation.
+        """
+        for index, completion in enumerate(group.completions_G):
+            last = completion.messages[-1]
+            if loses_thoughts(last, ""):
+                return loses_thoughts(last, self.render(group.conversation(index)))
+        return None
 
     def control_token_in(self, text: str) -> str | None:
         """Return the first control token that a text spells; None if it spells none.

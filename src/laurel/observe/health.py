@@ -445,25 +445,61 @@ def overoptimisation(history: History) -> AlarmFinding | None:
 
     A policy that is trained against a proxy first gains in the gold metric and later loses, as a
     function of the root of its KL divergence from its start (Gao, Schulman and Hilton, arXiv
-    2210.10760). It may lose all within a step, or little by little. So the last step, the last two
-    and so on up to a window are compared with the peak: the more, the smaller is the fall that
-    chance does not explain.
+    2210.10760).
+    """
+    found = _falls_of_gold(history, history.config.gold_drop, least_steps=1)
+    return _first_bad(*[replace(fall, is_bad=fall.is_bad and is_paid) for fall, is_paid in found])
+
+
+def collapse(history: History) -> AlarmFinding | None:
+    """Check whether the gold metric is far below its peak, and the reward with it.
+
+    Nothing is gamed then: an update was bad, or the policy returned to its reference. A single bad
+    step, after which all is well again, is no collapse.
+    """
+    found = _falls_of_gold(history, history.config.collapse_drop, least_steps=2)
+    return _first_bad(
+        *[
+            replace(fall, is_bad=fall.is_bad and not is_paid, evidence="worst")
+            for fall, is_paid in found
+        ]
+    )
+
+
+def _falls_of_gold(
+    history: History, drop: float, *, least_steps: int
+) -> list[tuple[AlarmFinding, bool]]:
+    """Compare the gold metric with its peak, over the latest step, two, ... up to a window.
+
+    It may lose all within a step, or little by little: the more steps are compared, the smaller is
+    the fall that chance does not explain.
+
+    Args:
+        history: The metrics of the run.
+        drop: The share of its peak that gold has to lose.
+        least_steps: The least number of steps that are compared.
+
+    Returns:
+        For each number of steps whether gold has fallen, and whether that was paid for.
     """
     name, peak = history.gold_name, history.peak
     if name is None or peak is None or not history.is_fresh(name):
-        return None
+        return []
     num_values, window = len(history.latest(name)), history.gold_window
-    counts: Sequence[int] = range(min(window, num_values - 1), 0, -1)
+    counts: Sequence[int] = range(min(window, num_values - 1), least_steps - 1, -1)
     if is_of_validation(name):  # one of few, alone, may be chance
         counts = [window] if num_values >= window else []
-    return _first_bad(*[_gold_fell(history, peak, count) for count in counts])
+    found = [_gold_fell(history, peak, count, drop) for count in counts]
+    return [one for one in found if one is not None]
 
 
-def _gold_fell(history: History, peak: Level, count: int) -> AlarmFinding | None:
+def _gold_fell(
+    history: History, peak: Level, count: int, drop: float
+) -> tuple[AlarmFinding, bool] | None:
     """Compare the last `count` values of the gold metric with its peak.
 
-    A fall counts where the reward has not fallen too, and where the divergence, if it is measured,
-    has not shrunk since: a policy that returns to its reference has another problem.
+    A fall is paid for where the reward has not fallen too, and where the divergence, if it is
+    measured, has not shrunk since: a policy that returns to its reference has another problem.
     """
     config, name = history.config, history.gold_name or ""
     level, noise = history.gold_level(count), history.gold_noise(but_last=count)
@@ -479,21 +515,22 @@ def _gold_fell(history: History, peak: Level, count: int) -> AlarmFinding | None
     # As in a test of two shares, noise is that of the level of both together.
     both = (peak.gold * peak.count + level.gold * count) / (peak.count + count)
     chance = config.num_spreads * noise.at(both) * each
-    threshold = peak.gold - max(config.gold_drop * abs(peak.gold), chance)
+    threshold = peak.gold - max(drop * abs(peak.gold), chance)
     text = (
         f"{name} has been {_of(peak.gold)} and is {_of(level.gold)} now, while the reward went "
         f"from {_of(peak.reward)} to {_of(level.reward)}"
     )
     if away is not None and before is not None:
         text += f" and the divergence from the reference from {_of(before)} to {_of(away)}"
-    return AlarmFinding(
-        is_bad=level.gold < threshold and has_paid and has_left,
+    finding = AlarmFinding(
+        is_bad=level.gold < threshold,
         metric=name,
         value=level.gold,
         threshold=threshold,
         baseline=peak.gold,
         text=text,
     )
+    return finding, has_paid and has_left
 
 
 def kl_jump(history: History) -> AlarmFinding | None:
@@ -744,6 +781,7 @@ def ensemble(history: History) -> AlarmFinding | None:
 RULES: Mapping[Alarm, Callable[[History], AlarmFinding | None]] = MappingProxyType(
     {
         "overoptimisation": overoptimisation,
+        "collapse": collapse,
         "kl_jump": kl_jump,
         "length": length,
         "length_bias": length_bias,

@@ -9,9 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, TextIO
-
-import typer
+from typing import Any, TextIO
 
 
 def json_text(value: Any, *, indent: int | None = 2) -> str:
@@ -95,19 +93,3 @@ def _own_stdout(stack: contextlib.ExitStack) -> TextIO:
     stack.callback(os.close, own)
     stack.callback(os.dup2, own, 1)  # called first
     return open(own, "w", encoding="utf-8", closefd=False)
-
-
-def _keep(context: typer.Context, is_wanted: bool) -> bool:
-    if is_wanted and not context.resilient_parsing:
-        context.with_resource(stdout_for_json())
-    return is_wanted
-
-
-JsonOption = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        callback=_keep,
-        help="Print JSON and nothing else on stdout; messages go to stderr.",
-    ),
-]

@@ -69,8 +69,9 @@ class TrainingProgress:
 
     A terminal gets a live display. A file, a pipe or CI gets a line at most every 5 seconds, and at
     the first and the last step; a phase gets one for each tenth of its work. `live` overrides the
-    choice. Rates are those of training, without phases; the time left includes everything. `unit`
-    names the rows of a step, `counted` the steps, and `doing` the activity.
+    choice. Rates are those of training, without phases; the time left includes everything but the
+    phases before the first step, which come once. `unit` names the rows of a step, `counted` the
+    steps, and `doing` the activity.
 
     Example::
 
@@ -103,6 +104,7 @@ class TrainingProgress:
         self._metrics: dict[str, float] = {}
         self._phase: ProgressPhase | None = None
         self._phase_seconds = 0.0
+        self._seconds_before = 0.0
         self._history: deque[_Work] = deque(maxlen=_RATE_STEPS + 1)
         self._started = clock()
         self._last_line: float | None = None
@@ -132,6 +134,8 @@ class TrainingProgress:
 
     def step(self, step: int, metrics: Mapping[str, float], pairs: int, tokens: int) -> None:
         """Show that a step is finished, with its metrics and the rows and tokens of its batch."""
+        if self._step == self._start_step:
+            self._seconds_before = self._phase_seconds
         self._step = step
         # Metrics of earlier steps are not shown, as they would be taken for those of this step.
         # The display shows only the last part of names; files hold the full names.
@@ -239,7 +243,7 @@ class TrainingProgress:
         elapsed = self._clock() - self._started
         done = self._step - self._start_step
         to_do = max(0, self._total_steps - self._step)
-        left = _duration(elapsed / done * to_do) if done > 0 else "?"
+        left = _duration((elapsed - self._seconds_before) / done * to_do) if done > 0 else "?"
         return f"elapsed {_duration(elapsed)}  left {left}"
 
     def _percentage(self) -> str:

@@ -47,6 +47,11 @@ class LoopScorer(ModelScorer):
         """The batch layout that the model reads: `forest` or `padded`."""
         return self._path
 
+    @property
+    def version(self) -> str:
+        """Version of the model, for which its files may be read."""
+        return self.directly(lambda scorer: scorer.version)
+
     def directly(self, work: Callable[[ContractScorer], T]) -> T:
         """Call a model itself: nothing is merged or cached.
 

@@ -484,6 +484,7 @@ def _on_vllm(
     chat = _chat_format(config, find_tokenizer(spec, pad_may_end=True), str(spec.name))
     vllm_cfg = VllmConfig(
         load_format="safetensors",  # pickled weights could run code
+        weight_loading="files",  # none ever come
         tensor_parallel_size=config.vllm_cfg.tensor_parallel_size,
         gpu_memory_utilization=config.vllm_cfg.gpu_memory_utilization,
     )

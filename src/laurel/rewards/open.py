@@ -46,6 +46,7 @@ from laurel.models.scoring import FILE_NAME, OLD_CONTENTS, ScoringContract, Scor
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries
 from laurel.observe.hub import check_not_missing
+from laurel.plugins import ServerDialect
 from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
@@ -274,6 +275,7 @@ def _open_servers(
         scorer = HttpScorer(
             servers.urls or (),
             protocol=servers.url_protocol,
+            section=servers.settings_of(ServerDialect, servers.url_protocol)[1],
             api_key=api_key,
             contract=contract,
             model=servers.url_model,

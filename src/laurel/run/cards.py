@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import DataError, UserError, counted

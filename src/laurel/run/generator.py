@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.errors import ConfigError
 from laurel.run.context import RunContext
 from laurel.run.specs import generator_spec, model_spec
@@ -124,7 +124,6 @@ def _replicas(
     transfer = transfer_of(
         config.policy.generation.weight_transfer,
         device=model.facts.device,
-        uses_vllm=uses_vllm,
         take_turns=allocation.take_turns("generation"),
     )
     if uses_vllm:
@@ -149,10 +148,9 @@ def describe_generator(generator: Generator) -> str:
 
 
 def transfer_of(
-    setting: Literal["auto", "object_store", "broadcast"],
+    setting: Literal["auto", "object_store", "broadcast", "ipc"],
     *,
     device: str,
-    uses_vllm: bool,
     take_turns: bool,
 ) -> WeightTransfer:
     """Choose how the learner's weights are transferred to the engines.
@@ -160,15 +158,25 @@ def transfer_of(
     Args:
         setting: The value of `policy.generation.weight_transfer`.
         device: The kind of device that the learner computes on.
-        uses_vllm: Whether the engines are vLLM's, which takes weights from files in memory.
         take_turns: Whether the engines use the learner's own devices.
+
+    Raises:
+        ConfigError: `ipc` is set, and the engines share no GPU with the learner.
     """
     from laurel.generation.weights.routes import WeightTransfer
 
     if setting == "object_store":
         return WeightTransfer(name="object_store", reason="it is set")
+    if setting == "ipc" and (device != "cuda" or not take_turns):
+        raise ConfigError(
+            "policy.generation.weight_transfer=ipc: engines and learner share no GPU here, whose "
+            "memory both could open; set it to auto"
+        )
+    if setting == "ipc" or (setting == "auto" and device == "cuda" and take_turns):
+        why = "it is set" if setting == "ipc" else "engines and learner take turns on the same GPUs"
+        return WeightTransfer(name="ipc", device="cuda", reason=why)
     why = "it is set" if setting == "broadcast" else QUICKER
-    if device == "cuda" and not uses_vllm and not take_turns:
+    if device == "cuda" and not take_turns:
         return WeightTransfer(
             name="broadcast",
             device="cuda",

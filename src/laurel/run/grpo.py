@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.grpo import GRPORun
+from laurel import plugins
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import to_yaml
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
@@ -94,7 +95,7 @@ def _load_data(config: GRPORun) -> TaskData:
         config.data,
         default_environment=config.default_environment,
         environments=environment_names(config.env),
-        needs=needs_of(config.env),
+        needs=needs_of(config.env, config.default_environment),
         sources=row_sources(config.env),
     )
 
@@ -167,7 +168,7 @@ def check_components(
     from laurel.grpo.advantages import component_weights
 
     estimator = config.grpo.adv_estimator
-    if estimator.name != "gdpo":
+    if not plugins.find(plugins.Advantage, estimator.name).reads_components:
         return
     asked = {task.environment for task in data.train} or {config.default_environment}
     known = {name: environments[name].spec.components for name in sorted(asked)}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from laurel.errors import LaurelError
-from laurel.observe.json_output import JsonOption
+from laurel.observe.json_output import stdout_for_json
 
 if TYPE_CHECKING:
     from laurel.config.schemas import Kind
@@ -142,6 +142,22 @@ def _kind(context: typer.Context) -> Kind:
 # ----------------------------------------------------------------------------- values of options
 
 
+def _keep(context: typer.Context, is_wanted: bool) -> bool:
+    if is_wanted and not context.resilient_parsing:
+        context.with_resource(stdout_for_json())
+    return is_wanted
+
+
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        callback=_keep,
+        help="Print JSON and nothing else on stdout; messages go to stderr.",
+    ),
+]
+
+
 def complete_tasks() -> list[str]:
     """List the named data sets of tasks, as shell completions."""
     from laurel.data.task_formats import TASK_SETS
@@ -163,9 +179,9 @@ def complete_preferences() -> list[str]:
 
 def complete_environments() -> list[str]:
     """List the environments that need no configuration, as shell completions."""
-    from laurel.environments.registry import BUILT_IN
+    from laurel.environments.registry import built_in
 
-    return list(BUILT_IN)
+    return built_in()
 
 
 def complete_layers() -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
-from laurel.config.environments import JudgeConfig, ResourcesConfig
-from laurel.config.grpo import GRPOConfig, GRPORun
-from laurel.config.policy import PlacementConfig, RolePlacement
+from laurel.config.environments import JudgeConfig
+from laurel.config.grpo import GRPOConfig
+from laurel.config.grpo_run import GRPORun
+from laurel.config.policy import PlacementConfig, ResourcesConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
 from laurel.config.schemas import Kind, Run
 from laurel.config.sft import SFTConfig, SFTRun

@@ -29,7 +29,7 @@ from laurel.run.context import (
 )
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.request import why_not_validated
-from laurel.run.specs import batch_notes, model_spec, step_order
+from laurel.run.specs import batch_notes, change_notes, model_spec, step_order
 from laurel.training.selection import EarlyStopping, Selection, select_by
 from laurel.training.stopping import Deadline, Position
 from laurel.types import Preference
@@ -244,12 +244,16 @@ def _train(
     if context.resume_from:
         console.print(f"resuming from {context.resume_from}, after step {position.step}")
     order = step_order(config, len(train))
-    for note in batch_notes("policy.train_global_batch_size", order.batch_size, len(train)):
+    num_steps = total_steps(config.rm, order)
+    for note in (
+        *batch_notes("policy.train_global_batch_size", order.batch_size, len(train)),
+        *change_notes(config.policy, num_steps),
+    ):
         console.print(f"note    {note}")
     schedule = Schedule(
         section=config.rm,
         saving=config.checkpointing,
-        total_steps=total_steps(config.rm, order),
+        total_steps=num_steps,
         has_validation=bool(validation or data.benchmarks),
         early_stopping=early_stopping,
     )
@@ -547,15 +551,10 @@ def tokenise(
 
 def _lost_thoughts(samples: Sequence[PreferenceSample], contract: ScoringContract) -> str | None:
     """Return the place of the first answer with thoughts if the template leaves these out."""
-    from laurel.models.tokenizer import loses_thoughts
-
     for preference in (sample.preference for sample in samples):
-        for index, completion in enumerate(preference.group.completions_G):
-            last = completion.messages[-1]
-            if loses_thoughts(last, ""):
-                # A template does with one answer what it does with all.
-                text = contract.render(preference.group.conversation(index))
-                return preference.source if loses_thoughts(last, text) else None
+        is_lost = contract.loses_thoughts(preference.group)
+        if is_lost is not None:
+            return preference.source if is_lost else None
     return None
 
 

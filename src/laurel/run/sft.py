@@ -19,7 +19,7 @@ from laurel.run.context import RunContext, choose_run_dir, make_services
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import why_not_validated
-from laurel.run.specs import batch_notes, step_order
+from laurel.run.specs import batch_notes, change_notes, step_order
 from laurel.training.selection import Selection, select_demonstrations_by
 from laurel.training.stopping import Deadline, Position
 
@@ -85,12 +85,16 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         if resume_from:
             console.print(f"resuming from {resume_from}, after step {position.step}")
         order = step_order(config, len(train))
-        for note in batch_notes("policy.train_global_batch_size", order.batch_size, len(train)):
+        num_steps = total_steps(config.sft, order)
+        for note in (
+            *batch_notes("policy.train_global_batch_size", order.batch_size, len(train)),
+            *change_notes(config.policy, num_steps),
+        ):
             console.print(f"note    {note}")
         schedule = Schedule(
             section=config.sft,
             saving=config.checkpointing,
-            total_steps=total_steps(config.sft, order),
+            total_steps=num_steps,
             has_validation=bool(validation),
         )
         services = make_services(

@@ -46,6 +46,8 @@ from laurel.workers.rendezvous import RankPlace, join, leave
 
 if TYPE_CHECKING:
     from laurel.generation.weights.broadcast import Meeting, WeightLink
+    from laurel.generation.weights.handles import Chunk, SharedMemory
+    from laurel.generation.weights.held import HeldDtype
     from laurel.models.loading.reward_model import LoadedRewardModel
 
     Loaded = LoadedPolicy | LoadedRewardModel
@@ -301,6 +303,7 @@ class WeightExporter(ABC):
         """Take the place of this rank; no connection is opened yet."""
         self._place = place
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
+        self._chunks: Iterator[Chunk] = iter(())
         self._link: WeightLink | None = None
 
     @abstractmethod
@@ -333,6 +336,42 @@ class WeightExporter(ABC):
                 break
         return bucket
 
+    # ------------------------------------------------------------- weights, in memory of each GPU
+
+    def shared_memory(self, num_bytes: int) -> SharedMemory:
+        """Return memory on this rank's GPU that engines on the same GPU can open."""
+        from laurel.generation.weights.handles import SharedMemory, gpu_of
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        return SharedMemory({gpu_of(device): device}, num_bytes=num_bytes)
+
+    def open_handles(self, changing_only: bool, held: HeldDtype | None, num_bytes: int) -> None:
+        """Restart `next_handles` at the first weight of `Learner.named_weights`.
+
+        Args:
+            changing_only: Whether to share only weights that training changes.
+            held: The dtype in which the engines hold their weights; None: that of the learner.
+            num_bytes: The size of a chunk.
+        """
+        from laurel.generation.weights.held import as_held
+
+        weights = as_held(self.named_weights(changing_only), held)
+        self._chunks = self.shared_memory(num_bytes).chunks(weights)
+
+    def next_handles(self) -> Chunk | None:
+        """Write the next weights into the shared memory; return None after the last.
+
+        All ranks call this together, when every engine has copied the chunk before.
+        """
+        chunk = next(self._chunks, None)
+        if chunk is None:
+            self.close_handles()
+        return chunk
+
+    def close_handles(self) -> None:
+        """Release the shared memory."""
+        self._chunks = iter(())
+
     # ----------------------------------------------------------------- weights, straight to engines
 
     @property
@@ -352,7 +391,13 @@ class WeightExporter(ABC):
         """Invite engines to a broadcast group, as `WeightLink.invite` does, on the first rank."""
         return self.link.invite(address, size, patience)
 
-    def send_weights(self, meeting: Meeting, changing_only: bool, num_bytes: int) -> str | None:
+    def send_weights(
+        self,
+        meeting: Meeting,
+        changing_only: bool,
+        num_bytes: int,
+        held: HeldDtype | None = None,
+    ) -> str | None:
         """Send weights to engines that call `EngineWorker.receive_weights` at the same time.
 
         All ranks call this together, and the first sends.
@@ -361,17 +406,21 @@ class WeightExporter(ABC):
             meeting: The meeting of the engines, as `WeightLink.group` accepts it.
             changing_only: Whether to send only weights that training changes.
             num_bytes: The size of a bucket.
+            held: The dtype in which the engines hold their weights; None: they are sent as they
+                are.
 
         Returns:
             The reason why not all weights were sent; None if they were.
         """
         from laurel.generation.weights.broadcast import broadcast_tensors
+        from laurel.generation.weights.held import as_held
 
         weights = self.named_weights(changing_only)
         reason = None
         if self._place.rank == 0:
             try:
-                broadcast_tensors(self.link.group(meeting), weights, max_bytes=num_bytes)
+                rounded = as_held(weights, held)
+                broadcast_tensors(self.link.group(meeting), rounded, max_bytes=num_bytes)
             except BroadcastError as error:
                 self.link.close()
                 reason = str(error)

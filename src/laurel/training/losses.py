@@ -25,6 +25,7 @@ from torch.nn.functional import logsigmoid
 
 from laurel.config.reward_model import LossConfig
 from laurel.errors import DataError
+from laurel.plugins import PreferenceLoss
 from laurel.types import Preference
 
 # -------------------------------------------------------------------------------- pure functions
@@ -210,7 +211,7 @@ def steps_ranked(logits_S: Tensor, steps_NS: Sequence[Sequence[float]], *, margi
         for rank in ranks
     ]
     index = torch.tensor(chosen, dtype=torch.int64, device=logits_S.device)
-    scores = with_start[index] + _like(lead, logits_S)
+    scores = with_start[index] + like(lead, logits_S)
     return plackett_luce(scores, ranked_pairs(ranks_NG, with_ties=False).to(scores))
 
 
@@ -252,6 +253,21 @@ class LossOutput:
     and batches, and the loss's `metrics` converts the totals."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredPairs:
+    """The pairs of completions of a micro-batch, P, that a loss compares."""
+
+    better_P: Tensor
+    """The scores of the better completions, with a gradient."""
+    worse_P: Tensor
+    is_tie_P: Tensor
+    """bool [P]: whether the two have the same rank; never without `uses_ties`."""
+    margin_P: Tensor | None
+    """The margins of the rows; None without `rm.loss.use_margin`."""
+    target_P: Tensor
+    """The probabilities that `better` is really better: 1, or the rows' soft labels."""
+
+
 class RewardLoss:
     """The loss that `rm.loss` configures.
 
@@ -267,7 +283,10 @@ class RewardLoss:
         self, config: LossConfig, *, reward_weights_K: Sequence[float] | None = None
     ) -> None:
         self._config = config
-        self._uses_ties = config.uses_ties
+        loss, section = config.settings_of(PreferenceLoss, config.type)
+        self._reads, self._uses_ties = loss.reads, loss.uses_ties
+        self._count_steps = loss.count_steps
+        self._computed = loss.make(section, config)
         self._reward_weights_K = reward_weights_K
 
     def teaches(self, preference: Preference) -> bool:
@@ -276,14 +295,14 @@ class RewardLoss:
         Raises:
             DataError: The row has a soft label, which the loss cannot use.
         """
-        if self._config.type == "regression":
+        if self._reads == "ratings":
             return any(map(_is_rated, preference.attributes_GK or ()))
-        if self._config.reads_steps:
+        if self._reads == "steps":
             return self.count([preference]) > 0
-        if self._config.type == "plackett_luce" and preference.target != 1.0:
+        if self._reads == "lists" and preference.target != 1.0:
             raise DataError(
                 f"{preference.source or preference.group.id}: a soft label "
-                f"({preference.target}) cannot be used by rm.loss.type=plackett_luce; "
+                f"({preference.target}) cannot be used by rm.loss.type={self._config.type}; "
                 f"choose one of {', '.join(_PAIRWISE)}, or leave out data.target_key"
             )
         if self._uses_ties:
@@ -295,11 +314,9 @@ class RewardLoss:
 
         Its sum over all ranks is the denominator of a step; a step with 0 should be skipped.
         """
-        steps_NS = [steps_S for one in batch for steps_S in one.steps_GS or ()]
-        if self._config.type == "step_bce":
-            return float(sum(not math.isnan(label) for steps_S in steps_NS for label in steps_S))
-        if self._config.type == "step_ranking":
-            return float(sum(any(s > 0.5 or s < 0.5 for s in steps_S) for steps_S in steps_NS))
+        if self._reads == "steps":
+            steps_NS = [steps_S for one in batch for steps_S in one.steps_GS or ()]
+            return float(self._count_steps(steps_NS))
         return float(sum(map(self.teaches, batch)))
 
     def __call__(
@@ -317,7 +334,7 @@ class RewardLoss:
             DataError: The number of a row's ratings differs from that of the head's outputs.
         """
         assert num_groups > 0, "nothing to learn from: skip the step"
-        if self._config.reads_steps:
+        if self._reads == "steps":
             return self._steps(scores_NK, batch, num_groups=num_groups)
         ranks_per_group = [preference.ranks_G for preference in batch]
         num_completions = sum(map(len, ranks_per_group))
@@ -329,9 +346,9 @@ class RewardLoss:
             rewards_N = scores_NK.mean(-1)
         else:
             # This is not a matrix product, because autocast would round that to bfloat16.
-            rewards_N = (scores_NK * _like(self._reward_weights_K, scores_NK)).sum(-1)
+            rewards_N = (scores_NK * like(self._reward_weights_K, scores_NK)).sum(-1)
         ranked = ranked_pairs(ranks_per_group, with_ties=False).to(scores_NK)
-        if self._config.type == "regression":
+        if self._reads == "ratings":
             total = self._attributes(scores_NK, batch)
         else:
             assert scores_NK.shape[1] == 1, "comparisons need one score per completion"
@@ -379,13 +396,8 @@ class RewardLoss:
             f"{len(labels)} steps, but scores of shape {tuple(logits_S1.shape)}"
         )
         logits_S = _full_precision(logits_S1)[:, 0]
-        labels_S = _like(labels, logits_S)
-        if self._config.type == "step_bce":
-            smoothing = self._config.label_smoothing
-            loss = steps_right(logits_S, labels_S, label_smoothing=smoothing)
-        else:
-            loss = steps_ranked(logits_S, steps_NS, margin=self._config.step_margin)
-        total = loss.sum()
+        labels_S = like(labels, logits_S)
+        total = self._computed(logits_S, steps_NS).sum()
         is_clear_S = ((labels_S > 0.5) | (labels_S < 0.5)) & logits_S.isfinite()
         is_right_S = (logits_S.detach() >= 0) == (labels_S > 0.5)
         sums = {
@@ -404,50 +416,29 @@ class RewardLoss:
             ranks_per_group = [preference.ranks_G for preference in batch]
             pairs = ranked_pairs(ranks_per_group, with_ties=True).to(rewards_N)
         better_P, worse_P = rewards_N[pairs.better_P], rewards_N[pairs.worse_P]
-        if config.type == "plackett_luce":
-            total = plackett_luce(rewards_N, pairs).sum()
+        if self._reads == "lists":
+            total = self._computed(rewards_N, pairs).sum()
         else:
-            total = (pairs.weight_P * self._pairs(better_P, worse_P, batch, pairs)).sum()
+            scored = self._scored(better_P, worse_P, batch, pairs)
+            total = (pairs.weight_P * self._computed(scored)).sum()
         if config.center_rewards_coefficient:
             penalty = (pairs.weight_P * centering(better_P, worse_P)).sum()
             total = total + config.center_rewards_coefficient * penalty
         return total
 
-    def _pairs(
+    def _scored(
         self, better_P: Tensor, worse_P: Tensor, batch: Sequence[Preference], pairs: PairIndex
-    ) -> Tensor:
-        config = self._config
+    ) -> ScoredPairs:
         margin_P = None
-        if config.use_margin:
-            margins_B = _like([preference.margin for preference in batch], better_P)
+        if self._config.use_margin:
+            margins_B = like([preference.margin for preference in batch], better_P)
             margin_P = margins_B[pairs.group_P] * pairs.gap_P
-        target_P = _like([preference.target for preference in batch], better_P)[pairs.group_P]
-        if config.type == "davidson":
-            return davidson(
-                better_P,
-                worse_P,
-                pairs.is_tie_P,
-                nu=config.tie_parameter,
-                margin_P=margin_P,
-                target_P=target_P,
-                label_smoothing=config.label_smoothing,
-            )
-        if config.type == "rao_kupper":
-            return rao_kupper(
-                better_P,
-                worse_P,
-                pairs.is_tie_P,
-                theta=1.0 + config.tie_parameter,
-                margin_P=margin_P,
-                target_P=target_P,
-                label_smoothing=config.label_smoothing,
-            )
-        return bradley_terry(
-            better_P,
-            worse_P,
+        return ScoredPairs(
+            better_P=better_P,
+            worse_P=worse_P,
+            is_tie_P=pairs.is_tie_P,
             margin_P=margin_P,
-            target_P=target_P,
-            label_smoothing=config.label_smoothing,
+            target_P=like([preference.target for preference in batch], better_P)[pairs.group_P],
         )
 
     def _attributes(self, scores_NK: Tensor, batch: Sequence[Preference]) -> Tensor:
@@ -467,8 +458,8 @@ class RewardLoss:
             num_rated = max(sum(map(_is_rated, rows_GK)), 1)
             targets += rows_GK
             weights += [1.0 / num_rated] * size
-        loss_N = regression(scores_NK, _like(targets, scores_NK).view(-1, width))
-        return (_like(weights, scores_NK) * loss_N).sum()
+        loss_N = self._computed(scores_NK, like(targets, scores_NK).view(-1, width))
+        return (like(weights, scores_NK) * loss_N).sum()
 
 
 _PAIRWISE = ("bradley_terry", "davidson", "rao_kupper")
@@ -478,7 +469,8 @@ def _is_rated(ratings_K: Sequence[float]) -> bool:
     return not all(map(math.isnan, ratings_K))
 
 
-def _like(values: Sequence[Any], scores: Tensor) -> Tensor:
+def like(values: Sequence[Any], scores: Tensor) -> Tensor:
+    """Return values as a tensor of the type and on the device of scores."""
     # A non-blocking copy: the host does not wait for the device.
     return torch.tensor(values, dtype=scores.dtype).to(scores.device, non_blocking=True)
 

@@ -38,10 +38,26 @@ from torch import Tensor
 
 from laurel.config.grpo import PolicyLossConfig
 from laurel.models.forest.outputs import TokenOutputs
+from laurel.plugins import Loss
 from laurel.training.losses import LossOutput
 
 if TYPE_CHECKING:
     from laurel.types import LogProbs, Mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenValues:
+    """What the loss of a token is computed from; tensors are [U], the tokens of a micro-batch."""
+
+    ratio_U: Tensor
+    """The ratio of probabilities `current / old`, with a gradient."""
+    current_U: Tensor
+    """The log-probabilities under the model, with a gradient."""
+    old_U: Tensor
+    """Those under the learner's weights before its first update on these rollouts."""
+    advantages_U: Tensor
+    tokens: PolicyTokens
+    """The tokens: their completions, and what the generator sampled them with."""
 
 
 class PolicyLoss:
@@ -53,6 +69,8 @@ class PolicyLoss:
     def __init__(self, config: PolicyLossConfig, *, max_length: int) -> None:
         self._config = config
         self._max_length = max_length
+        loss, section = config.settings_of(Loss, config.kind)
+        self._term, self._clips = loss.make(section, config), loss.clips
         self.normalizer: Literal["tokens", "sequences", "max_length"]
         if config.normalizer == "auto":
             self.normalizer = "tokens" if config.token_level_loss else "sequences"
@@ -104,7 +122,19 @@ class PolicyLoss:
             log_ratio_U = tokens.spread(tokens.means(log_ratio_U))
         ratio_U = ratio_of(log_ratio_U)
         corrected = correction(old_U, tokens, config)
-        loss_U = self._actor(ratio_U, current_U, tokens.advantages_U)
+        loss_U = self._term(
+            TokenValues(
+                ratio_U=ratio_U,
+                current_U=current_U,
+                old_U=old_U,
+                advantages_U=tokens.advantages_U,
+                tokens=tokens,
+            )
+        )
+        assert loss_U.shape == current_U.shape, (
+            f"loss_fn.loss_type={config.kind} gives losses of shape {tuple(loss_U.shape)} for "
+            f"{len(current_U)} tokens"
+        )
         if config.use_importance_sampling_correction:
             loss_U = corrected.weights_U * loss_U
         sums = dict[str, Tensor]()
@@ -174,23 +204,6 @@ class PolicyLoss:
             metrics["is_oob_ratio"] = totals["outside_samples"] / num_samples
         return metrics
 
-    def _actor(self, ratio_U: Tensor, current_U: Tensor, advantages_U: Tensor) -> Tensor:
-        # The policy-gradient term, before its weight.
-        config = self._config
-        if config.kind == "reinforce":
-            return -advantages_U * current_U
-        clamped_U = self._clamped(ratio_U)
-        if config.kind == "cispo":
-            return -advantages_U * clamped_U.detach() * current_U
-        loss_U = torch.maximum(-advantages_U * ratio_U, -advantages_U * clamped_U)
-        if config.ratio_clip_c is None:
-            return loss_U
-        limited_U = torch.minimum(loss_U, -advantages_U * config.ratio_clip_c)
-        return torch.where(advantages_U < 0, limited_U, loss_U)
-
-    def _clamped(self, ratio_U: Tensor) -> Tensor:
-        return ratio_U.clamp(1.0 - self._config.ratio_clip_min, 1.0 + self._config.ratio_clip_max)
-
     def _divergence(self, current_U: Tensor, tokens: PolicyTokens) -> Tensor:
         config = self._config
         assert tokens.reference_U is not None, "the labels lack the reference's log-probabilities"
@@ -225,9 +238,9 @@ class PolicyLoss:
             "approx_entropy": -(sampling_ratio_U * current_U).sum(),
             **mismatch(old_U, tokens.behaviour_U),
         }
-        if self._config.kind != "reinforce":  # which clips nothing
+        if self._clips:
             ratio_U = ratios["probs_ratio"]
-            ratios["probs_ratio_clamped"] = clamped_U = self._clamped(ratio_U)
+            ratios["probs_ratio_clamped"] = clamped_U = clipped(ratio_U, self._config)
             is_low_U = (ratio_U < clamped_U) & (tokens.advantages_U < 0)
             is_high_U = (ratio_U > clamped_U) & (tokens.advantages_U > 0)
             sums |= {
@@ -355,6 +368,11 @@ def token_divergence(
     else:
         values_U = _k3(lead_U)
     return values_U.clamp(-(output_clamp or math.inf), output_clamp or math.inf)
+
+
+def clipped(ratio_U: Tensor, config: PolicyLossConfig) -> Tensor:
+    """Return the ratio clipped to `[1 - ratio_clip_min, 1 + ratio_clip_max]`."""
+    return ratio_U.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
 
 
 class Correction(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from laurel.config.plugged import fields_in
 from laurel.config.yaml_tree import OfMachine, Section
 from laurel.errors import ConfigError, counted, setting_of
 from laurel.sandbox.limits import available_cores
@@ -40,7 +41,7 @@ def check_counts(config: Section) -> None:
 
 def counts_in(config: Section, path: str = "") -> Iterator[tuple[str, int, OfMachine]]:
     """Yield the counts that are marked with `OfMachine`, by dotted key, and their marks."""
-    for name, field in type(config).model_fields.items():
+    for name, field in fields_in(config).items():
         value, here = getattr(config, name), f"{path}{name}"
         bound = next((one for one in field.metadata if isinstance(one, OfMachine)), None)
         if bound is not None and value is not None:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from imported_sources import OPENRLHF_RM, TRL_GRPO
 from laurel.cli.config import config_app
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, DataError
 

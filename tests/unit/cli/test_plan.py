@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from laurel.cli.plan import command_of_file, read_shapes, run_plan
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError

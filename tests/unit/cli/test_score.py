@@ -356,3 +356,18 @@ def test_columns_that_are_not_scored_are_named_once(score, checkpoint, tmp_path)
         said = " ".join(score(checkpoint, rows, file=file).err.split())
         assert said.count("'remark'") == 1
         assert "the system message is from 'system': 2 rows" in said
+
+
+def test_thoughts_that_the_template_leaves_out_are_told(score, checkpoint, tmp_path):
+    thinking = {"prompt": "Where?", "completion": "<think>\nIt is a tree.\n</think>\n\nHere."}
+    assert "leaves out the thoughts" not in score(checkpoint, [*ROWS, thinking]).err
+    write_foreign_model(tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text(
+        text.replace("message['content']", "message['content'].split('</think>')[-1]")
+    )
+    assert template.read_text() != text
+    said = " ".join(score(tmp_path, [*ROWS, thinking]).err.split())
+    assert "leaves out the thoughts of answers (<think> ... </think>), so that" in said
+    assert f":{len(ROWS) + 1})" in said

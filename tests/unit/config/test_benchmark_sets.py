@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from laurel.config.data import BenchmarkSetConfig, DataConfig, DatasetConfig, TaskDataConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.tasks import load_task_data

@@ -14,7 +14,8 @@ from typing import Any, get_args
 import pytest
 
 from laurel.config.data import TaskDataConfig
-from laurel.config.grpo import UNLIMITED_STEPS, Alarm, GRPORun
+from laurel.config.grpo import UNLIMITED_STEPS, Alarm
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.schema_info import kinds_of
 from laurel.config.schemas import SCHEMAS, Kind

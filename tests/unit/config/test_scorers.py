@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from laurel.config.environments import JudgeConfig, RewardModelEnvironmentConfig, ScorerSource
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError
 from laurel.run.request import request_of, uses_reward_model

@@ -4,7 +4,7 @@ import pytest
 
 from chat_rows import assistant, user
 from laurel.config.data import TaskDataConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT, TaskNeeds, load_task_data
 from laurel.errors import ConfigError, DataError

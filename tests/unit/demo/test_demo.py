@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun

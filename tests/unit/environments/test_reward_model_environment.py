@@ -4,14 +4,17 @@ import asyncio
 import copy
 import gc
 import importlib.util
+import json
 import math
 import pickle
+import shutil
 import threading
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fakes import WordScorer
 from laurel.environments.interface import EnvironmentReturn
@@ -564,6 +567,30 @@ def test_the_noise_of_the_first_conversations_is_kept_and_resumed():
     assert (other.noise_floor(), other.step_noise_floor()) == (floor, of_steps)
     for one in (made, other):
         one.shutdown()
+
+
+def test_a_resumed_run_hears_of_another_reward_model(checkpoint, tmp_path):
+    """Replaced files in the same directory, with the version that `laurel serve` names too."""
+    directory, lines = tmp_path / "rm", []
+    shutil.copytree(checkpoint, directory)
+    options = {"model_name": str(directory), "precision": "float32"}
+    with RewardModelEnvironment(options, device="cpu", say=lines.append) as first:
+        state, before = first.state_dict(), first._scorer.version
+        first.load_state_dict(state)
+    weights = load_file(directory / "model.safetensors")
+    save_file({name: 1.01 * one for name, one in weights.items()}, directory / "model.safetensors")
+    (directory / "scoring.json").write_text(
+        json.dumps(json.loads((directory / "scoring.json").read_bytes()) | {"golden": []})
+    )
+    assert not any("another reward model" in line for line in lines)
+    with RewardModelEnvironment(options, device="cpu", say=lines.append) as second:
+        second.load_state_dict(state)
+        second.load_state_dict({**state, "version": ""})
+        after = second._scorer.version
+    (told,) = [line for line in lines if "another reward model" in line]
+    assert before != after
+    assert before in told
+    assert after in told
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import tiny_tokenizers as made
 from environment_batches import batch_of, log_of, total
 from laurel.config.environments import EnvironmentsConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.environments.registry import create_environment, create_environments, shown_tools
 from laurel.environments.tool_environment import ToolEnvironment

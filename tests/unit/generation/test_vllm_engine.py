@@ -25,6 +25,7 @@ from generators import collect, draw, request, run
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import DataError, EngineError, MissingDependencyError, install_command
 from laurel.generation.requests import GeneratorSpec
+from laurel.generation.weights.held import HeldDtype
 from laurel.types import Weights
 from sandbox_processes import is_gone, wait_until
 from vllm_engines import HAS_VLLM, MAX_LENGTH, Learner, random_model, require_vllm, started
@@ -81,6 +82,30 @@ def test_every_weight_arrives_at_every_transfer(engine, models, learner):
         # The prompt is one whose K/V the weights before have computed: none of them is used again.
         assert largest_difference(engine, models[version]) < EXACT
         assert largest_difference(engine, before) > 1
+
+
+@pytest.fixture
+def in_bfloat16(models):
+    settings = GenerationConfig.model_validate({"vllm_cfg": {"precision": "bfloat16"}})
+    learner = Learner(models[0])
+    with started(models[0], lambda ids: learner.logprobs(ids), settings=settings) as engine:
+        yield engine, learner
+
+
+@pytest.mark.slow_parameters("untied")
+def test_what_travels_is_what_vllm_computes_with(in_bfloat16, models):
+    """In bfloat16: half the bytes of the learner's float32, and the same values in vLLM."""
+    engine, learner = in_bfloat16
+    assert engine.held_dtype == HeldDtype("bfloat16")
+    learner.model = models[1]
+    answers = []
+    for version, held in enumerate((engine.held_dtype, None), 1):
+        engine.held_dtype = held
+        run(engine.update_weights(learner.weights(version)))
+        assert 0 < engine.probe_difference < 0.2
+        answers.append(run(engine.answer_probe()).logprobs_L)
+    rounded, as_they_are = answers
+    assert rounded.tolist() == as_they_are.tolist()
 
 
 def test_one_stale_tensor_is_seen_and_not_drawn_from(engine, models, learner):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from laurel.errors import EngineError
 from laurel.generation.vllm.worker import repack, report_untruncated
 from laurel.generation.weights import buckets
+from laurel.generation.weights.held import HeldDtype, held_dtype
 from laurel.generation.weights.probe import ProbeAnswer, default_tolerance
 from laurel.types import Weights
 
@@ -41,6 +42,33 @@ def test_every_tensor_arrives_and_nothing_stays(tmp_path):
         assert torch.equal(found[name], tensor), name
         assert found[name].dtype == tensor.dtype
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_hold_what_the_engine_computes_with(tmp_path):
+    """Half the bytes: a copy into the engine's own weights would round them to the same values."""
+    sent = {
+        "model.layers.0.mlp.up_proj.weight": torch.randn(64, 32),
+        "model.layers.0.mlp.gate.correction_bias": torch.randn(8),
+        "model.norm.weight": torch.randn(32).half(),
+        "ids": torch.arange(3),
+    }
+    held = held_dtype("bfloat16", ["language_model.layers.0.mlp.gate.correction_bias"], sent)
+    with buckets.written(weights(**sent), held=held, memory=tmp_path) as paths:
+        found = load_file(paths[0])
+        size = paths[0].stat().st_size
+    up, bias, norm, ids = (found[name] for name in sent)
+    assert torch.equal(up, torch.empty(64, 32, dtype=torch.bfloat16).copy_(sent[next(iter(sent))]))
+    assert up.dtype == torch.bfloat16
+    for name, kept in zip(list(sent)[1:], (bias, norm, ids), strict=True):
+        assert kept.dtype == sent[name].dtype
+        assert torch.equal(kept, sent[name])
+    assert size < 2 * 64 * 32 + 1000
+
+
+def test_an_engine_whose_wider_weights_are_computed_from_others_gets_them_as_they_are():
+    saved = {"layers.0.mixer.A_log": (4,)}
+    assert held_dtype("bfloat16", ["layers.0.mixer.A"], saved) is None
+    assert held_dtype("bfloat16", [], {}) == HeldDtype("bfloat16")
 
 
 def test_who_has_all_gets_what_changes(tmp_path):

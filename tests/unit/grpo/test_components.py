@@ -12,7 +12,8 @@ import pytest
 from environment_batches import log_of
 from fakes import WordScorer
 from laurel.config.environments import FunctionConfig
-from laurel.config.grpo import AdvantageConfig, GRPORun
+from laurel.config.grpo import AdvantageConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.data.tasks import TaskData
 from laurel.environments.composite import CompositeEnvironment

@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.config.grpo import GRPOConfig, GRPORun
+from laurel.config.grpo import GRPOConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.grpo.advantages import Advantages, compute_step_advantages, resolve
 from laurel.grpo.metrics import rollout_metrics
 from laurel.grpo.source import Batch

@@ -221,7 +221,22 @@ def test_a_reward_that_is_a_bit_lower_by_chance_has_not_fallen():
     reward = noisy(*[0.7] * 8, by=0.02)
     gold = [0.8] * 6 + [0.2] * 2
     assert told(measured(gold, reward=reward)) == [(7, "overoptimisation", "raised")]
-    assert told(measured(gold, reward=reward[:6] + [0.5] * 2)) == []
+    assert told(measured(gold, reward=reward[:6] + [0.5] * 2)) == [(8, "collapse", "raised")]
+
+
+def test_gold_that_falls_with_the_reward_is_a_collapse():
+    """Half of it, over two steps, and another evidence than of a reward that is gamed."""
+    reward = [0.7] * 6
+    (event,) = events(measured([0.8] * 6 + [0.3] * 2, reward=reward + [0.3] * 2))
+    assert (event.step, event.alarm, event.finding.metric) == (8, "collapse", GOLD)
+    assert (event.finding.baseline, event.finding.evidence) == (pytest.approx(0.8), "worst")
+    assert event.finding.threshold == pytest.approx(0.4)
+    one_bad_step = measured([0.8] * 6 + [0.3] + [0.8] * 5, reward=reward + [0.3] + [0.7] * 5)
+    assert told(one_bad_step) == []
+    assert told(measured([0.8] * 6 + [0.5] * 5, reward=reward + [0.5] * 5)) == []
+    assert told(measured([0.8] * 6 + [0.5] * 2, reward=reward + [0.5] * 2), collapse_drop=0.3) != []
+    back = {"kl": [0.5] * 6 + [0.1] * 2, "reward": reward + [0.7] * 2}
+    assert told(measured([0.8] * 6 + [0.3] * 2, **back)) == [(8, "collapse", "raised")]
 
 
 def test_gold_of_validations_is_graded_by_a_few_of_them():
@@ -367,11 +382,13 @@ def bad_history():
         f"{PART}right/mean": (0.0, 0.0),
         f"{PART}right/std": (1.0, 1.0),
     }
-    return [{name: pair[n >= 8] for name, pair in bad.items()} for n in range(20)]
+    steps = [{name: pair[n >= 8] for name, pair in bad.items()} for n in range(20)]
+    return steps[:16] + [{**step, REWARD: 0.1} for step in steps[16:]]
 
 
 NEEDS: dict[str, set[str]] = {
     "overoptimisation": {GOLD},
+    "collapse": {GOLD},
     "kl_jump": {KL},
     "length": {LENGTH},
     "length_bias": {LENGTH, LENGTH_CORRELATION},

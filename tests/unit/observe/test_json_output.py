@@ -15,13 +15,8 @@ from typer.testing import CliRunner
 
 from laurel.cli.main import app
 from laurel.observe.console import set_verbosity
-from laurel.observe.json_output import (
-    JsonOption,
-    json_stream,
-    json_text,
-    stdout_for_json,
-    write_json,
-)
+from laurel.observe.json_output import json_stream, json_text, stdout_for_json, write_json
+from laurel.run.options import JsonOption
 from runs import settings
 
 NOISY = """

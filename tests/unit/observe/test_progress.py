@@ -110,6 +110,17 @@ def test_phases_do_not_slow_the_rate_but_count_for_the_time_left():
     assert lines[2] == "step 3/4 (75%)  3 pairs/s  30 tokens/s  elapsed 0:00:16  left 0:00:05"
 
 
+def test_a_validation_before_the_first_step_is_not_counted_for_each_step_that_is_left():
+    progress, clock, file = plain(4)
+    with progress:
+        with progress.phase("validating", total=1) as phase:
+            clock.now += 200.0
+            phase.advance()
+        clock.now += 10.0
+        progress.step(1, {}, pairs=10, tokens=100)
+    assert "elapsed 0:03:30  left 0:00:30" in file.getvalue().splitlines()[-1]
+
+
 def test_a_long_phase_is_a_line_for_each_tenth():
     progress, clock, file = plain(4)
     with progress:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from laurel.cli.plan import ReadShapes, plan_text
 from laurel.config.environments import EnvironmentsConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import ClusterConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingRun

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError

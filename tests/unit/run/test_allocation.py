@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError, MissingDependencyError

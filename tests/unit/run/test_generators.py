@@ -9,28 +9,36 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
+from laurel.errors import ConfigError
 from laurel.run.context import RunContext
 from laurel.run.generator import _vllm_maker, transfer_of
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "uses_vllm", "take_turns", "expected"),
+    ("setting", "device", "take_turns", "expected"),
     [
-        ("auto", "cpu", False, False, ("broadcast", "cpu", "quicker .*; gloo")),
-        ("auto", "cuda", False, False, ("broadcast", "cuda", "quicker .*; NCCL")),
-        ("auto", "cuda", False, True, ("broadcast", "cpu", "gloo")),
-        ("auto", "cuda", True, False, ("broadcast", "cpu", "gloo")),
-        ("broadcast", "cuda", False, False, ("broadcast", "cuda", "it is set; NCCL")),
-        ("object_store", "cuda", False, False, ("object_store", "cpu", "it is set")),
+        ("auto", "cpu", False, ("broadcast", "cpu", "quicker .*; gloo")),
+        ("auto", "cuda", False, ("broadcast", "cuda", "quicker .*; NCCL")),
+        ("auto", "cuda", True, ("ipc", "cuda", "take turns on the same GPUs")),
+        ("ipc", "cuda", True, ("ipc", "cuda", "it is set")),
+        ("broadcast", "cuda", True, ("broadcast", "cpu", "it is set; gloo")),
+        ("broadcast", "cuda", False, ("broadcast", "cuda", "it is set; NCCL")),
+        ("object_store", "cuda", False, ("object_store", "cpu", "it is set")),
     ],
 )
-def test_the_way_and_its_reason(setting, device, uses_vllm, take_turns, expected):
-    found = transfer_of(setting, device=device, uses_vllm=uses_vllm, take_turns=take_turns)
+def test_the_way_and_its_reason(setting, device, take_turns, expected):
+    found = transfer_of(setting, device=device, take_turns=take_turns)
     name, where, reason = expected
     assert (found.name, found.device) == (name, where)
     assert re.search(reason, found.reason)
+
+
+@pytest.mark.parametrize(("device", "take_turns"), [("cpu", True), ("cuda", False)])
+def test_memory_of_a_gpu_that_only_one_uses_is_refused(device, take_turns):
+    with pytest.raises(ConfigError, match="weight_transfer=ipc: engines and learner share no GPU"):
+        transfer_of("ipc", device=device, take_turns=take_turns)
 
 
 def test_vllm_starts_a_policy_from_nothing_again_from_what_lasts_as_long_as_the_run(tmp_path):

@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import DataError
 from laurel.run.grpo import measure_policy

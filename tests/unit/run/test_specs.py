@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.grpo import GRPOPolicyConfig, GRPORun
-from laurel.config.policy import LoraConfig, PolicyConfig, ScratchConfig
+from laurel.config.grpo import GRPOPolicyConfig
+from laurel.config.grpo_run import GRPORun
+from laurel.config.policy import LoraConfig, NamedCall, PolicyConfig, ScratchConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTPolicyConfig, SFTRun
 from laurel.models.spec import ModelSpec
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.specs import generator_spec, model_spec, scorer_spec, step_order
+from laurel.run.specs import change_notes, generator_spec, model_spec, scorer_spec, step_order
 
 SECTION = {
     "model_name": "gods/laurel",
@@ -109,3 +110,23 @@ def test_the_order_is_that_of_the_file_or_of_the_seed(kind, section, head):
     assert rows(False, 1) == list(range(9))
     assert sorted(rows(True, 1)) == list(range(9))
     assert rows(True, 1) == rows(True, 1) != rows(True, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "name", "rate", "is_noted"),
+    [
+        (8, "torch.optim.AdamW", 2e-6, True),  # 1,000 rows by the defaults
+        (300, "torch.optim.AdamW", 2e-6, False),  # 40,000 rows
+        (8, "torch.optim.AdamW", 2e-5, False),
+        (1, "torch.optim.SGD", 1e-6, False),
+    ],
+)
+def test_a_run_that_is_too_short_for_its_rate_is_noted(
+    num_steps: int, name: str, rate: float, is_noted: bool
+) -> None:
+    policy = PolicyConfig(optimizer=NamedCall(name=name, kwargs={"lr": rate}))
+
+    notes = change_notes(policy, num_steps)
+
+    assert bool(notes) is is_noted
+    assert all("policy.optimizer.kwargs.lr" in note for note in notes)

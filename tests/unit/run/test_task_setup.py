@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from laurel.config.environments import EnvironmentsConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import TokenizerConfig
 from laurel.config.yaml_tree import Section

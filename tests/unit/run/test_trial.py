@@ -115,6 +115,19 @@ def test_what_has_no_time_is_skipped(tmp_path, capsys):
     assert [check["name"] for check in printed["checks"]] == list(ALL_CHECKS)
 
 
+def test_the_report_holds_each_check_before_the_next_begins(tmp_path):
+    """The machine may be gone before the last."""
+    report, seen = tmp_path / "trial.json", []
+
+    def check(trial):
+        seen.append(json.loads(report.read_text())["checks"] if report.exists() else [])
+        return checks.Found(detail="fine")
+
+    checked = dict.fromkeys(("one", "two", "three"), check)
+    assert run_doctor_trial(minutes=1.0, report=report, as_json=True, checks=checked)
+    assert [[one["name"] for one in found] for found in seen] == [[], ["one"], ["one", "two"]]
+
+
 @pytest.mark.parametrize("width", [40, 100])
 def test_rows_keep_to_the_width(width):
     lines = trial_row("forest in bfloat16", "pass", "41%", "one word after the other " * 6, width)

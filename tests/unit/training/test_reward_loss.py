@@ -191,7 +191,7 @@ def test_centering_reaches_ties_where_they_are_learned():
         (
             "regression",
             {"center_rewards_coefficient": 0.1},
-            "bradley_terry, davidson, rao_kupper, plackett_luce",
+            "bradley_terry, davidson, plackett_luce, rao_kupper",
         ),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from laurel.config.dump import sections_below
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import OfMachine

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from group_workers import Worker
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import ClusterConfig
 from laurel.errors import ConfigError, WorkerError

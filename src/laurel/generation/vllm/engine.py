@@ -18,6 +18,8 @@ still change a token where two are equally likely to about 1e-6 (float32) or 1e-
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -30,16 +32,20 @@ import numpy as np
 from laurel.errors import ConfigError, DataError, EngineError, LaurelError
 from laurel.generation.requests import GeneratorSpec, check_generation_request
 from laurel.generation.transformers.batch import StopStringWatch
+from laurel.generation.vllm.loading import Loader, WeightLoading, choose_loading
 from laurel.generation.vllm.processes import VllmProcesses
 from laurel.generation.vllm.settings import engine_arguments, engine_dtype
 from laurel.generation.waiting import PauseGate
-from laurel.generation.weights.buckets import shapes_in, written
+from laurel.generation.weights.buckets import shapes_in
+from laurel.generation.weights.held import HeldDtype, held_dtype
 from laurel.generation.weights.probe import Probe, ProbeAnswer, default_tolerance, fitting_ids
 from laurel.models.tokenizer import plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, TokenGroup, Weights
 
 if TYPE_CHECKING:
     from laurel.types import TokenIds
+
+_log = logging.getLogger(__name__)
 
 Deliver = Callable[[Generated | LaurelError], None]
 
@@ -76,6 +82,10 @@ class VllmEngine(VllmProcesses):
         self._probe = probe
         learner, precision = precision, engine_dtype(generation, precision)
         self._tolerance = generation.weight_probe_tolerance or default_tolerance(precision, learner)
+        self._precision = precision
+        self._asked_loading = generation.vllm_cfg.weight_loading
+        self.held_dtype: HeldDtype | None = None
+        """The dtype in which vLLM holds its weights; wider ones are rounded before they travel."""
         self._weight_version = spec.weight_version
         self._shapes, self._num_bytes = shapes_in(Path(model_dir))
         self._doubt: LaurelError | None = None
@@ -104,6 +114,13 @@ class VllmEngine(VllmProcesses):
         self._vocab_size = self._llm.model_config.get_vocab_size()
         if self._has_stages:
             await self._ask("laurel_prepare_stage")
+        wider = await self._ask("laurel_wider_weights", self._precision)
+        self.held_dtype = held_dtype(self._precision, itertools.chain(*wider), self._shapes)
+        loading = await choose_loading(self._asked_loading, self._ask)
+        self._loader = Loader(
+            ask=self._ask, loading=loading, shapes=self._shapes, num_bytes=self._num_bytes
+        )
+        _log.info("vLLM gets new weights by %s: %s", loading.name, loading.reason)
         self._reports_untruncated = all(await self._ask("laurel_report_untruncated_logprobs"))
         await self._prove(self._weight_version)
         self._gate.open()
@@ -115,6 +132,11 @@ class VllmEngine(VllmProcesses):
     def _fail(self, failure: LaurelError) -> None:
         super()._fail(failure)
         self._gate.open()
+
+    @property
+    def transfer(self) -> WeightLoading:
+        """How vLLM gets new weights, and why so."""
+        return self._loader.loading
 
     # ---------------------------------------------------------------------------------- generation
 
@@ -231,16 +253,12 @@ class VllmEngine(VllmProcesses):
 
     async def _load(self, weights: Weights) -> None:
         has_all = self._has_all and self._doubt is None
-        expected: Any = {"expected": self._shapes, "expected_bytes": self._num_bytes}
-        files = written(weights, has_all=has_all, **expected)
-        paths = await asyncio.to_thread(files.__enter__)
-        try:
-            await self._ask("laurel_load_weights", [str(path) for path in paths])
-        except Exception as error:  # vLLM stopped in the middle, and cannot begin again
-            self._fail(self._as_error(error))
-            raise
-        finally:
-            await asyncio.to_thread(files.__exit__, None, None, None)
+        async with self._loader.prepared(weights, has_all=has_all, held=self.held_dtype) as load:
+            try:
+                await load()
+            except Exception as error:  # vLLM stopped in the middle, and cannot begin again
+                self._fail(self._as_error(error))
+                raise
 
     async def _forget_prefixes(self) -> None:
         # Its K/V are of the weights before; a request that has just ended may still hold some.

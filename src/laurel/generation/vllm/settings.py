@@ -122,6 +122,8 @@ def engine_arguments(
         "worker_extension_cls": WORKER,
         "enable_sleep_mode": generation.colocated.enabled and not on_cpu,
     }
+    if not on_cpu and settings.weight_loading != "files":
+        decided["weight_transfer_config"] = {"backend": "ipc"}
     if settings.num_devices > 1:
         # In an actor vLLM would start actors of its own, in slots that are taken.
         decided["distributed_executor_backend"] = "mp"

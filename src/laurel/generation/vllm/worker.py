@@ -18,13 +18,18 @@ import torch
 from torch import Tensor
 
 from laurel.generation.vllm.processes import remove, segments_of
+from laurel.generation.weights.buckets import TensorEntry
+from laurel.generation.weights.handles import GpuHandle, gpu_of, opened
 
 
 class LaurelWorker:
     """Methods that extend vLLM's worker class, which mixes them in (`worker_extension_cls`)."""
 
     model_runner: Any
+    device: torch.device
     reload_weights: Callable[..., None]
+    update_weights: Callable[[dict[str, Any]], None]
+    """vLLM's own, which its engine for weight transfer carries out."""
 
     def laurel_end_with(self, pid: int) -> None:
         """End this process and vLLM's scheduler when the process with this id has ended.
@@ -50,11 +55,39 @@ class LaurelWorker:
         if hasattr(runner, "intermediate_tensors") and runner.intermediate_tensors is None:
             runner.profile_run()
 
+    def laurel_wider_weights(self, precision: str) -> list[str]:
+        """Return the names of the weights that are held in a wider dtype than the model's.
+
+        Buffers do not count: vLLM's own, such as the scales of its cache, are in no checkpoint.
+        """
+        width = getattr(torch, precision).itemsize
+        held = self.model_runner.get_model().named_parameters()
+        return [n for n, t in held if t.is_floating_point() and t.itemsize > width]
+
     def laurel_load_weights(self, paths: list[str]) -> list[str]:
         """Load weights from safetensors files; return the names of modules that were repacked."""
         self.reload_weights(weights_iterator=_tensors(paths))
         with torch.no_grad():
             return repack(self.model_runner.get_model())
+
+    def laurel_gpu(self) -> str | None:
+        """Return the identifier of this worker's GPU; None if it computes on a CPU."""
+        return gpu_of(self.device) if self.device.type == "cuda" else None
+
+    def laurel_read_handle(self, handles: dict[str, Any]) -> list[int]:
+        """Return the bytes that the handle of this worker's GPU opens."""
+        handle = GpuHandle(*handles[gpu_of(self.device)])
+        found: list[int] = opened(handle, self.device.index).tolist()
+        return found
+
+    def laurel_take_chunk(self, entries: list[Any], handles: dict[str, Any]) -> None:
+        """Pass a chunk of weights in shared GPU memory to vLLM's `ipc` engine.
+
+        vLLM expects the arguments of a function of torch, classes among them, which it would only
+        take pickled, and with `VLLM_ALLOW_INSECURE_SERIALIZATION` set. So they are put together
+        here, from plain values.
+        """
+        self.update_weights(update_of(entries, handles))
 
     def laurel_report_untruncated_logprobs(self) -> bool:
         """Make the sampler report log-probabilities from before top-p and top-k.
@@ -64,6 +97,24 @@ class LaurelWorker:
         """
         sampler = getattr(self.model_runner, "sampler", None)
         return sampler is None or report_untruncated(sampler)
+
+
+def update_of(entries: list[Any], handles: dict[str, Any]) -> dict[str, Any]:
+    """Return a chunk of weights as vLLM's `IPCWeightTransferUpdateInfo` takes it.
+
+    Args:
+        entries: The fields of each `TensorEntry`.
+        handles: The fields of the `GpuHandle` on each GPU.
+    """
+    table = [TensorEntry(*entry) for entry in entries]
+    return {
+        "names": [entry.name for entry in table],
+        "dtype_names": [entry.dtype for entry in table],
+        "shapes": [list(entry.shape) for entry in table],
+        "tensor_sizes": [entry.num_bytes for entry in table],
+        # vLLM puts its own number of the device in.
+        "ipc_handles": {gpu: GpuHandle(*fields).arguments(0) for gpu, fields in handles.items()},
+    }
 
 
 def repack(model: torch.nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from laurel.errors import BroadcastError, EngineError
+from laurel.generation.weights.held import HeldDtype, as_held
 from laurel.types import Weights
 
 
@@ -207,6 +208,7 @@ Shape = tuple[int, ...]
 def written(
     weights: Weights,
     *,
+    held: HeldDtype | None = None,
     has_all: bool = False,
     expected: Mapping[str, Shape] | None = None,
     expected_bytes: int = 0,
@@ -217,6 +219,7 @@ def written(
 
     Args:
         weights: The weights to write.
+        held: The dtype in which the reader holds its weights; None: they are written as they are.
         has_all: Whether the reader has loaded all weights of an earlier version, so that only those
             that training changes are written.
         expected: Names and shapes of the tensors that the weights must include.
@@ -232,14 +235,14 @@ def written(
     with tempfile.TemporaryDirectory(prefix="laurel-weights-", dir=parent) as directory:
         try:
             tensors = (changing or weights.tensors)()
-            shapes, paths = _write(tensors, Path(directory), max_file_bytes)
+            shapes, paths = _write(as_held(tensors, held), Path(directory), max_file_bytes)
         except OSError as error:
             raise EngineError(
                 f"the weights of step {weights.version} could not be written below {parent}: "
                 f"{error}. Make room there, or set TMPDIR to a larger file system"
             ) from error
         wanted = {n: s for n, s in (expected or {}).items() if changing is None or n in shapes}
-        _require(wanted, shapes, weights.version)
+        require_tensors(wanted, shapes, weights.version)
         yield paths
 
 
@@ -256,7 +259,14 @@ def shapes_in(model_dir: Path) -> tuple[dict[str, Shape], int]:
     return shapes, size
 
 
-def _require(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], version: int) -> None:
+def require_tensors(
+    expected: Mapping[str, Shape], shapes: Mapping[str, Shape], version: int
+) -> None:
+    """Check that the weights of a version include all those that are expected, in their shapes.
+
+    Raises:
+        EngineError: One is missing or has another shape.
+    """
     where = f"the weights of step {version}"
     if missing := [name for name in expected if name not in shapes]:
         raise EngineError(

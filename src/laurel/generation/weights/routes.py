@@ -2,13 +2,15 @@
 
 `ObjectStore`: this process gathers the weights and puts them into Ray's object store once for all
 engines. `BroadcastTransfer`: the learner's first rank broadcasts them to all engines, and this
-process only coordinates. After a failed broadcast the object store delivers the remaining weights.
+process only coordinates. `HandleTransfer`: engines copy them from memory of the GPU that they share
+with a rank of the learner. After a failure the object store delivers the remaining weights.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +19,8 @@ from typing import Any, Literal
 from laurel.errors import EngineError, WorkerError
 from laurel.generation.weights.broadcast import Meeting
 from laurel.generation.weights.buckets import buckets_of
+from laurel.generation.weights.handles import CHUNK_BYTES
+from laurel.generation.weights.held import HeldDtype, as_held, common_dtype
 from laurel.generation.weights.probe import Probe
 from laurel.protocols import Pending, WorkerGroup
 from laurel.types import Weights
@@ -28,7 +32,7 @@ from laurel.workers.rendezvous import LOOPBACK
 class WeightTransfer:
     """The chosen route of weights from the learner to the engines, and why it was chosen."""
 
-    name: Literal["object_store", "broadcast"]
+    name: Literal["object_store", "broadcast", "ipc"]
     device: Literal["cpu", "cuda"] = "cpu"
     """The device on which a broadcast delivers weights."""
     reason: str = "by default"
@@ -49,9 +53,9 @@ class SentWeights(Weights):
 THROUGH_RAY = WeightTransfer(name="object_store")
 
 
-BUCKET_BYTES = {"object_store": 64 << 20, "broadcast": 16 << 20}
+BUCKET_BYTES = {"object_store": 64 << 20, "broadcast": 16 << 20, "ipc": CHUNK_BYTES}
 """Default bucket size of each route: the fastest of 16, 64 and 256 MiB
-(`benchmarks/weight_transfer.py`)."""
+(`benchmarks/weight_transfer.py`); that of `ipc` was not measured."""
 
 
 def route_of(
@@ -65,6 +69,8 @@ def route_of(
     bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
     if transfer.name == "object_store":
         return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
+    if transfer.name == "ipc":
+        return HandleTransfer(bucket_bytes=bucket_bytes, patience=patience, say=say)
     return BroadcastTransfer(
         bucket_bytes=bucket_bytes, patience=patience, say=say, device=transfer.device
     )
@@ -167,13 +173,17 @@ class ObjectStore:
         self.bucket_bytes = bucket_bytes
         self.patience = patience
 
-    def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
+    def carry(
+        self, weights: Weights, to: Fanout, *, changing_only: bool, held: HeldDtype | None = None
+    ) -> None:
         """Send all buckets of a version to engines that have prepared for it (`begin_weights`).
 
         Args:
             weights: The learner's weights.
             to: The engines; those that are lost meanwhile are added to its `lost`.
             changing_only: Whether to send only the weights that training changes.
+            held: The dtype in which all engines hold their weights; None: they are sent as they
+                are.
 
         Raises:
             EngineError: An engine refuses the weights.
@@ -181,18 +191,108 @@ class ObjectStore:
         """
         tensors = weights.changing if changing_only else None
         under_way: dict[int, Pending] = {}
-        for bucket in buckets_of((tensors or weights.tensors)(), max_bytes=self.bucket_bytes):
+        rounded = as_held((tensors or weights.tensors)(), held)
+        for bucket in buckets_of(rounded, max_bytes=self.bucket_bytes):
             to.wait(under_way, timeout=self.patience)
             under_way = to.start("take_weights", Shared(bucket))
         to.wait(under_way, timeout=self.patience)
 
 
-class BroadcastTransfer(ObjectStore):
+class DirectTransfer(ObjectStore):
+    """A route from the learner's processes to the engines, without this one.
+
+    Where it breaks, Ray's object store delivers the remaining weights.
+    """
+
+    what: str
+    """The name of the route in messages."""
+
+    def __init__(self, *, bucket_bytes: int, patience: float, say: Callable[[str], None]) -> None:
+        """Store the settings of the route.
+
+        Args:
+            bucket_bytes: Size of a bucket.
+            patience: Timeout in seconds for each bucket, and for the processes to meet.
+            say: Logs one line of text; called for every transfer that breaks.
+        """
+        super().__init__(bucket_bytes=bucket_bytes, patience=patience)
+        self._say = say
+        self._is_given_up = False
+
+    def carry(
+        self, weights: Weights, to: Fanout, *, changing_only: bool, held: HeldDtype | None = None
+    ) -> None:
+        """Send the weights to all engines; after a failure, use Ray's object store.
+
+        Raises:
+            TypeError: The weights are not those of a learner group (`SentWeights`).
+        """
+        if not isinstance(weights, SentWeights):
+            raise TypeError("only the weights of a LearnerGroup can go straight to engines")
+        if not self._is_given_up and to.left:
+            lost_before = set(to.lost)
+            reason = self._send(weights.sender, to, changing_only=changing_only, held=held)
+            if reason is None or not to.left:
+                return
+            self._tell(weights.version, reason, [i for i in to.lost if i not in lost_before], to)
+            to.call("repeat_weights")
+        super().carry(weights, to, changing_only=changing_only, held=held)
+
+    def _tell(self, version: int, reason: str, lost: Iterable[int], to: Fanout) -> None:
+        self.num_fallbacks += 1
+        losses = [f"{to.name(index)} was lost" for index in lost]
+        why = ", ".join(losses) or reason
+        # Where nobody was lost the next one would break as well, and cost as much time.
+        self._is_given_up = not losses
+        self._say(
+            f"{self.what} of the weights of step {version} broke off ({why}); the engines that "
+            "are left get them through Ray's object store"
+            + (", and all later ones too" if self._is_given_up else "")
+        )
+
+    @abstractmethod
+    def _send(
+        self, learner: WorkerGroup, to: Fanout, *, changing_only: bool, held: HeldDtype | None
+    ) -> str | None:
+        """Send all weights; return why a remaining engine lacks some, or None if none does."""
+
+
+class HandleTransfer(DirectTransfer):
+    """The route through GPU memory that a rank of the learner shares with each engine (CUDA IPC).
+
+    Every rank writes each chunk into memory of its own GPU. An engine copies it from the GPU that
+    it has in common with a rank.
+    """
+
+    what = "the transfer by CUDA IPC"
+
+    def _send(
+        self, learner: WorkerGroup, to: Fanout, *, changing_only: bool, held: HeldDtype | None
+    ) -> str | None:
+        try:
+            learner.call("open_handles", changing_only, held, self.bucket_bytes)
+            while (chunks := learner.call("next_handles"))[0] is not None:
+                handles = {gpu: handle for one in chunks for gpu, handle in one.handles.items()}
+                chunk = chunks[0]._replace(handles=handles)
+                answers = to.call("take_handles", chunk, timeout=self.patience)
+                reason = next((why for why in answers.values() if why is not None), None)
+                if reason is not None:
+                    learner.call("close_handles")
+                    return reason
+        except WorkerError as error:
+            if not all(learner.alive()):
+                raise
+            return str(error).partition("\n")[0]
+        return None
+
+
+class BroadcastTransfer(DirectTransfer):
     """The route of broadcasts in a process group of learner and engines, kept until members change.
 
-    Between GPUs, each member must have a GPU of its own. When a broadcast fails, Ray's object store
-    delivers the remaining weights.
+    Between GPUs, each member must have a GPU of its own.
     """
+
+    what = "the broadcast"
 
     def __init__(
         self,
@@ -210,46 +310,16 @@ class BroadcastTransfer(ObjectStore):
             say: Logs one line of text; called for every broadcast that fails.
             device: Device on which weights arrive; with `cuda` they go from GPU to GPU.
         """
-        super().__init__(bucket_bytes=bucket_bytes, patience=patience)
-        self._say = say
+        super().__init__(bucket_bytes=bucket_bytes, patience=patience, say=say)
         self._device = device
-        self._is_given_up = False
         self._numbers = itertools.count()
         self._met: tuple[WorkerGroup, ...] = ()
         """The learner and the engines of the current broadcast group."""
         self._meeting: Meeting | None = None
 
-    def carry(self, weights: Weights, to: Fanout, *, changing_only: bool) -> None:
-        """Broadcast the weights to all engines; after a failure, use Ray's object store.
-
-        Raises:
-            TypeError: The weights are not those of a learner group (`SentWeights`).
-        """
-        if not isinstance(weights, SentWeights):
-            raise TypeError("only the weights of a LearnerGroup can go straight to engines")
-        if not self._is_given_up and to.left:
-            lost_before = set(to.lost)
-            reason = self._send(weights.sender, to, changing_only=changing_only)
-            if reason is None or not to.left:
-                return
-            self._tell(weights.version, reason, [i for i in to.lost if i not in lost_before], to)
-            to.call("repeat_weights")
-        super().carry(weights, to, changing_only=changing_only)
-
-    def _tell(self, version: int, reason: str, lost: Iterable[int], to: Fanout) -> None:
-        self.num_fallbacks += 1
-        losses = [f"{to.name(index)} was lost" for index in lost]
-        why = ", ".join(losses) or reason
-        # Where nobody was lost the next one would break as well, and cost as much time.
-        self._is_given_up = not losses
-        self._say(
-            f"the broadcast of the weights of step {version} broke off ({why}); the engines that "
-            "are left get them through Ray's object store"
-            + (", and all later ones too" if self._is_given_up else "")
-        )
-
-    def _send(self, learner: WorkerGroup, to: Fanout, *, changing_only: bool) -> str | None:
-        """Broadcast all weights; return why a remaining engine lacks some, or None if none does."""
+    def _send(
+        self, learner: WorkerGroup, to: Fanout, *, changing_only: bool, held: HeldDtype | None
+    ) -> str | None:
         reason = self._meet(learner, to)
         if reason is not None:
             return reason
@@ -257,7 +327,9 @@ class BroadcastTransfer(ObjectStore):
         indices = list(to.left)
         invited = {i: (replace(self._meeting, rank=rank),) for rank, i in enumerate(indices, 1)}
         receiving = to.start_each("receive_weights", invited)
-        sending = learner.start("send_weights", self._meeting, changing_only, self.bucket_bytes)
+        sending = learner.start(
+            "send_weights", self._meeting, changing_only, self.bucket_bytes, held
+        )
         sent: str | None = sending.wait()[0]
         # A living rank has given up by itself before that.
         received = to.wait(receiving, timeout=1.5 * self.patience)
@@ -335,8 +407,9 @@ def send_weights(
         versions = round_of.call(*kept, timeout=route.patience)
     else:
         changing_only = has_all and weights.changing is not None
-        round_of.call("begin_weights", weights.version, changing_only, timeout=route.patience)
-        route.carry(weights, round_of, changing_only=changing_only)
+        begin = ("begin_weights", weights.version, changing_only)
+        held = common_dtype(round_of.call(*begin, timeout=route.patience).values())
+        route.carry(weights, round_of, changing_only=changing_only, held=held)
         versions = round_of.call("end_weights")
     for index, version in versions.items():
         if version != weights.version:

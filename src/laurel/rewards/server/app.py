@@ -381,7 +381,8 @@ def error_response(refusal: RefusedRequestError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after)))
     if refusal.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if refusal.code == "draining":  # another connection may lead to another server
+    # Another connection may lead to another server; the rest of a slow body may never come.
+    if refusal.code in ("draining", "slow"):
         headers["connection"] = "close"
     error = ErrorBody(error=ErrorFacts(code=refusal.code, message=str(refusal)))
     return Response(dump(error.model_dump()), refusal.status, headers, "application/json")

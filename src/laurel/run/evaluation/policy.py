@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
 from laurel.config.data import TaskSetConfig
-from laurel.config.grpo import GRPORun
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.data.tasks import TaskData, load_tasks, sets_of_run
 from laurel.environments.registry import environment_names, row_sources
@@ -156,7 +156,7 @@ def _played(
         name="evaluation",
         default_environment=config.default_environment,
         environments=environment_names(config.env),
-        needs=needs_of(config.env),
+        needs=needs_of(config.env, config.default_environment),
         on_bad_row=config.data.on_bad_row,
         limit=options.max_samples,
         sources=row_sources(config.env),

@@ -527,7 +527,7 @@ def weight_transfer(trial: Trial) -> Found:
     """
     apart = trial.num_devices > 1
     device = "cuda" if trial.device.type == "cuda" else "cpu"
-    transfer = transfer_of("broadcast", device=device, uses_vllm=False, take_turns=not apart)
+    transfer = transfer_of("broadcast", device=device, take_turns=not apart)
     with tempfile.TemporaryDirectory(prefix="laurel-trial-") as folder:
         load = _loader(trial, folder)
         one = ParallelShape()

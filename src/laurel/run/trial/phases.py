@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -60,12 +60,16 @@ def qwen3_config(shape: ModelShape, **special: Any) -> Any:
 def random_model(
     shape: ModelShape, *, has_language_head: bool, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Build a Qwen 3 model with random weights that depend on the shape, not on the device."""
+    """Build a Qwen 3 model with random weights, which depend on the shape and the kind of device.
+
+    A GPU samples its own: a CPU takes ten seconds for 0.9G weights.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(0)
     factory: Any = AutoModelForCausalLM if has_language_head else AutoModelForSequenceClassification
-    return factory.from_config(qwen3_config(shape), dtype=torch.float32).to(device, dtype)
+    with device:
+        return factory.from_config(qwen3_config(shape), dtype=torch.float32).to(dtype)
 
 
 def random_groups(shape: ModelShape, workload: Workload) -> list[TokenGroup]:
@@ -137,6 +141,8 @@ class StepPhases:
     recomputes: bool = False
     shares_prompts: bool = True
     """If False, every completion carries a copy of its prompt, except in generation."""
+    compiles: Literal["auto"] | bool = "auto"
+    """Whether decoder layers are compiled, as `policy.compile` says it."""
 
     def __post_init__(self) -> None:
         register()
@@ -173,8 +179,7 @@ class StepPhases:
         return self._compiled(model)
 
     def _compiled(self, model: D) -> D:
-        # As a run does by default.
-        if chooses_to_compile("auto", self.device, is_sharded=False):
+        if chooses_to_compile(self.compiles, self.device, is_sharded=False):
             compile_layers(model)
         return model
 

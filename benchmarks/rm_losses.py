@@ -1,0 +1,167 @@
+"""Are the losses of `laurel rm` those of TRL's RewardTrainer, step by step, with a real model?
+
+    python benchmarks/rm_losses.py --peer-python PEER/bin/python
+
+Both start from one saved classifier (the model, and a head from a fixed seed), read the same pairs
+in the same order, and take the same steps: AdamW as Laurel sets it, a constant rate, clipping at
+norm 1, float32. (With torch's epsilon of 1e-8 Adam makes whole steps out of gradients that are mere
+rounding, which carries two exact programs apart.) The program fails where a loss of any step
+differs by more than `--bound`. A side that is done already is not run again: its losses lie in
+`--work`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from material import DATA_DIR, DATA_SETS, choose, load_rows, write_conversational
+from rounds import machine, table, write_json
+
+HERE = Path(__file__).parent
+BETAS, EPS, CLIP = (0.9, 0.98), 1e-5, 1.0
+
+
+def main() -> None:
+    options = read_options()
+    dataset = DATA_SETS[options.data]
+    if not dataset.path.is_file():
+        raise SystemExit(f"skipped: {dataset.path} not found in {DATA_DIR} (set LAUREL_DATA)")
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    rows, model = work / "rows.jsonl", work / "model"
+    if not rows.is_file():
+        usable = [row for row in load_rows(dataset) if letters(row) <= options.letters]
+        write_conversational(choose(usable, options.pairs * options.steps), rows)
+    if not (model / "config.json").is_file():
+        save_classifier(options.model, model)
+    ours = laurel_losses(model, rows, work, options)
+    theirs = trl_losses(model, rows, work, options)
+    differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    worst = max(differences)
+    lines = [
+        [str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}"]
+        for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1)
+    ]
+    header = ["step", "Laurel", "TRL", "difference"]
+    print(table(header, lines, as_markdown=options.markdown))
+    print(f"\nlargest difference of {len(ours)} steps: {worst:.2e} (bound {options.bound:g})")
+    write_json(
+        options.json,
+        {
+            "machine": machine(),
+            "options": vars(options),
+            "laurel": ours,
+            "trl": theirs,
+            "worst": worst,
+        },
+    )
+    if worst > options.bound:
+        raise SystemExit(1)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    add("--peer-python", required=True, help="interpreter of an environment that has trl")
+    add("--data", default="ukp_convarg1", choices=list(DATA_SETS))
+    add("--letters", type=int, default=500, help="the most letters of a pair, for short steps")
+    add("--pairs", type=int, default=4, help="pairs of a step")
+    add("--steps", type=int, default=20)
+    add("--lr", type=float, default=2e-5)
+    add("--bound", type=float, default=1e-3)
+    add("--threads", type=int, default=1)
+    add("--work", type=Path, default=Path("benchmark_results/rm_losses"))
+    add("--markdown", action="store_true", help="print a table for docs/benchmarks.md")
+    add("--json", type=Path, default=Path("benchmark_results/rm_losses.json"))
+    return parser.parse_args()
+
+
+def letters(row: Any) -> int:
+    group = row.group
+    turns = [*group.prompt, *(m for one in group.completions_G for m in one.messages)]
+    return sum(len(turn.content) for turn in turns)
+
+
+def save_classifier(name: str, directory: Path) -> None:
+    """Write the model with a head of one label, from a fixed seed."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(0)
+    make: Any = AutoModelForSequenceClassification
+    model = make.from_pretrained(name, num_labels=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+
+
+def laurel_losses(model: Path, rows: Path, work: Path, options: argparse.Namespace) -> list[float]:
+    """Run `laurel rm` over the file in its order, and return the loss of each step."""
+    logs = work / "logs"
+    found = sorted(logs.rglob("metrics.jsonl"))
+    if not found:
+        settings = {
+            "policy.model_name": str(model),
+            "policy.precision": "float32",
+            "policy.max_total_sequence_length": 1024,
+            "policy.sequence_packing.train_mb_tokens": 256,
+            "policy.train_global_batch_size": options.pairs,
+            "policy.max_grad_norm": CLIP,
+            "policy.optimizer": json.dumps(
+                {
+                    "name": "torch.optim.AdamW",
+                    "kwargs": {"lr": options.lr, "weight_decay": 0.0, "betas": BETAS, "eps": EPS},
+                }
+            ),
+            "data.train_data_path": str(rows),
+            "data.shuffle": "false",
+            "rm.val_period": 0,
+            "checkpointing.enabled": "false",
+            "logger.log_dir": str(logs),
+            "cluster.cpu_threads": options.threads,
+        }
+        words = [f"{key}={value}" for key, value in settings.items()]
+        subprocess.run([sys.executable, "-m", "laurel.cli.main", "rm", *words], check=True)
+        found = sorted(logs.rglob("metrics.jsonl"))
+    lines = map(json.loads, found[-1].read_text(encoding="utf-8").splitlines())
+    losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    return [losses[step] for step in sorted(losses)]
+
+
+def trl_losses(model: Path, rows: Path, work: Path, options: argparse.Namespace) -> list[float]:
+    """Run the trainer in its own environment, and return the loss of each step."""
+    written = work / "trl_losses.json"
+    if not written.is_file():
+        settings = {
+            "model": str(model),
+            "rows": str(rows),
+            "pairs": options.pairs,
+            "steps": options.steps,
+            "lr": options.lr,
+            "betas": BETAS,
+            "eps": EPS,
+            "clip": CLIP,
+            "threads": options.threads,
+            "work": str(work),
+            "written": str(written),
+        }
+        peer = str(HERE / "peers" / "trl_losses.py")
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [options.peer_python, peer, json.dumps(settings)]
+        subprocess.run(command, check=True, env=environment)
+    losses: list[float] = json.loads(written.read_text(encoding="utf-8"))
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Defines the configuration of a whole run of `laurel grpo`, with NeMo RL's names and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import field_validator, model_validator
+
+from laurel.config.data import TaskDataConfig
+from laurel.config.environments import EnvironmentsConfig
+from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig, PolicyLossConfig
+from laurel.config.policy import CheckpointingConfig, ClusterConfig, LoggerConfig
+from laurel.config.yaml_tree import LENGTH_MAY_CHANGE, MAY_CHANGE, Section, foreign
+
+
+class GRPORun(Section):
+    """A complete configuration of `laurel grpo`."""
+
+    foreign_keys: ClassVar[frozenset[str]] = foreign("GRPORun")
+    other_names: ClassVar[Mapping[str, str]] = {
+        "use_reward_loop": "env.reward_model.use_reward_loop",
+        "reward_model.use_reward_loop": "env.reward_model.use_reward_loop",
+        "grpo.num_val_generations_per_prompt": "grpo.val_num_generations_per_prompt",
+    }
+
+    grpo: GRPOConfig = GRPOConfig()
+    loss_fn: PolicyLossConfig = PolicyLossConfig()
+    policy: GRPOPolicyConfig = GRPOPolicyConfig()
+    data: TaskDataConfig = TaskDataConfig()
+    env: EnvironmentsConfig = EnvironmentsConfig()
+    checkpointing: Annotated[CheckpointingConfig, LENGTH_MAY_CHANGE] = CheckpointingConfig(
+        checkpoint_dir="results/grpo", save_period=10
+    )
+    logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
+    cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
+
+    @field_validator("policy")
+    @classmethod
+    def _is_no_reward_model(cls, policy: GRPOPolicyConfig) -> GRPOPolicyConfig:
+        if policy.reward_model_cfg.enabled:
+            raise ValueError("reward_model_cfg belongs to env.reward_model, not to the policy")
+        return policy
+
+    @model_validator(mode="after")
+    def _fits(self) -> GRPORun:
+        grpo, policy = self.grpo, self.policy
+        if policy.generation.temperature == 0:
+            raise ValueError(
+                "policy.generation.temperature=0 is greedy decoding: all completions of a prompt "
+                "are the same one, and nothing can be learned from comparing them. Set it above 0 "
+                "(1 samples from the policy as it is); policy.generation.val_temperature=0 is for "
+                "greedy validation"
+            )
+        samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        size = policy.train_global_batch_size
+        if samples % size:
+            raise ValueError(
+                f"a step has {grpo.num_prompts_per_step} prompts x "
+                f"{grpo.num_generations_per_prompt} completions = {samples}, which is no multiple "
+                f"of policy.train_global_batch_size={size}"
+            )
+        if grpo.max_staleness and not self.loss_fn.use_importance_sampling_correction:
+            raise ValueError(
+                f"grpo.max_staleness={grpo.max_staleness} learns from completions of older "
+                "weights; set loss_fn.use_importance_sampling_correction=true"
+            )
+        if grpo.adv_estimator.name == "gdpo" and self.loss_fn.use_kl_in_reward:
+            raise ValueError(
+                "loss_fn.use_kl_in_reward changes the total of the reward, and "
+                "grpo.adv_estimator.name=gdpo compares its components; use one of them"
+            )
+        if grpo.adv_estimator.per_step and self.loss_fn.use_kl_in_reward:
+            raise ValueError(
+                "loss_fn.use_kl_in_reward changes the rewards of completions, and "
+                "grpo.adv_estimator.per_step=true reads those of steps; use one of them"
+            )
+        if grpo.adv_estimator.per_step and self.loss_fn.sequence_level_importance_ratios:
+            raise ValueError(
+                "loss_fn.sequence_level_importance_ratios gives all tokens of a completion the "
+                "same weight in the gradient, so grpo.adv_estimator.per_step=true would have no "
+                "effect on which of them are learned; use one of them"
+            )
+        transform = self.env.reward_model.transform
+        if grpo.adv_estimator.per_step and transform.clip and transform.normalize != "none":
+            raise ValueError(
+                f"env.reward_model.transform.normalize={transform.normalize} subtracts the mean of "
+                "the aggregates, which may leave all steps beyond env.reward_model.transform.clip, "
+                "equal: with grpo.adv_estimator.per_step=true leave one of them out (advantages "
+                "are normalised anyway)"
+            )
+        longest = policy.generation.max_new_tokens
+        if longest is not None and longest > policy.max_total_sequence_length:
+            raise ValueError(
+                f"policy.generation.max_new_tokens={longest} is more than "
+                f"policy.max_total_sequence_length={policy.max_total_sequence_length} has room for"
+            )
+        engine, whole = policy.generation.vllm_cfg.max_model_len, policy.max_total_sequence_length
+        if engine is not None and engine < whole and policy.generation.backend != "transformers":
+            raise ValueError(
+                f"policy.generation.vllm_cfg.max_model_len={engine} is less than "
+                f"policy.max_total_sequence_length={whole}: prompts that fit into the one would be "
+                "refused by the other; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attempts_have_turns(self) -> GRPORun:
+        attempts, turns = self.env.code.max_attempts, self.grpo.max_rollout_turns
+        if attempts > turns:
+            raise ValueError(
+                f"env.code.max_attempts={attempts} takes as many turns, and there are "
+                f"grpo.max_rollout_turns={turns}; set that to {attempts}, or ask for fewer attempts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _calls_have_turns(self) -> GRPORun:
+        if self.env.tools.functions and self.grpo.max_rollout_turns < 2:
+            raise ValueError(
+                "env.tools.functions: a call and the answer after it take two turns, and there is "
+                f"grpo.max_rollout_turns={self.grpo.max_rollout_turns}; raise it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stopping_alarms_can_rise(self) -> GRPORun:
+        gold = (
+            self.grpo.health.gold_metric is not None
+            or any(
+                part.weight == 0.0 and part.gate is None
+                for composite in self.env.composite.values()
+                for part in composite.parts
+            ),
+            "grpo.health.gold_metric, or a part of env.composite with weight 0",
+        )
+        needed = {
+            "overoptimisation": gold,
+            "collapse": gold,
+            "kl_jump": (
+                self.loss_fn.reference_policy_kl_penalty > 0,
+                "loss_fn.reference_policy_kl_penalty above 0",
+            ),
+            "ensemble": (
+                self.env.reward_model.models is not None,
+                "several reward models, env.reward_model.models",
+            ),
+        }
+        for name in self.grpo.health.stop_on:
+            is_there, what = needed.get(name, (True, ""))
+            if not is_there:
+                raise ValueError(f"grpo.health.stop_on={name} needs {what}: it never rises else")
+        return self
+
+    @property
+    def default_environment(self) -> str:
+        """Return the name of the environment for tasks that name none."""
+        if self.data.env_name is not None:
+            return self.data.env_name
+        return "reward_model" if self.env.reward_model.enabled else "math"
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Return the number of optimizer steps that each batch of rollouts is used for."""
+        grpo = self.grpo
+        samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        return grpo.num_iterations * (samples // self.policy.train_global_batch_size)

@@ -1,0 +1,145 @@
+"""Lets keys of a configuration name plug-ins, and hold the settings that these bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError, core_schema
+
+from laurel import plugins
+from laurel.config.yaml_tree import Section, nearest
+from laurel.errors import ConfigError
+from laurel.plugins import Plugin
+
+P = TypeVar("P", bound=Plugin)
+
+
+@dataclass(frozen=True, slots=True)
+class NameOf:
+    """Marks a text that is the name of a plug-in of a kind."""
+
+    kind: str
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        def checked(name: Any) -> str:
+            known = plugins.names(self.kind)
+            if name not in known:
+                expected = " or ".join(map(repr, known))
+                raise PydanticKnownError("literal_error", {"expected": expected})
+            return str(name)
+
+        return core_schema.no_info_plain_validator_function(
+            checked, serialization=core_schema.plain_serializer_function_ser_schema(lambda x: x)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": plugins.names(self.kind), "type": "string"}
+
+
+class OpenSection(Section):
+    """A section in which a plug-in's settings may stand under its name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind_of_plugin: ClassVar[str]
+    """The kind of its plug-ins."""
+
+    @classmethod
+    def plugged_in(cls, key: str) -> FieldInfo | None:
+        """Return the field that a plug-in brings; None if there is none of that name.
+
+        Raises:
+            ConfigError: The plug-in cannot be imported.
+        """
+        if key in cls.model_fields or key not in plugins.names(cls.kind_of_plugin):
+            return None
+        section = plugins.plugin(cls.kind_of_plugin, key).section
+        return None if section is None else field_of_section(section)
+
+    @classmethod
+    def keys_of_plugins(cls) -> list[str]:
+        """Return the keys that plug-ins may bring, without importing them."""
+        return plugins.names(cls.kind_of_plugin)
+
+    @classmethod
+    def all_plugged_in(cls) -> Iterator[tuple[str, FieldInfo]]:
+        """Yield the keys and fields of all plug-ins."""
+        for key in cls.keys_of_plugins():
+            if (field := cls.plugged_in(key)) is not None:
+                yield key, field
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plugged_in_are_sections(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        made = dict(values)
+        for key in values.keys() - cls.model_fields.keys():
+            field = cls.plugged_in(str(key))
+            if field is None:
+                near = nearest(str(key), known_keys(cls))
+                raise ValueError(
+                    f"unknown key {key}" + (f"; did you mean '{near}'?" if near else "")
+                )
+            made[key] = TypeAdapter(field.annotation).validate_python(values[key])
+        return made
+
+    def settings_of(self, base: type[P], name: str) -> tuple[P, Any]:
+        """Return the plug-in of a name with its settings, given here or its defaults.
+
+        Raises:
+            ConfigError: The plug-in cannot be imported, or needs settings that are not given.
+        """
+        found = plugins.find(base, name)
+        if found.section is None:
+            return found, None
+        given = self.get(name)
+        return found, given if given is not None else found.section()
+
+
+def field_of_section(section: type[Section]) -> FieldInfo:
+    """Return the field of a section that a plug-in brings, with its defaults if it has any."""
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        raise ConfigError(
+            f"{section!r} is to hold settings, and does not derive from "
+            "laurel.config.plugged.Section"
+        )
+    needs = any(field.is_required() for field in section.model_fields.values())
+    default: Any = ... if needs else section()
+    return FieldInfo(annotation=section, default=default, description=section.__doc__)
+
+
+def field_of(section: type[Section], key: str | int) -> FieldInfo | None:
+    """Return the field of a key: the section's own, or that of a plug-in; None if it has none."""
+    own = section.model_fields.get(str(key)) if isinstance(key, str) else None
+    if own is None and isinstance(key, str) and issubclass(section, OpenSection):
+        return section.plugged_in(key)
+    return own
+
+
+def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """Return the fields of a section, with those of all plug-ins that have settings in it."""
+    more = dict(section.all_plugged_in()) if issubclass(section, OpenSection) else {}
+    return {**section.model_fields, **more}
+
+
+def fields_in(section: Section) -> dict[str, FieldInfo]:
+    """Return the fields that a section holds: its own, and those of plug-ins that are set."""
+    found = dict(type(section).model_fields)
+    for key in section.model_extra or ():
+        field = field_of(type(section), key)
+        if field is not None:
+            found[key] = field
+    return found
+
+
+def known_keys(section: type[Section]) -> list[str]:
+    """Return the keys of a section and the names of its plug-ins, without importing these."""
+    more = section.keys_of_plugins() if issubclass(section, OpenSection) else []
+    return list(dict.fromkeys([*section.model_fields, *more]))

@@ -1,0 +1,427 @@
+"""The table of what is plugged into Laurel, found by name without importing what is not used.
+
+A package declares its plug-ins as Python entry points, in its `pyproject.toml`::
+
+    [project.entry-points."laurel.losses"]
+    mine = "my_package.losses:Mine"
+
+and `loss_fn.loss_type=mine` uses the class `Mine`, which derives from the base class of its kind
+here (`Loss`). Laurel's own stand in the same table, declared in Laurel's own `pyproject.toml`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+import tomllib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from laurel import __version__
+from laurel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from laurel.protocols import MetricLogger
+
+OWN = "laurel-rl"
+"""The name of Laurel's own distribution."""
+PREFIX = "laurel."
+
+
+class Plugin:
+    """A plug-in of any kind. Its class is imported when its name is used, so it imports little.
+
+    The docstring of the class says what it does, and stands in the generated documentation.
+    """
+
+    section: ClassVar[type[Any] | None] = None
+    """The settings that it brings, a `Section`; they stand under the plug-in's name, beside the key
+    that chooses it. None: it has no settings."""
+
+    def check(self, settings: Any) -> None:
+        """Check the block that chooses the plug-in, such as `loss_fn`.
+
+        Raises:
+            ValueError: Its keys do not fit together; the message says what to change.
+        """
+
+    def unread(self, settings: Any) -> dict[str, str]:
+        """Return the keys of that block that are not read with this plug-in, with the reasons.
+
+        A run in which one of them is set is refused.
+        """
+        return {}
+
+
+class Loss(Plugin):
+    """A loss of a policy: the term of a token, without its weight (`loss_fn.loss_type`).
+
+    The divergence from the reference policy, the correction by importance sampling, the divisor and
+    the metrics are the same for all.
+    """
+
+    clips: ClassVar[bool] = True
+    """Whether `ratio_clip_min` and `ratio_clip_max` are read; then clipped ratios are counted."""
+
+    def make(self, section: Any, settings: Any) -> Callable[[Any], Tensor]:
+        """Return the function from `training.policy_loss.TokenValues` to the losses of tokens [U].
+
+        Args:
+            section: The plug-in's own settings.
+            settings: The whole section `loss_fn`.
+        """
+        raise NotImplementedError
+
+
+class PreferenceLoss(Plugin):
+    """A loss of a reward model (`rm.loss.type`)."""
+
+    reads: ClassVar[Literal["pairs", "lists", "ratings", "steps"]] = "pairs"
+    """What it is computed from, which decides the arguments of the function that `make` returns:
+
+    - `pairs`: `training.losses.ScoredPairs`, for the losses of pairs [P]
+    - `lists`: scores [N] and their `training.losses.PairIndex`, for the losses of groups [B]
+    - `ratings`: predictions and targets [N, K], for the losses of completions [N]
+    - `steps`: the logits of steps [S] and the labels of each answer, for losses that are added up
+    """
+    uses_ties: ClassVar[bool] = False
+    """Whether it learns from completions of the same rank."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys of `rm.loss` that not all losses read."""
+
+    def make(self, section: Any, settings: Any) -> Callable[..., Tensor]:
+        """Return the function that computes the loss, which is never divided by a batch.
+
+        Args:
+            section: The plug-in's own settings.
+            settings: The whole section `rm.loss`.
+        """
+        raise NotImplementedError
+
+    def count_steps(self, steps_NS: Sequence[Sequence[float]]) -> int:
+        """Return what the labels of answers add to the divisor, for a loss of steps."""
+        raise NotImplementedError
+
+
+class Advantage(Plugin):
+    """An estimator of advantages (`grpo.adv_estimator.name`); it checks the section `grpo`."""
+
+    reads_components: ClassVar[bool] = False
+    """Whether it compares the named components of the reward instead of their total."""
+    compares_steps: ClassVar[bool] = False
+    """Whether `per_step` is possible: each step is compared with those of its group."""
+    whitens: ClassVar[bool] = False
+    """Whether it divides by the deviation of the whole batch, whatever `scale` says. Then a
+    baseline is no must."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys of `grpo.adv_estimator` that not all estimators read."""
+
+    def without_effect(self, settings: Any) -> dict[str, str]:
+        """Return the keys of `grpo` that are set and not read with this estimator, with reasons.
+
+        The run warns of them.
+        """
+        return {}
+
+    def make(self, section: Any, settings: Any) -> Callable[[Any], Any]:
+        """Return the function from `grpo.advantages.Rewards` to its advantages, a `Compared`.
+
+        Args:
+            section: The plug-in's own settings.
+            settings: The `grpo.advantages.AdvantageRule` of the run.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """The run that a logger is opened for."""
+
+    run_dir: Path
+    """Its directory, in which a logger may keep files."""
+    resumed_step: int | None = None
+    """The step from which the run resumes; None: it begins."""
+
+
+class Logger(Plugin):
+    """A destination of metrics, on with `logger.<name>_enabled`."""
+
+    package: ClassVar[str | None] = None
+    """The package that it imports, which is looked for before a run begins."""
+    extra: ClassVar[str | None] = None
+    """The extra of Laurel that installs that package."""
+
+    def make(self, section: Any, run: LoggedRun) -> MetricLogger:
+        """Open the logger.
+
+        Args:
+            section: The plug-in's own settings.
+            run: The run.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedServers:
+    """What a dialect may need to know about the servers that it speaks to."""
+
+    model: str
+    """What the servers call the model; empty: they need no name."""
+    reward_key: str
+    """`env.reward_model.reward_key`."""
+    contract: Any
+    """The `models.scoring.ScoringContract` that renders conversations; None: no model is named."""
+    preparers: Any
+    """Tokenise in other processes; None: this process does."""
+
+
+class ServerDialect(Plugin):
+    """A protocol of reward servers, from the client's side (`env.reward_model.url_protocol`)."""
+
+    rendered: ClassVar[Literal["never", "with_model", "always"]] = "never"
+    """Whether the servers are sent conversations that the reward model's own template rendered;
+    `with_model`: if `model_name` names it, and otherwise they render themselves."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys that not all dialects read: `reward_key`."""
+
+    def make(self, section: Any, servers: AskedServers) -> Any:
+        """Return a `rewards.remote.dialects.Dialect`.
+
+        Args:
+            section: The plug-in's own settings.
+            servers: What is known of the servers.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentServices:
+    """What a run has for the environments that it creates."""
+
+    name: str
+    """The name of the environment in tasks."""
+    device: str = "auto"
+    max_turns: int | None = None
+    """The policy's turns in a rollout."""
+    say: Callable[[str], None] | None = None
+    """Prints a line about what takes long."""
+    placement: Any = None
+    """Places the processes of models, a `rewards.open.ScorerPlacement`; None: this machine."""
+    nodes: Any = None
+    """Run programs, `environments.code.nodes.ClusterNodes`; None: this machine."""
+
+
+class EnvironmentKind(Plugin):
+    """A kind of environment, whose settings are `env.<name>`."""
+
+    several: ClassVar[bool] = False
+    """Whether its key holds several environments, by names of the user's own, each with the
+    section of the kind. Otherwise the kind is the one environment, and has its name."""
+    must_be_graded: ClassVar[bool] = False
+    """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
+
+    def make(self, section: Any, services: EnvironmentServices) -> Any:
+        """Return the environment, a `protocols.Environment`.
+
+        Args:
+            section: The settings.
+            services: What the run has.
+        """
+        raise NotImplementedError
+
+    def needs(self, section: Any) -> Collection[Literal["answers", "tests"]]:
+        """Return what every task has to have: a known answer, or tests."""
+        return ()
+
+    def graded_by(self, section: Any) -> str | None:
+        """Return the environment that scores the end of conversations that this one conducts."""
+        return None
+
+
+KINDS: Mapping[str, type[Plugin]] = {
+    "losses": Loss,
+    "reward_losses": PreferenceLoss,
+    "advantages": Advantage,
+    "loggers": Logger,
+    "dialects": ServerDialect,
+    "environments": EnvironmentKind,
+}
+"""The base class of each kind; its entry points are in the group `laurel.` and this name."""
+
+P = TypeVar("P", bound=Plugin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A plug-in as it was declared; it may not be importable."""
+
+    kind: str
+    name: str
+    target: str
+    """The class, as `module:Class`."""
+    distribution: str
+    """The package that declares it."""
+
+    def __str__(self) -> str:
+        return f"{self.target} of the package {self.distribution} (entry point {PREFIX}{self.kind})"
+
+    def load(self) -> Plugin:
+        """Import the class and create the plug-in.
+
+        Raises:
+            ConfigError: It cannot be imported, or is no plug-in of its kind.
+        """
+        module, _, name = self.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except Exception as error:  # a module of another package may raise anything
+            raise ConfigError(
+                f"'{self.name}' is {self}, which cannot be imported: {type(error).__name__}: "
+                f"{error}; fix or uninstall that package"
+            ) from error
+        base = KINDS[self.kind]
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise ConfigError(
+                f"'{self.name}' is {self}, which is no class that derives from "
+                f"laurel.plugins.{base.__name__}"
+            )
+        made: Plugin = found()
+        return made
+
+
+def names(kind: str) -> list[str]:
+    """Return the names of all plug-ins of a kind, without importing them: Laurel's own first."""
+    return list(_table()[kind])
+
+
+def entries(kind: str) -> Iterator[Entry]:
+    """Yield what is declared of a kind, Laurel's own first; a name may be declared twice."""
+    for declared in _table()[kind].values():
+        yield from declared
+
+
+def is_ours(kind: str, name: str) -> bool:
+    """Report whether a plug-in is one of Laurel's own."""
+    return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
+
+
+def readers(base: type[PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
+    """Return the names of Laurel's own plug-ins of a kind that read a key."""
+    kind = _kind_of(base)
+    return [name for name in names(kind) if is_ours(kind, name) and key in find(base, name).keys]
+
+
+def _kind_of(base: type[Plugin]) -> str:
+    return next(kind for kind, one in KINDS.items() if one is base)
+
+
+def find(base: type[P], name: str) -> P:
+    """Return the plug-in of a name, imported at its first use.
+
+    Raises:
+        ConfigError: There is none, there are two, or it cannot be imported.
+    """
+    found = plugin(_kind_of(base), name)
+    assert isinstance(found, base)
+    return found
+
+
+def plugin(kind: str, name: str) -> Plugin:
+    """Return the plug-in of a kind and a name, like `find`."""
+    declared = _table()[kind].get(name, ())
+    if not declared:
+        near = get_close_matches(name, names(kind), n=1)
+        raise ConfigError(
+            f"there is no '{name}' among {PREFIX}{kind}"
+            + (f"; did you mean '{near[0]}'?" if near else ".")
+            + f" There are {', '.join(names(kind))}"
+        )
+    if len(declared) > 1:
+        raise ConfigError(
+            f"'{name}' is declared twice: as {' and as '.join(map(str, declared))}. Uninstall one "
+            "of these packages, or rename its entry point"
+        )
+    return _loaded(declared[0])
+
+
+@cache
+def _loaded(entry: Entry) -> Plugin:
+    return entry.load()
+
+
+def _table() -> dict[str, dict[str, list[Entry]]]:
+    return _read(tuple(sys.path))
+
+
+@cache
+def _read(path: Sequence[str]) -> dict[str, dict[str, list[Entry]]]:
+    """Return the entries by kind and name; `path` is where packages are looked for."""
+    table: dict[str, dict[str, list[Entry]]] = {kind: {} for kind in KINDS}
+    for entry in [*_own(), *_foreign()]:
+        table[entry.kind].setdefault(entry.name, []).append(entry)
+    return table
+
+
+def _own() -> list[Entry]:
+    """Return Laurel's own plug-ins, by name: of a checkout as its `pyproject.toml` has them.
+
+    The metadata of an installed package belong to its code, but those of an editable install are as
+    old as the install.
+    """
+    declared = _of_checkout(Path(__file__).parents[2] / "pyproject.toml")
+    if declared is None:
+        declared = _of_install()
+    return [
+        Entry(kind=kind, name=name, target=target, distribution=OWN)
+        for kind in KINDS
+        for name, target in sorted(declared.get(PREFIX + kind, {}).items())
+    ]
+
+
+def _of_checkout(file: Path) -> dict[str, dict[str, str]] | None:
+    if not file.is_file():
+        return None
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    return project.get("entry-points", {}) if project.get("name") == OWN else None
+
+
+def _of_install() -> dict[str, dict[str, str]]:
+    cure = f"install it again: pip install --force-reinstall {OWN}"
+    try:
+        installed = importlib.metadata.distribution(OWN)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"the package {OWN} is not installed, so nothing says what Laurel's losses, loggers "
+            f"and so on are: a copy of its folder alone does not do; {cure}"
+        ) from None
+    declared: dict[str, dict[str, str]] = {}
+    for point in installed.entry_points:
+        declared.setdefault(point.group, {})[point.name] = point.value
+    lacking = [PREFIX + kind for kind in KINDS if PREFIX + kind not in declared]
+    if installed.version != __version__ or lacking:
+        what = f"declares no {lacking[0]}" if lacking else f"is {installed.version}"
+        raise ConfigError(
+            f"the code of Laurel at {Path(__file__).parent} is version {__version__}, and the "
+            f"installed package {OWN} {what}: it belongs to other code; {cure}"
+        )
+    return declared
+
+
+def _foreign() -> Iterator[Entry]:
+    for kind in KINDS:
+        found = importlib.metadata.entry_points(group=PREFIX + kind)
+        for point in sorted(found, key=lambda one: one.name):
+            distribution = point.dist.name if point.dist is not None else "?"
+            if distribution.lower().replace("_", "-") != OWN:
+                yield Entry(
+                    kind=kind, name=point.name, target=point.value, distribution=distribution
+                )
