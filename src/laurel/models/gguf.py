@@ -1,8 +1,8 @@
 """Reads GGUF files, the format of llama.cpp, as Hugging Face directories. Imports no torch.
 
 A file is read once, by transformers' own reader, and written with its tokenizer and chat template
-into a cache. Code that loads a model asks `local_files` where its files are; everybody else keeps the
-name that the user wrote.
+into a cache. Code that loads a model asks `local_files` where its files are; all other code keeps
+the name that the user wrote.
 """
 
 from __future__ import annotations
