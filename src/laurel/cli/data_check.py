@@ -252,7 +252,9 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
             default_environment=config.default_environment,
             environments=config.env.names(),
             # Without an environment, the tasks that each environment can grade are counted below.
-            needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
+            needs=NO_NEEDS
+            if (name := config.data.env_name) is None
+            else needs_of(config.env, name),
             sources=row_sources(config.env),
         )
         check_tests(tasks, config.env.code)
@@ -363,7 +365,10 @@ def run_data_check(
     found = ""
     if model:
         with speaking(OPTIONS):
-            found = find_model(model).name
+            place = find_model(model)
+        for note in place.notes:
+            message_console().print(note)
+        found = place.name
         if not Path(found).is_dir():
             check_fetchable(found, key="--model")
     with message_console().status(f"reading {path}") as status:

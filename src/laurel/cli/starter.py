@@ -40,6 +40,7 @@ from laurel.errors import (
     counted_that,
     speaking,
 )
+from laurel.models.gguf import is_gguf
 from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle, visible
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.hub import check_not_missing
@@ -145,7 +146,10 @@ def run_init(
             f"{schema} exists already with another content; name a file in another directory with "
             "--output, or add --force to overwrite it"
         )
-    question = "Which model to start from? A directory, a hub name, or scratch for a small new one"
+    question = (
+        "Which model to start from? A directory, a hub name, a GGUF file, or scratch for a small "
+        "new one"
+    )
     take = partial(_model, trainer=table["trainer"])
     chosen: Chosen = answer("--model", model, question, "Qwen/Qwen3-0.6B", take)
     question = "Which training rows? A file, a data set's name or a hub name"
@@ -232,8 +236,9 @@ def _model(said: str, *, trainer: str) -> Chosen:
         return Chosen(settings={"policy.model_name": "null"}, notes=[note])
     # With a slash at its end it is a directory, and never a name of the hub.
     is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
-    check_not_missing(f"./{said}" if is_path else said, key="--model")
-    if not Path(said).expanduser().is_dir():
+    if not is_gguf(said):
+        check_not_missing(f"./{said}" if is_path else said, key="--model")
+    if not (is_gguf(said) or Path(said).expanduser().is_dir()):
         note = f"{said} is no directory here, so it is read from the Hugging Face hub; unchecked"
         return Chosen(settings={"policy.model_name": json.dumps(said)}, notes=[note])
     with speaking(Terms({"policy.model_name": "--model"})):
@@ -244,7 +249,7 @@ def _model(said: str, *, trainer: str) -> Chosen:
         quiet_libraries()
         found = find_model(said)
         is_model = (Path(said).expanduser() / "config.json").is_file()
-        name = said if is_model else os.path.relpath(found.name)
+        name = said if is_model or found.gguf is not None else os.path.relpath(found.name)
         settings, notes = {"policy.model_name": json.dumps(name)}, list(found.notes)
 
         try:
@@ -254,7 +259,7 @@ def _model(said: str, *, trainer: str) -> Chosen:
         except ModelError:
             settings["policy.tokenizer.chat_template"] = "chatml"
             notes.append(f"{name} has no chat template: the configuration chooses chatml")
-        network = read_config(ModelSpec(), name).get_text_config()
+        network = read_config(ModelSpec(), found.name).get_text_config()
         longest = getattr(network, "max_position_embeddings", None) or math.inf
         return Chosen(settings=settings, notes=notes, longest=longest)
 

@@ -506,8 +506,8 @@ class GRPOPolicyConfig(PolicyConfig):
     }
 
     model_name: str | None = "Qwen/Qwen2.5-1.5B"
-    """Hub name or directory of a causal language model. Null with `policy.scratch`. Default: a
-    small base model that already does some mathematics."""
+    """Hub name, directory or GGUF file of a causal language model. Null with `policy.scratch`.
+    Default: a small base model that already does some mathematics."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: int = Field(default=512, ge=1)
     """Completions of one optimizer step. Default: the 32 x 16 completions of a step, so one update

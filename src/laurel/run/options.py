@@ -179,9 +179,9 @@ def complete_preferences() -> list[str]:
 
 def complete_environments() -> list[str]:
     """List the environments that need no configuration, as shell completions."""
-    from laurel.environments.registry import BUILT_IN
+    from laurel.environments.registry import built_in
 
-    return list(BUILT_IN)
+    return built_in()
 
 
 def complete_layers() -> list[str]:
@@ -221,7 +221,9 @@ ColumnKeys = Annotated[
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", "-m", metavar="MODEL", help="The model: a directory or a hub name."),
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="The model: a directory, a hub name or a GGUF file."
+    ),
 ]
 PreferenceSetOption = Annotated[
     str | None,
