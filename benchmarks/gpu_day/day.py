@@ -162,10 +162,22 @@ class Day:
         )
 
     def _third(self) -> Iterator[Step]:
-        # The place of `generate_batch` of transformers beside the engine of our own.
         few, many = ("1x2:16+2", "2x2:16+2") if self.is_tiny else ("1x8:1024+32", "32x16:1024+32")
         rows = ["--phases", "generation", "--workload", few, "--workload", many]
         yield Step(name="few and many rows", seconds=60, command=self._speed(*rows))
+        model = self.work / "model"
+        yield Step(
+            name="generate_batch",
+            seconds=60,
+            command=[
+                sys.executable,
+                str(BENCHMARKS / "generate_batch.py"),
+                *("--device", self.device, "--dtype", "bfloat16", "--model", str(model)),
+                *("--json", str(self.out / "generate_batch.json")),
+                *(["--quick"] if self.is_tiny else []),
+            ],
+            lacks=None if model.exists() else "there is no model",
+        )
         compared = ["--phases", "training,scoring"]
         flash = ["--attention", "FA4", *compared, "--ways", "forest"]
         yield Step(
