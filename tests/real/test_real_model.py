@@ -59,7 +59,11 @@ def test_it_answers_as_a_chat_model_and_as_the_learner_computes(model, tmp_path)
 def trained(model, tmp_path_factory):
     """A reward model of one step, and what its run printed."""
     folder = tmp_path_factory.mktemp("real")
-    rows = [{"prompt": QUESTION, "chosen": ANSWERS[0], "rejected": ANSWERS[1]}] * 4
+    capitals = {"France": "Paris", "Italy": "Rome", "Peru": "Lima", "Japan": "Tokyo"}
+    rows = [
+        {"prompt": f"The capital of {country}?", "chosen": city, "rejected": "Nobody knows."}
+        for country, city in capitals.items()
+    ]
     done = train(
         [
             *CPU,
