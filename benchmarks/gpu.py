@@ -338,7 +338,8 @@ def profiled(
         return {}
     on_gpu = machine.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as seen:
+    activities = [activity.CPU, *([activity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as seen:
         call()
         machine.wait()
     kernels: dict[str, tuple[float, int]] = {}

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -34,21 +35,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         if options.wheels.name:
-            site(options, scratch).replace(first / "site.tar.xz")
-        model = (options.model or download(MODEL, scratch / "model")).resolve()
-        if model.is_dir():
-            packed = scratch / "model.tar"
-            with tarfile.open(packed, "w") as archive:
-                for file in sorted(model.iterdir()):
-                    archive.add(file, file.name)
-            model = packed
-        whole = model.read_bytes()
+            shutil.move(site(options, scratch), first)
+        whole = packed(options.model or download(MODEL, scratch / "model"), scratch)
     here = len(whole) if options.with_first is None else options.with_first * 2**20
     (first / "model.0").write_bytes(whole[:here])
-    if whole[here:]:
-        (second / "model.1").write_bytes(whole[here:])
-    shutil.copy(options.pairs, first / "pairs.jsonl.gz")
-    shutil.copy(options.validation, first / "validation.jsonl.gz")
+    (second / "model.1").write_bytes(whole[here:])
+    shutil.copyfile(options.pairs, first / "pairs.jsonl.gz")
+    shutil.copyfile(options.validation, first / "validation.jsonl.gz")
     for folder in (first, second):
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"{folder}: {size / 2**20:.0f} MiB beside the checkout")
@@ -66,10 +59,25 @@ def site(options: argparse.Namespace, scratch: Path) -> Path:
     pip(
         "install", "--no-index", "--no-deps", "--no-compile", *target, "--target", installed, *files
     )
-    packed = scratch / "site.tar.xz"
-    with tarfile.open(packed, "w:xz", preset=6) as archive:
+    whole = scratch / "site.tar.xz"
+    with tarfile.open(whole, "w:xz", preset=6) as archive:
         archive.add(installed, ".")
-    return packed
+    return whole
+
+
+def packed(model: Path, scratch: Path) -> bytes:
+    """Return a model as a GGUF file or as an archive of its directory."""
+    if model.is_dir():
+        whole = scratch / "model.tar"
+        with tarfile.open(whole, "w") as archive:
+            for file in sorted(model.iterdir()):
+                archive.add(file.resolve(), file.name)
+        return whole.read_bytes()
+    if model.suffix == ".whl":
+        with zipfile.ZipFile(model) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+            return archive.read(name)
+    return model.read_bytes()
 
 
 def download(name: str, folder: Path) -> Path:
