@@ -72,9 +72,6 @@ class ColocatedConfig(Section):
 class GenerationConfig(Section):
     """The sampling of completions, and its engine."""
 
-    removed: ClassVar[Mapping[str, str]] = {
-        "ipc": "use auto or broadcast, which is quicker, or object_store"
-    }
     foreign_keys: ClassVar[frozenset[str]] = foreign("GenerationConfig")
 
     backend: Annotated[Literal["auto", "transformers", "vllm"], MAY_CHANGE] = "auto"

@@ -139,6 +139,8 @@ class DrawingRequest:
     """Fraction of the device's memory that vLLM takes for weights and cache."""
     runs_ahead: bool
     """Whether generation overlaps with training, so that it needs a copy of the weights."""
+    through_host: bool = False
+    """Whether the settings send new weights through the memory of the host, not from GPU to GPU."""
     conversation_bytes: int = 0
     """Most bytes of keys and values that are kept of conversations between their turns."""
 

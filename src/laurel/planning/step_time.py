@@ -612,10 +612,12 @@ def _transfer(
     shape: ModelShape,
     clock: _Clock,
 ) -> Cost:
-    """Return the cost of sending the changed weights, in float32, from the learner to all engines.
+    """Return the cost of sending the changed weights from the learner to all engines.
 
-    The engine in process samples from the learner's own weights. vLLM takes them through the memory
-    of the host; between GPUs that the two have for themselves they go over NCCL.
+    The engine in process samples from the learner's own weights; other engines of ours get float32,
+    and vLLM the dtype that it holds. Between GPUs that the two have for themselves weights go over
+    NCCL; on the same GPUs they are copied in memory, up to five times; on CPUs, and where it is
+    set, they go through the host.
     """
     training, drawing = request.training, request.drawing
     assert drawing is not None
@@ -626,11 +628,16 @@ def _transfer(
             rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in chosen
         ]
         changed = shape.num_layers * sum(sizes)
-    sent = float(MASTER_BYTES * changed)
+    width = COMPUTE_BYTES[drawing.precision] if drawing.uses_vllm else MASTER_BYTES
+    sent = float(width * changed)
     is_apart = generation.shares_with is None
     if not drawing.uses_vllm and not is_apart and not drawing.runs_ahead:
         sent = 0.0
-    if is_apart and not drawing.uses_vllm and request.device != "cpu":
+    if request.device == "cpu" or drawing.through_host or not sent:
+        return Cost(link_bytes=sent, seconds=sent / HOST_RATE, limit="host")
+    if is_apart:
         both = replace(policy, slots=policy.slots + generation.slots)
         return clock.cost(training.precision, link_bytes=sent, rate=clock.rate(both))
-    return Cost(link_bytes=sent, seconds=sent / HOST_RATE, limit="host")
+    # Read as the learner has them, written once, and read and written in each further copy.
+    copied = MASTER_BYTES * changed + 9 * sent
+    return clock.cost(training.precision, memory_bytes=copied)

@@ -160,9 +160,10 @@ JsonOption = Annotated[
 
 def complete_tasks() -> list[str]:
     """List the named data sets of tasks, as shell completions."""
+    from laurel import plugins
     from laurel.data.task_formats import TASK_SETS
 
-    return list(TASK_SETS)
+    return [*TASK_SETS, *plugins.names("rows")]
 
 
 def sets_column(word: str) -> bool:

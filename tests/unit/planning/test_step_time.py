@@ -165,11 +165,16 @@ def test_scoring_reads_all_conversations_once_for_each_model():
     assert scoring.slots_of == "policy"
 
 
-def test_weights_stay_go_over_the_link_or_through_the_host():
+def test_weights_stay_are_copied_go_over_the_link_or_through_the_host():
     assert phases(timed())["weight transfer"].shared.seconds == 0
     count = SHAPE.num_parameters
-    through_host = phases(timed("policy.generation.backend=vllm"))["weight transfer"].shared
-    assert (through_host.seconds, through_host.limit) == (4 * count / HOST_RATE, "host")
+    vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.precision=bfloat16")
+    host = ["cluster.device=cpu", "policy.generation.vllm_cfg.weight_loading=files"]
+    for change in (*host, "policy.generation.weight_transfer=object_store"):
+        through_host = phases(timed(*vllm, "cluster.device=cuda", change))["weight transfer"].shared
+        assert (through_host.seconds, through_host.limit) == (2 * count / HOST_RATE, "host")
+    copied = phases(timed(*vllm, "cluster.device=cuda"))["weight transfer"].shared
+    assert (copied.memory_bytes, copied.limit) == ((4 + 9 * 2) * count, "memory")
     apart = (
         "cluster.device=cuda",
         "policy.generation.colocated.enabled=false",
@@ -178,6 +183,8 @@ def test_weights_stay_go_over_the_link_or_through_the_host():
     )
     over_link = phases(timed(*apart))["weight transfer"].shared
     assert (over_link.seconds, over_link.limit) == (4 * count / 1e3, "link")
+    to_vllm = phases(timed(*apart, *vllm))["weight transfer"].shared
+    assert (to_vllm.seconds, to_vllm.limit) == (2 * count / 1e3, "link")
 
 
 def test_generation_that_runs_ahead_hides_the_shorter_side():
