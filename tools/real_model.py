@@ -94,7 +94,7 @@ def directory(cache: Path) -> Path:
 
 
 def main() -> int:
-    """Print the directory, or the file; the exit code is 3 where the model cannot be fetched."""
+    """Print the directory, or the file; the exit code is 3 if the model cannot be fetched."""
     from laurel.errors import UserError
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -106,7 +106,7 @@ def main() -> int:
         print(bring(cache) if options.as_file else directory(cache))
     except (NotFetchedError, UserError) as error:
         print(f"no real model: {error}", file=sys.stderr)
-        return 3
+        return 3 if isinstance(error, NotFetchedError) else 1
     return 0
 
 

@@ -207,7 +207,8 @@ class EnvironmentServices:
 
     name: str
     """The name of the environment in tasks."""
-    device: str = "auto"
+    device: Any = "auto"
+    """Where a model computes: `auto`, `cpu` or `cuda`."""
     max_turns: int | None = None
     """The policy's turns in a rollout."""
     say: Callable[[str], None] | None = None
@@ -245,6 +246,27 @@ class EnvironmentKind(Plugin):
         return None
 
 
+class Rows(Plugin):
+    """A data set of tasks whose rows a package makes (`data.dataset_name`).
+
+    If an environment has the same name, it grades the tasks for which no other is named.
+    """
+
+    first_settings: ClassVar[Mapping[str, str]] = {}
+    """Keys with values that `laurel init --data NAME` writes, besides the data set's name."""
+    to_do: ClassVar[str] = ""
+    """What a person has to do about these."""
+
+    def make(self, chosen: Any, environments: Any) -> Any:
+        """Return the rows, a `data.tasks.MadeRows`.
+
+        Args:
+            chosen: The settings of the set, a `TaskSetConfig`.
+            environments: The section `env`.
+        """
+        raise NotImplementedError
+
+
 KINDS: Mapping[str, type[Plugin]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
@@ -252,6 +274,7 @@ KINDS: Mapping[str, type[Plugin]] = {
     "loggers": Logger,
     "dialects": ServerDialect,
     "environments": EnvironmentKind,
+    "rows": Rows,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 

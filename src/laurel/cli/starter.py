@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from laurel import plugins
 from laurel.cli.data_check import examine_data
 from laurel.config.json_schema import schema_text
 from laurel.config.load import load_config, to_yaml
@@ -28,7 +29,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
 from laurel.data.sources import READERS
-from laurel.data.task_formats import MADE_SETS, TASK_SETS
+from laurel.data.task_formats import TASK_SETS
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT
 from laurel.errors import (
     ConfigError,
@@ -264,40 +265,20 @@ def _model(said: str, *, trainer: str) -> Chosen:
         return Chosen(settings=settings, notes=notes, longest=longest)
 
 
-_MADE: dict[str, tuple[dict[str, str], str]] = {
-    "reasoning_gym": (
-        {"data.tasks": "{chain_sum: 1.0}"},
-        "data.tasks names its generators and their weights",
-    ),
-    "verifiers": (
-        {"env.verifiers": "{verifiers: {id: PACKAGE}}"},
-        "write the installed package of the taskset into env.verifiers.verifiers.id",
-    ),
-    "openenv": (
-        {"env.openenv": "{openenv: {url: 'http://127.0.0.1:8000'}}", "data.max_samples": "100"},
-        "write the address of the server into env.openenv.openenv.url, and how many seeds make a "
-        "task into data.max_samples",
-    ),
-    "openreward": (
-        {"env.openreward": "{openreward: {url: 'http://127.0.0.1:8080'}}"},
-        "write the address of the server into env.openreward.openreward.url",
-    ),
-}
-"""Settings for the sets that packages make, with what is to be done about them."""
-
-
 def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:
     is_set = not (said.startswith((".", "/", "~")) or Path(said).exists())
     if not is_set or said.lower().removesuffix(".gz").endswith(tuple(READERS)):
         return _rows_in(said, task, said_columns)
     sets = [name for name, one in DATASET_CLASSES.items() if one.hub.name]
     if task["trainer"] == "grpo":
-        sets = [name for name, one in TASK_SETS.items() if one.hub.name or name in MADE_SETS]
+        sets = [name for name, one in TASK_SETS.items() if one.hub.name]
+        sets += plugins.names("rows")
     if said in sets:
-        if said in MADE_SETS:
-            settings, note = _MADE[said]
-            settings = {"data.dataset_name": said, "data.env_name": said, **settings}
-            return Chosen(settings=settings, notes=[f"{note}; see docs/other_environments.md"])
+        if said in plugins.names("rows"):
+            rows = plugins.find(plugins.Rows, said)
+            settings = {"data.dataset_name": said, "data.env_name": said, **rows.first_settings}
+            notes = [f"{rows.to_do}; see docs/other_environments.md"] if rows.to_do else []
+            return Chosen(settings=settings, notes=notes)
         note = f"{said} is downloaded from the Hugging Face hub when the run starts"
         settings = {"data.dataset_name": said}
         if task["trainer"] == "rm" and DATASET_CLASSES[said].has_validation:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from laurel.config.environments import (
     CodeEnvironmentConfig,
@@ -15,9 +15,12 @@ from laurel.config.environments import (
     ToolsConfig,
     VerifiersEnvironmentConfig,
 )
-from laurel.plugins import EnvironmentKind, EnvironmentServices
+from laurel.plugins import EnvironmentKind, EnvironmentServices, Rows
 
 if TYPE_CHECKING:
+    from laurel.config.data import TaskSetConfig
+    from laurel.config.environments import EnvironmentsConfig
+    from laurel.data.tasks import MadeRows
     from laurel.protocols import Environment
 
 Needs = Collection[Literal["answers", "tests"]]
@@ -36,7 +39,7 @@ class Math(EnvironmentKind):
 
     def needs(self, section: MathEnvironmentConfig) -> Needs:
         """Return that tasks have answers."""
-        return ("answers",)
+        return ["answers"]
 
 
 class Code(EnvironmentKind):
@@ -52,7 +55,7 @@ class Code(EnvironmentKind):
 
     def needs(self, section: CodeEnvironmentConfig) -> Needs:
         """Return that tasks have tests."""
-        return ("tests",)
+        return ["tests"]
 
 
 class RewardModel(EnvironmentKind):
@@ -72,7 +75,7 @@ class RewardModel(EnvironmentKind):
 
     def needs(self, section: RewardModelEnvironmentConfig) -> Needs:
         """Return that tasks have answers, if the answer's score is subtracted."""
-        return ("answers",) if section.transform.subtract_reference else ()
+        return ["answers"] if section.transform.subtract_reference else []
 
 
 class Tools(EnvironmentKind):
@@ -145,3 +148,67 @@ class OpenReward(EnvironmentKind):
         from laurel.environments.session_servers import open_sessions
 
         return open_sessions(services.name, section)
+
+
+# --------------------------------------------------------------------------------------------------
+# The data sets that packages of environments make.
+
+
+class ReasoningGymRows(Rows):
+    """Generated tasks of reasoning_gym."""
+
+    first_settings: ClassVar[Mapping[str, str]] = {"data.tasks": "{chain_sum: 1.0}"}
+    to_do = "data.tasks names its generators and their weights"
+
+    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
+        """Return the rows."""
+        from laurel.environments.reasoning_gym import made_rows
+
+        return made_rows(chosen, environments.reasoning_gym)
+
+
+class VerifiersRows(Rows):
+    """The tasks of a taskset of verifiers."""
+
+    first_settings: ClassVar[Mapping[str, str]] = {"env.verifiers": "{verifiers: {id: PACKAGE}}"}
+    to_do = "write the installed package of the taskset into env.verifiers.verifiers.id"
+
+    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
+        """Return the rows."""
+        from laurel.environments.verifiers import taskset_rows
+
+        return taskset_rows(chosen, environments.verifiers)
+
+
+class OpenEnvRows(Rows):
+    """A task for each seed of a server of OpenEnv."""
+
+    first_settings: ClassVar[Mapping[str, str]] = {
+        "env.openenv": "{openenv: {url: 'http://127.0.0.1:8000'}}",
+        "data.max_samples": "100",
+    }
+    to_do = (
+        "write the address of the server into env.openenv.openenv.url, and how many seeds make a "
+        "task into data.max_samples"
+    )
+
+    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
+        """Return the rows."""
+        from laurel.environments.session_servers import session_rows
+
+        return session_rows(chosen, environments.openenv, kind="openenv")
+
+
+class OpenRewardRows(Rows):
+    """The tasks of a server of the Open Reward Standard."""
+
+    first_settings: ClassVar[Mapping[str, str]] = {
+        "env.openreward": "{openreward: {url: 'http://127.0.0.1:8080'}}"
+    }
+    to_do = "write the address of the server into env.openreward.openreward.url"
+
+    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
+        """Return the rows."""
+        from laurel.environments.session_servers import session_rows
+
+        return session_rows(chosen, environments.openreward, kind="openreward")

@@ -24,8 +24,7 @@ from laurel.protocols import Environment
 from laurel.types import ToolSchemas
 
 if TYPE_CHECKING:
-    from laurel.config.data import TaskSetConfig
-    from laurel.data.tasks import MadeRows, RowSource
+    from laurel.data.tasks import RowSource
     from laurel.environments.code.nodes import ClusterNodes
     from laurel.rewards.open import ScorerPlacement
 
@@ -84,32 +83,10 @@ def register_env(name: str, class_path: str) -> None:
 def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
     """Return what makes the rows of the data sets that packages bring, by the sets' names."""
 
-    def reasoning_gym(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.reasoning_gym import made_rows
+    def of(name: str) -> RowSource:
+        return lambda chosen: plugins.find(plugins.Rows, name).make(chosen, config)
 
-        return made_rows(set_config, config.reasoning_gym)
-
-    def verifiers(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.verifiers import taskset_rows
-
-        return taskset_rows(set_config, config.verifiers)
-
-    def openenv(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.session_servers import session_rows
-
-        return session_rows(set_config, config.openenv, kind="openenv")
-
-    def openreward(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.session_servers import session_rows
-
-        return session_rows(set_config, config.openreward, kind="openreward")
-
-    return {
-        "reasoning_gym": reasoning_gym,
-        "verifiers": verifiers,
-        "openenv": openenv,
-        "openreward": openreward,
-    }
+    return {name: of(name) for name in plugins.names("rows")}
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
@@ -149,7 +126,12 @@ def create_environments(
     taken = {*(name for name in config.names() if name in plugins.names("environments"))}
     taken |= OTHER_NAMES.keys()
     named: dict[str, str] = {}
-    for section, own in {"custom": config.custom, "composite": config.composite, **several}.items():
+    sections: dict[str, Iterable[str]] = {
+        "custom": config.custom,
+        "composite": config.composite,
+        **several,
+    }
+    for section, own in sections.items():
         for name in own:
             if name in taken:
                 raise ConfigError(

@@ -121,6 +121,8 @@ class TrainingRequest:
     """Whether tensor-parallel ranks divide the tokens among them between the layers."""
     offloads: bool = False
     """Whether weights, gradients and optimizer states lie in the host's memory."""
+    compiles: Literal["auto"] | bool = "auto"
+    """Whether layers are compiled; `auto`: on a GPU that has the whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -330,6 +330,7 @@ def _training(config: Run) -> TrainingRequest:
         recomputes=parallel.activation_checkpointing,
         sequence_parallel=parallel.sequence_parallel,
         offloads=parallel.cpu_offload,
+        compiles=policy.compile,
     )
 
 

@@ -295,7 +295,7 @@ def test_a_dead_engine_ends_what_waits_for_it(one_model):
     assert not any(process.is_running() for process in engine._processes)
 
 
-def test_a_killed_program_leaves_no_engine_behind(tmp_path):
+def test_a_killed_program_leaves_no_engine_behind(tmp_path, short_folder):
     require_vllm()
     program = tmp_path / "program.py"
     program.write_text(
@@ -314,7 +314,7 @@ def test_a_killed_program_leaves_no_engine_behind(tmp_path):
         )
     )
     log = (tmp_path / "log").open("w")
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": short_folder}
     with (
         log,
         subprocess.Popen(
