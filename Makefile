@@ -115,7 +115,7 @@ test-gpu: $(STAMP)
 
 # Where the model cannot be fetched (exit code 3), the tests are skipped and say so.
 test-real: $(STAMP)
-	@model="$$($(BIN)/python tools/real_model.py)" || test $$? -eq 3; LAUREL_REAL_MODEL="$$model" $(BIN)/python -m pytest tests/real
+	@model="$$($(BIN)/python tools/real_model.py)" || test $$? -eq 3 || exit 1; LAUREL_REAL_MODEL="$$model" $(BIN)/python -m pytest tests/real
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

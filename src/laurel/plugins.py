@@ -207,7 +207,8 @@ class EnvironmentServices:
 
     name: str
     """The name of the environment in tasks."""
-    device: str = "auto"
+    device: Any = "auto"
+    """Where a model computes: `auto`, `cpu` or `cuda`."""
     max_turns: int | None = None
     """The policy's turns in a rollout."""
     say: Callable[[str], None] | None = None

@@ -59,7 +59,11 @@ def test_it_answers_as_a_chat_model_and_as_the_learner_computes(model, tmp_path)
 def trained(model, tmp_path_factory):
     """A reward model of one step, and what its run printed."""
     folder = tmp_path_factory.mktemp("real")
-    rows = [{"prompt": QUESTION, "chosen": ANSWERS[0], "rejected": ANSWERS[1]}] * 4
+    capitals = {"France": "Paris", "Italy": "Rome", "Peru": "Lima", "Japan": "Tokyo"}
+    rows = [
+        {"prompt": f"The capital of {country}?", "chosen": city, "rejected": "Nobody knows."}
+        for country, city in capitals.items()
+    ]
     done = train(
         [
             *CPU,
@@ -89,8 +93,7 @@ def test_scores_are_the_same_wherever_they_are_asked_for(trained, tmp_path):
         assert done.exit_code == 0, done.output
 
     called("score", rows, "--model", checkpoint, "-o", written)
-    line = json.loads(written.read_text())
-    by_command = [one["value"] for one in line["scores"]]
+    by_command = json.loads(written.read_text())["scores"]
     assert len(set(by_command)) == len(ANSWERS)
     called("export", "--model", checkpoint, "--output", exported)
     asked = [(Message("user", QUESTION), Message("assistant", answer)) for answer in ANSWERS]
@@ -100,7 +103,7 @@ def test_scores_are_the_same_wherever_they_are_asked_for(trained, tmp_path):
         status, answer = server.score(*ANSWERS, prompt=QUESTION)
     assert status == 200
     served = [one["value"] for one in answer["groups"][0]["scores"]]
-    assert served == pytest.approx(by_command, abs=1e-6)
+    assert served == pytest.approx(by_command, abs=1e-5)
 
 
 def test_its_padding_and_its_template_are_settled(trained):

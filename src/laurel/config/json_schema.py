@@ -89,7 +89,8 @@ def _plugged_in(
     """
     sections = sections_of(kinds_of(field.annotation))
     if not sections:
-        return {**TypeAdapter(field.annotation).json_schema(), "default": field.default}
+        kind: Any = field.annotation
+        return {**TypeAdapter(kind).json_schema(), "default": field.default}
     (section,) = sections
     below = {one.__name__: one for one, _ in sections_below(section, plugged_in=True)}
     schema = section.model_json_schema(ref_template=f"#/$defs/{place}.{{model}}")

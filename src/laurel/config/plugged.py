@@ -87,7 +87,8 @@ class OpenSection(Section):
                 raise ValueError(
                     f"unknown key {key}" + (f"; did you mean '{near}'?" if near else "")
                 )
-            made[key] = TypeAdapter(field.annotation).validate_python(values[key])
+            kind: Any = field.annotation
+            made[key] = TypeAdapter(kind).validate_python(values[key])
         return made
 
     def settings_of(self, base: type[P], name: str) -> tuple[P, Any]:

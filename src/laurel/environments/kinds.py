@@ -39,7 +39,7 @@ class Math(EnvironmentKind):
 
     def needs(self, section: MathEnvironmentConfig) -> Needs:
         """Return that tasks have answers."""
-        return ("answers",)
+        return ["answers"]
 
 
 class Code(EnvironmentKind):
@@ -55,7 +55,7 @@ class Code(EnvironmentKind):
 
     def needs(self, section: CodeEnvironmentConfig) -> Needs:
         """Return that tasks have tests."""
-        return ("tests",)
+        return ["tests"]
 
 
 class RewardModel(EnvironmentKind):
@@ -75,7 +75,7 @@ class RewardModel(EnvironmentKind):
 
     def needs(self, section: RewardModelEnvironmentConfig) -> Needs:
         """Return that tasks have answers, if the answer's score is subtracted."""
-        return ("answers",) if section.transform.subtract_reference else ()
+        return ["answers"] if section.transform.subtract_reference else []
 
 
 class Tools(EnvironmentKind):

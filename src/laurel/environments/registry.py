@@ -126,7 +126,12 @@ def create_environments(
     taken = {*(name for name in config.names() if name in plugins.names("environments"))}
     taken |= OTHER_NAMES.keys()
     named: dict[str, str] = {}
-    for section, own in {"custom": config.custom, "composite": config.composite, **several}.items():
+    sections: dict[str, Iterable[str]] = {
+        "custom": config.custom,
+        "composite": config.composite,
+        **several,
+    }
+    for section, own in sections.items():
         for name in own:
             if name in taken:
                 raise ConfigError(

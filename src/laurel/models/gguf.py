@@ -290,13 +290,14 @@ def _write(path: Path, directory: Path, header: _Header) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     quiet_libraries()
+    factory: Any = AutoModelForCausalLM
     dtype = getattr(torch, header.dtype)
     source: dict[str, Any] = {"gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **source)
     if hasattr(transformers, "GgufConfig"):  # else some architectures would stay quantised
         source["quantization_config"] = transformers.GgufConfig(path.name, dequantize=True)
     with _without_bars():
-        read, info = AutoModelForCausalLM.from_pretrained(
+        read, info = factory.from_pretrained(
             path.parent, dtype=dtype, output_loading_info=True, **source
         )
     if info["missing_keys"]:
@@ -305,7 +306,7 @@ def _write(path: Path, directory: Path, header: _Header) -> None:
     said = read.config.to_dict()
     kept = {k: v for k, v in said.items() if k != "quantization_config" and not k.startswith("_")}
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(type(read.config)(**kept), dtype=dtype)
+        network = factory.from_config(type(read.config)(**kept), dtype=dtype)
     network.load_state_dict(read.state_dict(), assign=True)
     network.tie_weights()
     network.generation_config = read.generation_config

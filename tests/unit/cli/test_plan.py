@@ -124,6 +124,24 @@ def test_a_device_has_its_own_memory_and_its_seconds_are_facts(capsys):
     assert "time" not in json.loads(capsys.readouterr().out)
 
 
+def test_larger_micro_batches_that_fit_are_named_until_their_size_is_said(capsys):
+    def notes(*changes):
+        given = options(device="H100", as_json=True)
+        assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", [*SEED, *changes], given)
+        facts = json.loads(capsys.readouterr().out)
+        return facts, [n for n in facts["notes"] if "train_mb_tokens" in n]
+
+    facts, (said,) = notes()
+    (setting,) = (word for word in said.split() if word.startswith("policy.sequence_packing"))
+    larger, none = notes(setting)
+    assert none == []
+    before, now = (one["batches"][0]["num_micro_batches"] for one in (facts, larger))
+    assert f"at most {now} passes instead of {before}" in said
+    (training,) = (p["total"] for p in larger["memory"] if p["phase"] == "training")
+    assert training <= 0.9 * 80e9
+    assert notes("cluster.device=cpu")[1] == []
+
+
 @pytest.mark.parametrize(("is_used", "urls"), [(True, None), (False, None), (True, ["http://j"])])
 def test_a_judge_beside_the_policy_is_said_to_be_left_out(is_used, urls):
     judge = {"model": "results/judge", "urls": urls}

@@ -152,7 +152,8 @@ def test_the_whole_compiler_computes_the_same():
 
 @pytest.mark.slow
 def test_layers_that_ranks_shard_compute_the_same():
-    for plain, found in together(parallel_work.with_compiled_layers, 2, {"dp_shard": 2}):
+    work, sizes = parallel_work.with_compiled_layers, {"dp_shard": 2}
+    for plain, found in together(work, 2, sizes, deadline=300):
         assert found["graphs"] > plain["graphs"] == 0
         torch.testing.assert_close(found["outputs"], plain["outputs"], rtol=0, atol=2e-6)
         nearly(found["gradients"], plain["gradients"])
