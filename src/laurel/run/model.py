@@ -144,6 +144,13 @@ def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None
     if facts.path == "forest":
         check = f"self-check against one-by-one: {facts.self_check:.1e}"
         console.print(f"path    token forest; {check}")
+    policy = context.config.policy
+    if facts.device == "cpu" and "precision" not in policy.model_fields_set:
+        console.print(
+            f"note    policy.precision={policy.precision} is the default, for GPUs. On a CPU "
+            "float32 is more precise, and as fast or faster unless laurel doctor finds bfloat16 "
+            "instructions"
+        )
     for note in facts.notes:
         console.print(note if note.startswith("warning: ") else f"note    {note}")
 
