@@ -3,7 +3,7 @@
     python benchmarks/overoptimisation.py --set fresh --seeds 7-8
     python benchmarks/overoptimisation.py --set tuning --seeds 100-101 --keep DIRECTORY
     python benchmarks/overoptimisation.py --model HuggingFaceTB/SmolLM2-135M-Instruct \
-        --rewards keyword --rates 1e-4 --steps 30 --warm-up 40
+        --rewards keyword --rates 1e-4 --steps 20 --warm-up 16 --seeds 0-0
 
 With `--keep` the models and the logs stay, and runs that lie there complete are only judged again.
 

@@ -40,7 +40,7 @@ from laurel.models.forest.decoder import RewardModel
 from laurel.models.forest.policy import PolicyModel
 from laurel.types import TokenGroup
 
-RANDOM = [(16, 3), (128, 5), (255, 2)]
+RANDOM = [(16, 3), (128, 5)]
 """Prompt tokens and completions of the groups under a model with random weights."""
 WAYS = (
     "float32",

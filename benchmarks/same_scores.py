@@ -117,7 +117,7 @@ def by_command(
     settings = ["--precision", dtype, "--device", "cpu", "--cpu-threads", str(options.threads)]
     subprocess.run([*command, *settings], check=True)
     lines = written.read_text(encoding="utf-8").splitlines()
-    return values([json.loads(line) for line in lines])
+    return [score for line in lines for score in json.loads(line)["scores"]]
 
 
 def by_server(

@@ -141,7 +141,7 @@ class Advantage(Plugin):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedRun:
+class LoggerServices:
     """The run that a logger is opened for."""
 
     run_dir: Path
@@ -158,7 +158,7 @@ class Logger(Plugin):
     extra: ClassVar[str | None] = None
     """The extra of Laurel that installs that package."""
 
-    def make(self, section: Any, run: LoggedRun) -> MetricLogger:
+    def make(self, section: Any, run: LoggerServices) -> MetricLogger:
         """Open the logger.
 
         Args:
@@ -332,7 +332,7 @@ def entries(kind: str) -> Iterator[Entry]:
         yield from declared
 
 
-def is_ours(kind: str, name: str) -> bool:
+def is_own(kind: str, name: str) -> bool:
     """Report whether a plug-in is one of Laurel's own."""
     return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
 
@@ -340,7 +340,7 @@ def is_ours(kind: str, name: str) -> bool:
 def readers(base: type[PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
     """Return the names of Laurel's own plug-ins of a kind that read a key."""
     kind = _kind_of(base)
-    return [name for name in names(kind) if is_ours(kind, name) and key in find(base, name).keys]
+    return [name for name in names(kind) if is_own(kind, name) and key in find(base, name).keys]
 
 
 def _kind_of(base: type[Plugin]) -> str:

@@ -124,7 +124,7 @@ def field_of(section: type[Section], key: str | int) -> FieldInfo | None:
     return own
 
 
-def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
+def all_fields(section: type[Section]) -> dict[str, FieldInfo]:
     """Return the fields of a section, with those of all plug-ins that have settings in it."""
     more = dict(section.all_plugged_in()) if issubclass(section, OpenSection) else {}
     return {**section.model_fields, **more}

@@ -58,7 +58,7 @@ class Code(EnvironmentKind):
         return ["tests"]
 
 
-class RewardModel(EnvironmentKind):
+class ScoredByModel(EnvironmentKind):
     """Conversations scored by reward models, servers, a judge or a function."""
 
     section = RewardModelEnvironmentConfig

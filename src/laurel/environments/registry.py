@@ -35,7 +35,7 @@ OTHER_NAMES = {"math_default": "math"}
 def built_in() -> list[str]:
     """Return the names of Laurel's own environments that need no name of the user's."""
     kinds = plugins.names("environments")
-    ours = [name for name in kinds if plugins.is_ours("environments", name)]
+    ours = [name for name in kinds if plugins.is_own("environments", name)]
     alone = [name for name in ours if not plugins.find(EnvironmentKind, name).several]
     return [*alone, *OTHER_NAMES]
 

@@ -25,7 +25,7 @@ from laurel.config.policy import LoggerConfig, MlflowConfig, TensorboardConfig, 
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.observe.console import verbosity
 from laurel.observe.files import replace_file
-from laurel.plugins import LoggedRun
+from laurel.plugins import LoggerServices
 from laurel.protocols import MetricLogger
 
 METRICS_FILE = "metrics.jsonl"
@@ -229,7 +229,7 @@ def open_loggers(
     check_available(config)
 
     loggers = Loggers({}, warn=warn)
-    run = plugins.LoggedRun(run_dir=run_dir, resumed_step=resumed_step)
+    run = plugins.LoggerServices(run_dir=run_dir, resumed_step=resumed_step)
     for name in config.enabled:
         logger, section = config.settings_of(plugins.Logger, name)
         loggers.add(name, partial(logger.make, section, run))
@@ -517,7 +517,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 class Jsonl(plugins.Logger):
     """Files of JSON lines in the run's directory."""
 
-    def make(self, section: None, run: LoggedRun) -> JsonlLogger:
+    def make(self, section: None, run: LoggerServices) -> JsonlLogger:
         """Open the files."""
         return JsonlLogger(run.run_dir, resumed_step=run.resumed_step)
 
@@ -528,7 +528,7 @@ class Tensorboard(plugins.Logger):
     section = TensorboardConfig
     package = "tensorboard"
 
-    def make(self, section: TensorboardConfig, run: LoggedRun) -> TensorboardLogger:
+    def make(self, section: TensorboardConfig, run: LoggerServices) -> TensorboardLogger:
         """Open the event files."""
         return TensorboardLogger(run.run_dir / section.log_dir, resumed_step=run.resumed_step)
 
@@ -539,7 +539,7 @@ class Wandb(plugins.Logger):
     section = WandbConfig
     package = extra = "wandb"
 
-    def make(self, section: WandbConfig, run: LoggedRun) -> WandbLogger:
+    def make(self, section: WandbConfig, run: LoggerServices) -> WandbLogger:
         """Begin or continue a run there."""
         return WandbLogger(section, run_dir=run.run_dir, resumed=run.resumed_step is not None)
 
@@ -550,6 +550,6 @@ class Mlflow(plugins.Logger):
     section = MlflowConfig
     package = extra = "mlflow"
 
-    def make(self, section: MlflowConfig, run: LoggedRun) -> MlflowLogger:
+    def make(self, section: MlflowConfig, run: LoggerServices) -> MlflowLogger:
         """Begin or continue a run there."""
         return MlflowLogger(section, run_dir=run.run_dir, resumed=run.resumed_step is not None)

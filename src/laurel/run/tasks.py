@@ -55,7 +55,7 @@ def needs_of(config: EnvironmentsConfig, default: str | None = None) -> TaskNeed
     answers, tests = set[str](), set[str]()
     several = config.named()
     for kind in plugins.names("environments"):
-        if not (plugins.is_ours("environments", kind) or kind in config or kind == default):
+        if not (plugins.is_own("environments", kind) or kind in config or kind == default):
             continue
         found = plugins.find(EnvironmentKind, kind)
         sections = several.get(kind, {})

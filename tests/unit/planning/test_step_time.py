@@ -171,9 +171,9 @@ def test_weights_stay_are_copied_go_over_the_link_or_through_the_host():
     vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.precision=bfloat16")
     host = ["cluster.device=cpu", "policy.generation.vllm_cfg.weight_loading=files"]
     for change in (*host, "policy.generation.weight_transfer=object_store"):
-        through_host = phases(timed(*vllm, change))["weight transfer"].shared
+        through_host = phases(timed(*vllm, "cluster.device=cuda", change))["weight transfer"].shared
         assert (through_host.seconds, through_host.limit) == (2 * count / HOST_RATE, "host")
-    copied = phases(timed(*vllm))["weight transfer"].shared
+    copied = phases(timed(*vllm, "cluster.device=cuda"))["weight transfer"].shared
     assert (copied.memory_bytes, copied.limit) == ((4 + 9 * 2) * count, "memory")
     apart = (
         "cluster.device=cuda",

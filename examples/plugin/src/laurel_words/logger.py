@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laurel.config.yaml_tree import Section
-from laurel.plugins import LoggedRun, Logger
+from laurel.plugins import Logger, LoggerServices
 
 
 class CsvConfig(Section):
@@ -21,7 +21,7 @@ class Csv(Logger):
 
     section = CsvConfig
 
-    def make(self, section: CsvConfig, run: LoggedRun) -> CsvLogger:
+    def make(self, section: CsvConfig, run: LoggerServices) -> CsvLogger:
         """Open the file; a resumed run goes on in it."""
         return CsvLogger(run.run_dir / section.file)
 
