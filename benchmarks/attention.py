@@ -1,8 +1,12 @@
 """Attention of one layer, forward and backward: the cascade against segment by segment.
 
     python benchmarks/attention.py --threads 1 --clock cpu
+    python benchmarks/attention.py --host
 
 Both see the same tensors and take turns in one process; the ratio is the median over the pairs.
+`--host` asks something else: the processor time of the host for one call of the flash kernels of
+GPUs, through torch's private operator, as the cascade calls it, and through its public function
+`varlen_attn`. The kernel behind both is one for CPUs that computes nothing, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ PLAIN = AttentionOptions(scaling=None, dropout=0.0, sliding_window=None, softcap
 def main() -> None:
     options = read_options()
     torch.set_num_threads(options.threads)
+    if options.host:
+        print(host_time(options.repeats))
+        return
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     rows = [
         measure(*shape, options=options, clock=clock)
@@ -59,6 +66,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--heads", type=int, nargs=3, default=[8, 2, 64], help="H, H_kv, width")
     parser.add_argument("--only", nargs="*", help="shapes, like 1024x64x16")
+    parser.add_argument("--host", action="store_true", help="the host's time of a call on GPUs")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("benchmark_results/attention.json"))
     add_clock(parser)
@@ -112,6 +120,51 @@ def measure(
     print(f"  {prompt} + {group} x {completion}: {ratio:.2f}", file=sys.stderr)
     shape = {"prompt": prompt, "completion": completion, "group": group}
     return {**shape, **seconds, "ratio": ratio, "difference": difference}
+
+
+def host_time(repeats: int, calls: int = 500) -> str:
+    """Return the microseconds of a call, least of the repeats, through either way."""
+    from torch.library import Library
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    query, key = torch.randn(64, 4, 16), torch.randn(64, 2, 16)
+    ends = torch.tensor([0, 64], dtype=torch.int32)
+
+    def kernel(*given: object, **options: object) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(size) for size in ((64, 4, 16), (4, 64), (2,), (), (0,)))
+
+    library = Library("aten", "IMPL", "CPU")
+    library.impl("_flash_attention_forward", kernel)
+    private = torch.ops.aten._flash_attention_forward
+    ways: dict[str, Callable[[], object]] = {
+        "private operator": lambda: private(
+            query, key, key, ends, ends, 64, 64, 0.0, True, False, scale=0.25
+        ),
+        "public function": lambda: varlen_attn(
+            query,
+            key,
+            key,
+            ends,
+            ends,
+            64,
+            64,
+            return_aux=AuxRequest(lse=True),
+            scale=0.25,
+            window_size=(-1, 0),
+            enable_gqa=True,
+        ),
+    }
+    least = dict.fromkeys(ways, float("inf"))
+    with torch.no_grad():
+        for _ in range(repeats):
+            for name, way in ways.items():
+                started = time.process_time()
+                for _ in range(calls):
+                    way()
+                taken = 1e6 * (time.process_time() - started) / calls
+                least[name] = min(least[name], taken)
+    del library
+    return ", ".join(f"{name} {taken:.0f} us" for name, taken in least.items())
 
 
 if __name__ == "__main__":

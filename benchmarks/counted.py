@@ -1,11 +1,15 @@
-"""How many bytes and kernels does a GPU need for the head of a policy, counted without a GPU?
+"""How many bytes and kernels does a GPU need for a policy's head and layers, counted without a GPU?
 
     python benchmarks/counted.py --markdown
+    python benchmarks/counted.py --of layers --markdown
+    python benchmarks/counted.py --of compiled --markdown
 
-Meta tensors, which have shapes and no values, go through the code that runs on a GPU; every
-operation counts the bytes of its inputs and outputs and one kernel. A pass over a matrix that stays
-in the cache counts as one over memory, and a gather counts its whole input, so that the counts are
-upper bounds. Seconds are bytes at an H100's 3.35 TB/s; the products' seconds at its 990 TFLOP/s.
+Meta and fake tensors, which have shapes and no values, go through the code that runs on a GPU.
+Every operation counts the bytes of its inputs and outputs and one kernel. A pass over a matrix that
+stays in the cache counts as one over memory, and a gather counts its whole input, so that the
+counts are upper bounds. Attention of layers is left out, and so are the bytes of products, which
+their operations hide. `--of compiled` asks torch's compiler for what a narrow layer moves once
+compiled. Seconds are bytes at an H100's 3.35 TB/s; the products' seconds at its 990 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -14,18 +18,23 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from rounds import table, write_json
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from laurel.models.forest.attention import as_computed
+from laurel.models.forest.decoder import round_residual_stream
 from laurel.models.forest.outputs import token_logprobs
+from laurel.planning.memory import ModelShape, decoder_shape
 
 BYTES_PER_SECOND, OPERATIONS_PER_SECOND = 3.35e12, 990e12
 """An H100's memory rate, and its rate of products in bfloat16."""
@@ -39,6 +48,45 @@ HEADS = {
     "Gemma-3-4B": (262_144, 2560),
 }
 """The vocabulary and the width of each model."""
+LAYERS = {
+    "0.9G": decoder_shape(
+        hidden_size=2048,
+        num_layers=16,
+        intermediate_size=5632,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=32_768,
+    ),
+    "Qwen3-0.6B": decoder_shape(
+        hidden_size=1024,
+        num_layers=28,
+        intermediate_size=3072,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+    ),
+    "Llama-3-8B": decoder_shape(
+        hidden_size=4096,
+        num_layers=32,
+        intermediate_size=14_336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128_256,
+    ),
+}
+LAYERS = {
+    name: replace(shape, normalises_heads=not name.startswith("Llama"))
+    for name, shape in LAYERS.items()
+}
+"""The shapes of models whose layers are counted; Qwen 3's have norms of queries and keys."""
+PROMPT = 1024
+"""The tokens of the prompt that the group shares, under which layers are counted."""
+Way = Literal["training", "log-probs", "scoring"]
+"""Forward and backward with float32 weights; forward with them; forward with bfloat16 weights."""
+PRODUCTS = {"mm", "addmm", "bmm"}
 ONLY_WRITTEN = {"zeros", "zeros_like", "new_zeros", "zero_", "fill_", "ones", "full", "arange"}
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "_unsafe_view", "lift_fresh"}
 
@@ -81,12 +129,18 @@ def stored(tensor: Tensor) -> int:
 
 
 def head(
-    vocabulary: int, width: int, *, chunk_size: int | None, device: str | torch.device = "meta"
+    vocabulary: int,
+    width: int,
+    *,
+    chunk_size: int | None,
+    device: str | torch.device = "meta",
+    trains: bool = True,
 ) -> Callable[[], None]:
-    """Return one forward and backward pass of a policy's head in bfloat16, with entropy."""
+    """Return one pass of a policy's head in bfloat16; in training also backward, with entropy."""
     like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     hidden_MD, weight_VD = (
-        torch.randn(rows, width, **like).mul_(0.05).requires_grad_() for rows in (GROUP, vocabulary)
+        torch.randn(rows, width, **like).mul_(0.05).requires_grad_(trains)
+        for rows in (GROUP, vocabulary)
     )
     targets_M = torch.randint(vocabulary, (GROUP,), device=device)
     pull_M = torch.ones(GROUP, device=device)
@@ -94,20 +148,211 @@ def head(
     def run() -> None:
         hidden_MD.grad = weight_VD.grad = None
         out = token_logprobs(
-            hidden_MD, targets_M, weight_VD, chunk_size=chunk_size, with_entropy=True
+            hidden_MD, targets_M, weight_VD, chunk_size=chunk_size, with_entropy=trains
         )
-        out.logprobs_M.backward(pull_M)
+        if trains:
+            out.logprobs_M.backward(pull_M)
 
     return run
 
 
+def layer(shape: ModelShape, way: Way, *, rounds: bool = True) -> tuple[int, int, int]:
+    """Return a layer's bytes without those of products, its kernels and its products' operations.
+
+    The tokens are a prompt and its group. The layer is the difference of two and of one.
+
+    Args:
+        shape: The shape of the model.
+        way: What is computed.
+        rounds: Whether the residual stream is bfloat16 under autocast; it was float32 before.
+    """
+    two, one = (_decoder(shape, count, way, rounds=rounds) for count in (2, 1))
+
+    def moved(counted: Counted) -> int:
+        return sum(size for name, size in counted.bytes.items() if name not in PRODUCTS)
+
+    return moved(two) - moved(one), two.kernels - one.kernels, two.operations - one.operations
+
+
+def head_of(shape: ModelShape, *, trains: bool) -> tuple[int, int]:
+    """Return the bytes of a policy's head without its products', and their operations."""
+    run = head(shape.vocab_size, shape.hidden_size, chunk_size=None, trains=trains)
+    with Counted() as counted:
+        run()
+    moved = sum(size for name, size in counted.bytes.items() if name not in PRODUCTS)
+    return moved, counted.operations
+
+
+def _decoder(shape: ModelShape, num_layers: int, way: Way, *, rounds: bool) -> Counted:
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register("not_counted", _attend)
+    config = AutoConfig.for_model(
+        "qwen3" if shape.normalises_heads else "llama",
+        vocab_size=64,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        attn_implementation="not_counted",
+    )
+    dtype = torch.bfloat16 if way == "scoring" else torch.float32
+    make: Any = AutoModelForCausalLM
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        network = make.from_config(config, dtype=dtype)
+        if rounds:
+            round_residual_stream(network)
+        ids = torch.zeros(1, PROMPT + GROUP, dtype=torch.int64)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=way != "scoring")
+        with Counted() as counted, torch.set_grad_enabled(way == "training"):
+            with autocast:
+                body = network.base_model
+                hidden = body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
+            if way == "training":
+                hidden.backward(torch.empty_like(hidden))
+    return counted
+
+
+def _attend(_module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+    rows = (one[0].transpose(0, 1) for one in as_computed(query, key, value))
+    return _Attention.apply(*rows)[None], None  # type: ignore[no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    """Has the shapes of attention, and moves nothing."""
+
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        context.save_for_backward(query, key, value)
+        return query.new_empty(query.shape)
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> Any:
+        return tuple(one.new_empty(one.shape) for one in context.saved_tensors)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--of", choices=["head", "layers", "compiled"], default="head")
     parser.add_argument("--chunk-size", type=int, help="tokens of a chunk; default: as in a run")
     parser.add_argument("--kinds", action="store_true", help="the bytes of each operation too")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("benchmark_results/counted.json"))
     options = parser.parse_args()
+    made = {"layers": layer_rows, "compiled": compiled_rows, "head": lambda: head_rows(options)}
+    rows = made[options.of]()
+    what = "forward and backward" if options.of == "head" else f"and a prompt of {PROMPT:,}"
+    print(f"{GROUP:,} completion tokens, {what}, torch {torch.__version__}")
+    cells = [[str(value) for value in row.values()] for row in rows]
+    print(table(list(rows[0]), cells, as_markdown=options.markdown))
+    write_json(options.json, {"torch": torch.__version__, "rows": rows})
+
+
+def layer_rows() -> list[dict[str, Any]]:
+    """Each layer with the residual stream in float32, as before, and in bfloat16."""
+    rows = []
+    for name, shape in LAYERS.items():
+        for way in get_args(Way):
+            before, kernels_before, _ = layer(shape, way, rounds=False)
+            now, kernels, operations = layer(shape, way)
+            rows.append(
+                {
+                    "a layer": f"{name}, {way}",
+                    "GB before": round(before / 1e9, 2),
+                    "GB now": round(now / 1e9, 2),
+                    "ms of bytes": round(now / BYTES_PER_SECOND * 1e3, 2),
+                    "ms of products": round(operations / OPERATIONS_PER_SECOND * 1e3, 2),
+                    "kernels before": kernels_before,
+                    "kernels now": kernels,
+                }
+            )
+    return rows
+
+
+def compiled_rows() -> list[dict[str, Any]]:
+    """What a narrow layer of Qwen 3 moves for a token, uncompiled and compiled."""
+    rows = []
+    for way in ("training", "scoring"):
+        for rounds in (False, True) if way == "training" else (True,):
+            few, many = (narrow_layer(length, way, rounds=rounds) for length in (256, 512))
+            plain, compiled = ((many[i] - few[i]) / 256 for i in (0, 1))
+            rows.append(
+                {
+                    "a layer": f"{way}, stream in {'bfloat16' if rounds else 'float32'}",
+                    "bytes of a token": round(plain),
+                    "compiled": round(compiled),
+                    "kernels": many[2],
+                    "kernels compiled": many[3],
+                    "graphs": many[4],
+                }
+            )
+    return rows
+
+
+def narrow_layer(length: int, way: str, *, rounds: bool) -> tuple[int, int, int, int, int]:
+    """Return a model's bytes without products plain and compiled, its kernels so, and its graphs.
+
+    The model has one layer, whose attention is left out; its embedding and last norm, which count
+    in the plain one, are not compiled.
+    """
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    disable: Any = torch._dynamo.disable
+    AttentionInterface.register("not_counted", disable(_attend))
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=64,
+        hidden_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        intermediate_size=704,
+        attn_implementation="not_counted",
+    )
+    make: Any = AutoModelForCausalLM
+    network = make.from_config(config, dtype=torch.bfloat16 if way == "scoring" else torch.float32)
+    if rounds:
+        round_residual_stream(network)
+    ids, trains = torch.zeros(1, length, dtype=torch.int64), way == "training"
+
+    def run() -> None:
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=trains)
+        with torch.set_grad_enabled(trains):
+            with autocast:
+                made = network.base_model(input_ids=ids, position_ids=ids, use_cache=False)
+            if trains:
+                made.last_hidden_state.float().sum().backward()
+
+    run()
+    network.zero_grad()
+    with Counted() as counted:
+        run()
+    products = sum(size for name, size in counted.bytes.items() if name in PRODUCTS)
+    torch._dynamo.reset()
+    metrics.reset()
+    counters.clear()
+    # The compiler counts bytes as it generates code, which a cache would spare.
+    torch._inductor.config.force_disable_caches = True
+    torch._logging.set_logs(inductor_metrics=True)
+    for one in network.base_model.layers:
+        one.compile(dynamic=False)
+    run()
+    return (
+        sum(counted.bytes.values()) - products,
+        metrics.num_bytes_accessed - products,
+        counted.kernels,
+        metrics.generated_kernel_count,
+        counters["stats"]["unique_graphs"],
+    )
+
+
+def head_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The head of each model."""
     rows = []
     for name, (vocabulary, width) in HEADS.items():
         counted, run = Counted(), head(vocabulary, width, chunk_size=options.chunk_size)
@@ -126,10 +371,7 @@ def main() -> None:
         if options.kinds:
             kinds = ", ".join(f"{kind} {n / 1e9:.1f}" for kind, n in counted.bytes.most_common())
             print(f"{name}, GB: {kinds}")
-    print(f"{GROUP:,} completion tokens, forward and backward, torch {torch.__version__}")
-    cells = [[str(value) for value in row.values()] for row in rows]
-    print(table(list(rows[0]), cells, as_markdown=options.markdown))
-    write_json(options.json, {"torch": torch.__version__, "rows": rows})
+    return rows
 
 
 if __name__ == "__main__":

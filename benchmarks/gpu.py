@@ -217,6 +217,8 @@ def phase_rows(
         machine.rates,
         Efficiency(),
         precision=machine.precision,
+        kind=machine.device.type,
+        compiles=str(LAYERS[options.layers]).lower(),
     )
     costs = {one.name: one.shared.seconds for one in planned.phases}
     for way, timing in alternated(ways, options.repeats, machine).items():
@@ -338,7 +340,8 @@ def profiled(
         return {}
     on_gpu = machine.device.type == "cuda"
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as seen:
+    activities = [activity.CPU, *([activity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as seen:
         call()
         machine.wait()
     kernels: dict[str, tuple[float, int]] = {}

@@ -214,12 +214,15 @@ def prediction(
     efficiency: Efficiency,
     *,
     precision: str = "float32",
+    kind: str = "cpu",
+    compiles: str = "auto",
 ) -> StepTime:
     """What the planner says of such a run on a device, a micro-batch for each prompt."""
     longest = work.prompt_tokens + work.completion_tokens
     budget = work.tokens // work.num_prompts
     changes = [
-        "cluster.device=cpu",
+        f"cluster.device={kind}",
+        f"policy.compile={compiles}",
         "cluster.gpus_per_node=1",
         f"policy.precision={precision}",
         f"policy.max_total_sequence_length={longest}",

@@ -1,6 +1,7 @@
 """What tests in several folders share: one small Ray cluster, which takes seconds to start."""
 
 import os
+import tempfile
 
 import pytest
 
@@ -38,6 +39,13 @@ _shared = SharedCluster()
 def small_cluster():
     """A Ray cluster of four slots without GPUs. Give back what you reserve."""
     return _shared.running()
+
+
+@pytest.fixture
+def short_folder():
+    """A folder for sockets, whose paths have 107 characters at most; those of xdist are longer."""
+    with tempfile.TemporaryDirectory(prefix="laurel-", ignore_cleanup_errors=True) as name:
+        yield name
 
 
 @pytest.fixture

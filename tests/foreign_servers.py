@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from fakes import WordScorer
-from laurel.config.environments import UrlProtocol
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Rendered, rendered_rows
 from laurel.rewards.remote import foreign
 from laurel.types import Message, SentTurn, group_of
 from reward_servers import Answer, Asked, RewardServer
 
-FOREIGN: tuple[UrlProtocol, ...] = ("vllm", "sglang", "sglang_embeddings", "openrlhf", "slime")
+FOREIGN: tuple[str, ...] = ("vllm", "sglang", "sglang_embeddings", "openrlhf", "slime")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class RowScorer:
 
 
 def foreign_server(
-    protocol: UrlProtocol, contract: ScoringContract, *, weight: float = 1.0, poison: str = ""
+    protocol: str, contract: ScoringContract, *, weight: float = 1.0, poison: str = ""
 ) -> RewardServer:
     """A server of that protocol."""
     poison_ids = contract.tokenizer(poison, add_special_tokens=False)["input_ids"] if poison else ()

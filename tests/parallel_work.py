@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +16,7 @@ import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
+from laurel.models.forest.compiled import compile_layers
 from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.outputs import VocabularyShare, all_logits, token_logprobs
 from laurel.models.loading.adapters import add_adapters
@@ -204,6 +206,22 @@ def of_rows(sizes: dict[str, int] | None, name: str, options: dict[str, Any]) ->
     logprobs_M.mean().backward()
     gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     return {"outputs": logprobs_M.detach(), "gradients": gradients}
+
+
+def with_compiled_layers(sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Log-probabilities and gradients of a sharded policy, plain and with compiled layers."""
+    mesh, found = ParallelShape(**sizes).mesh("cpu"), []
+    for is_compiled in (False, True):
+        model = tiny.tiny_policy("qwen3", std=0.05, num_hidden_layers=2)
+        parallelise(model, mesh)
+        if is_compiled:
+            assert compile_layers(model, backend="aot_eager") is None
+        logprobs_M = model.train()(to_forest(tiny.random_groups(3, SHAPES))).logprobs_M
+        logprobs_M.mean().backward()
+        gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        graphs = counters["stats"].get("unique_graphs", 0)
+        found.append({"outputs": logprobs_M.detach(), "gradients": gradients, "graphs": graphs})
+    return found
 
 
 class Allocations(TorchDispatchMode):

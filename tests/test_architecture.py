@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("laurel",),  # the package itself: its version
     ("types", "errors"),
-    ("protocols", "plugins", "sandbox"),
+    ("protocols", "sandbox"),
+    ("plugins",),
     ("config",),
     ("observe", "planning"),
     ("workers",),

@@ -84,14 +84,13 @@ def test_a_day_is_kept_when_it_is_cut_off_and_goes_on(tmp_path, begin):
     assert all(row["seconds"] > 0 and row["predicted"] > 0 for row in measured)
     assert measured[0]["kernels"]["products"][0] > 0
 
-    assert begin(2, "real model", "reward model", "GRPO").wait() == 0
+    assert begin(2, "reward model", "GRPO").wait() == 0
     report = subprocess.run(
         [sys.executable, DAY / "report.py", out], check=True, capture_output=True, text=True
     ).stdout
     log = (out / "log-2.txt").read_text()
     for row in (
         "| speed | stopped by signal 15 |",
-        "| real model | done |",
         "| reward model | done |",
         "| GRPO | done |",
         "| tests/gpu/test_cascade_gpu.py |",

@@ -9,7 +9,7 @@ import pytest
 import typer.main
 
 from laurel.cli.main import app
-from laurel.environments.registry import BUILT_IN
+from laurel.environments.registry import built_in
 
 TESTS = Path(__file__).parent
 
@@ -72,7 +72,7 @@ def test_every_command_is_run(quick: set[str]) -> None:
 
 
 def test_every_environment_judges(quick: set[str]) -> None:
-    assert set(ENVIRONMENTS) == {*BUILT_IN, "composite"}
+    assert set(ENVIRONMENTS) == {*built_in(), "composite"}
     assert not missing(quick, ENVIRONMENTS.values())
 
 

@@ -70,7 +70,13 @@ class Learner:
 
 @contextmanager
 def started(
-    model: Any, probe: Any, *, max_concurrent: int = 6, tokenizer: Any = None, **options: Any
+    model: Any,
+    probe: Any,
+    *,
+    kind: type[VllmEngine] = VllmEngine,
+    max_concurrent: int = 6,
+    tokenizer: Any = None,
+    **options: Any,
 ) -> Iterator[VllmEngine]:
     """An engine that starts with a model's weights, and is closed in the end."""
     tokenizer = tokenizer or tiny_tokenizers.chatml()
@@ -83,7 +89,7 @@ def started(
             "end_ids": (tokenizer.eos_token_id,),
         }
         spec = GeneratorSpec(**{**settings, **options})
-        engine = VllmEngine(Path(directory), spec, precision="float32", probe=probe)
+        engine = kind(Path(directory), spec, precision="float32", probe=probe)
     # The directory is gone: nothing reads it again.
     try:
         yield engine

@@ -118,18 +118,13 @@ class Day:
             command=self._speed(*liger),
             lacks=missing("liger_kernel"),
         )
-        pieces = sorted(map(str, self.work.glob("model.[0-9]")))
-        model, trained, policy = (self.work / name for name in ("model", "reward_model", "policy"))
+        directory, gguf = self.work / "model", self.work / "model.gguf"
+        model = directory if directory.exists() else gguf
+        trained, policy = self.work / "reward_model", self.work / "policy"
         pairs = self.work / "pairs.jsonl.gz"
         yield Step(
-            name="real model",
-            seconds=90,
-            command=[sys.executable, str(HERE / "model.py"), str(model), *pieces],
-            lacks=None if pieces else "no pieces of a model: prepare.py makes them",
-        )
-        yield Step(
             name="reward model",
-            seconds=80,
+            seconds=90,
             command=run(
                 "rm",
                 "reward_model.yaml",
@@ -140,7 +135,7 @@ class Day:
                 f"logger.log_dir={trained / 'logs'}",
                 *((*TINY_RUN, *TINY_REWARD_MODEL) if self.is_tiny else ()),
             ),
-            lacks=None if model.exists() else "there is no model",
+            lacks=None if model.exists() else "no model was prepared",
             metrics=trained / "logs",
         )
         judge = newest(trained)
@@ -162,10 +157,22 @@ class Day:
         )
 
     def _third(self) -> Iterator[Step]:
-        # The place of `generate_batch` of transformers beside the engine of our own.
         few, many = ("1x2:16+2", "2x2:16+2") if self.is_tiny else ("1x8:1024+32", "32x16:1024+32")
         rows = ["--phases", "generation", "--workload", few, "--workload", many]
         yield Step(name="few and many rows", seconds=60, command=self._speed(*rows))
+        model = self.work / "model"
+        yield Step(
+            name="generate_batch",
+            seconds=60,
+            command=[
+                sys.executable,
+                str(BENCHMARKS / "generate_batch.py"),
+                *("--device", self.device, "--dtype", "bfloat16"),
+                *(["--model", str(model)] if model.exists() else []),
+                *("--json", str(self.out / "generate_batch.json")),
+                *(["--quick"] if self.is_tiny else []),
+            ],
+        )
         compared = ["--phases", "training,scoring"]
         flash = ["--attention", "FA4", *compared, "--ways", "forest"]
         yield Step(
@@ -241,18 +248,29 @@ def main() -> None:
 
 
 def unpack(prepared: Path, work: Path) -> None:
-    """Put what was prepared for a command where all commands find it."""
+    """Put what was prepared for a command where all commands find it, and unpack it there."""
     for file in sorted(prepared.glob("*")):
+        shutil.copyfile(file, work / file.name)
         if file.name == "site.tar.xz":
             with tarfile.open(file) as archive:
                 archive.extractall(work / "site", filter="data")
-        else:
-            shutil.copy(file, work)
+        if file.name == "model.1":
+            if not (work / "model.0").exists():
+                raise SystemExit(f"{work} has nothing of the first command: begin with it here")
+            with (work / "model.gguf").open("wb") as model:
+                for piece in ("model.0", "model.1"):
+                    model.write((work / piece).read_bytes())
+    whole = work / "model.gguf"
+    if whole.exists() and tarfile.is_tarfile(whole):
+        with tarfile.open(whole) as archive:
+            archive.extractall(work / "model", filter="data")
+        whole.unlink()
 
 
 def take(step: Step, day: Day, log: Any, *, left: float) -> None:
     """Run a step, and write down when it begins and how it ends."""
-    limit = min(step.seconds, left)
+    # A rehearsal asks whether a step runs, on a CPU that may be busy.
+    limit = min(step.seconds * (5 if day.is_tiny else 1), left)
     lacks = step.lacks or ("no time is left" if limit < LEAST else None)
     if lacks:
         note(day, step, status="skipped", why=lacks)
@@ -319,7 +337,8 @@ def environment(day: Day) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
-        # What is compiled stays for the next step.
+        # What is compiled, or made of the model's file, stays for the next step.
+        "LAUREL_CACHE": str(day.work / "cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(day.work / "inductor"),
         "TRITON_CACHE_DIR": str(day.work / "triton"),
     }

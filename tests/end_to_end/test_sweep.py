@@ -187,7 +187,7 @@ def with_a_failure(rows):
 
 @pytest.fixture(scope="module")
 def one_by_one(with_a_failure, tmp_path_factory):
-    return swept(tmp_path_factory.mktemp("one_by_one"), *with_a_failure)[0]
+    return swept(tmp_path_factory.mktemp("one_by_one") / "out", *with_a_failure)[0]
 
 
 @pytest.mark.slow

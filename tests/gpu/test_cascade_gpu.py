@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import attention
 
 import tiny
 from dense_oracle import dense_attention, oracle_of
@@ -60,3 +61,13 @@ def test_outputs_and_gradients_are_those_of_a_dense_mask(dtype, asked, kv_heads)
         exact_norm = truth.detach().norm()
         noise = float((one.detach().cpu().double() - truth.detach()).norm() / exact_norm)
         assert noise <= tolerance
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_flash_attention_4_does_so_too_by_torchs_switch(kv_heads):
+    pytest.importorskip("flash_attn.cute.interface")
+    attention.activate_flash_attention_impl("FA4")
+    try:
+        test_outputs_and_gradients_are_those_of_a_dense_mask(torch.bfloat16, {}, kv_heads)
+    finally:
+        attention.restore_flash_attention_impl()

@@ -33,7 +33,7 @@ def test_each_of_our_own_is_declared_and_can_be_used(kind):
     for name in plugins.names(kind):
         found = plugins.plugin(kind, name)
         assert isinstance(found, plugins.KINDS[kind])
-        assert plugins.is_ours(kind, name)
+        assert plugins.is_own(kind, name)
         assert type(found).__doc__
 
 
@@ -41,7 +41,7 @@ def test_each_of_our_own_is_declared_and_can_be_used(kind):
 def test_a_package_is_found_without_importing_it(kind, site):
     installed(site, "theirs", {"loud": "raise SystemError('imported')"}, {kind: {"x": "loud:X"}})
     assert plugins.names(kind)[-1] == "x"
-    assert not plugins.is_ours(kind, "x")
+    assert not plugins.is_own(kind, "x")
     assert "loud" not in sys.modules
 
 

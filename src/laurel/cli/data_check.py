@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from laurel import plugins
 from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.schemas import SCHEMAS
@@ -32,7 +33,7 @@ from laurel.data.formats import (
 )
 from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
-from laurel.data.task_formats import MADE_SETS, OWN_TESTS
+from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, TaskData, load_task_data
 from laurel.environments.registry import row_sources, shown_tools
 from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
@@ -139,7 +140,7 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
     Raises:
         UserError: There is no file or no row, or no command understands the overrides.
     """
-    if path in MADE_SETS:
+    if path in plugins.names("rows"):
         return _examine_made(path, overrides)
     unreadable, first_problem = LeftOut(), ""
 
@@ -247,12 +248,13 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
         if reading.trainer == "sft":
             chats = load_demonstration_data(config.data)
             return replace(reading, report=chats.reports["train"], rows=chats.train)
+        env = config.data.env_name
         tasks = load_task_data(
             config.data,
             default_environment=config.default_environment,
             environments=config.env.names(),
             # Without an environment, the tasks that each environment can grade are counted below.
-            needs=needs_of(config.env) if config.data.env_name is not None else NO_NEEDS,
+            needs=NO_NEEDS if env is None else needs_of(config.env, env),
             sources=row_sources(config.env),
         )
         check_tests(tasks, config.env.code)
@@ -266,7 +268,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
     if known is not None and "rm" in known.trainers:
         # A preferred answer is not the only right one, so it cannot grade other answers.
         del counts["math"]
-    if config.data.dataset_name in MADE_SETS:
+    if config.data.dataset_name in plugins.names("rows"):
         counts = Counter(task.environment for task in tasks.train)
     environments = {name: count for name, count in counts.items() if count}
     report = tasks.reports["train"]
@@ -363,7 +365,10 @@ def run_data_check(
     found = ""
     if model:
         with speaking(OPTIONS):
-            found = find_model(model).name
+            place = find_model(model)
+        for note in place.notes:
+            message_console().print(note)
+        found = place.name
         if not Path(found).is_dir():
             check_fetchable(found, key="--model")
     with message_console().status(f"reading {path}") as status:
@@ -474,7 +479,7 @@ def _show(
         if near.program:
             program = near.program.replace('"FILE"', json.dumps(findings.path))
             console.print(Text(program), soft_wrap=True)
-    if known is None and not findings.near and findings.path not in MADE_SETS:
+    if known is None and not findings.near and findings.path not in plugins.names("rows"):
         keys = dict.fromkeys(_COLUMN_KEYS[one.trainer] for one in findings.readings)
         _line(console, "hint", f"other names? Name your columns: {'; '.join(keys)}", "bold")
     if not findings.is_usable:
@@ -522,7 +527,11 @@ def _show_fits(console: Console, findings: Findings, model: str) -> None:
         counts = _counts(reading, reading.report, findings)
         _line(console, reading.trainer, f"yes: {counts}", "bold")
         words = ["laurel", reading.trainer]
-        words += [] if findings.path in MADE_SETS else [f"data.train_data_path={findings.path}"]
+        words += (
+            []
+            if findings.path in plugins.names("rows")
+            else [f"data.train_data_path={findings.path}"]
+        )
         words += [*reading.settings, *findings.overrides]
         if not has_model:
             words.append(f"policy.model_name={model or 'DIR'}")

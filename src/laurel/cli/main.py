@@ -244,8 +244,8 @@ def init(
             "--model",
             "-m",
             metavar="MODEL",
-            help="The model to start from: a directory or a hub name. Without it, laurel init asks "
-            "on a terminal.",
+            help="The model to start from: a directory, a hub name or a GGUF file. Without it, "
+            "laurel init asks on a terminal.",
         ),
     ] = None,
     scratch: Annotated[

@@ -22,7 +22,7 @@ from laurel.errors import CheckpointError, ModelError, Terms, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
-from laurel.planning.fit import GIB, FittedPlan, fit
+from laurel.planning.fit import GIB, FittedPlan, fit, larger_micro_batch
 from laurel.planning.memory import (
     MASTER_BYTES,
     MemoryPhase,
@@ -77,6 +77,9 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
         on_cluster = may_be and backend_of(fitted.plan, config.cluster) == "ray"
         notes = [*judge_notes(config, on_cluster=on_cluster), *sampling_notes(config)]
         read = replace(read, notes=(*read.notes, *notes))
+    if device_memory is not None and fitted.fits:
+        note = _room_note(config, request, fitted, read.shapes, device_memory)
+        read = replace(read, notes=(*read.notes, *note))
     time = None
     if device is not None:
         time = step_time(
@@ -97,6 +100,25 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
         text = plan_text(request, fitted, read, device_memory=device_memory, time=time)
         make_console().print(Text(text), soft_wrap=True)
     return fitted.fits
+
+
+def _room_note(
+    config: Run, request: ClusterRequest, fitted: FittedPlan, shapes: Shapes, device_memory: int
+) -> Iterator[str]:
+    """Yield a note on larger micro-batches that fit a GPU, unless their size is configured."""
+    packing = config.policy.sequence_packing
+    if not packing.enabled or packing.train_mb_tokens is not None or request.device == "cpu":
+        return
+    found = larger_micro_batch(request, fitted.plan, shapes, device_memory=device_memory)
+    if found is None:
+        return
+    plan, training = found
+    before, now = fitted.plan.batch("policy"), plan.batch("policy")
+    yield (
+        f"policy.sequence_packing.train_mb_tokens={now.tokens} fits, too, with "
+        f"{_gib(training.total)} GiB in training: at most {now.num_micro_batches} passes instead "
+        f"of {before.num_micro_batches}, each of which casts all weights and adds up all gradients"
+    )
 
 
 # ------------------------------------------------------------------------------------------ shapes

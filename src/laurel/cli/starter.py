@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from laurel import plugins
 from laurel.cli.data_check import examine_data
 from laurel.config.json_schema import schema_text
 from laurel.config.load import load_config, to_yaml
@@ -28,7 +29,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
 from laurel.data.sources import READERS
-from laurel.data.task_formats import MADE_SETS, TASK_SETS
+from laurel.data.task_formats import TASK_SETS
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT
 from laurel.errors import (
     ConfigError,
@@ -40,6 +41,7 @@ from laurel.errors import (
     counted_that,
     speaking,
 )
+from laurel.models.gguf import is_gguf
 from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle, visible
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.hub import check_not_missing
@@ -145,7 +147,10 @@ def run_init(
             f"{schema} exists already with another content; name a file in another directory with "
             "--output, or add --force to overwrite it"
         )
-    question = "Which model to start from? A directory, a hub name, or scratch for a small new one"
+    question = (
+        "Which model to start from? A directory, a hub name, a GGUF file, or scratch for a small "
+        "new one"
+    )
     take = partial(_model, trainer=table["trainer"])
     chosen: Chosen = answer("--model", model, question, "Qwen/Qwen3-0.6B", take)
     question = "Which training rows? A file, a data set's name or a hub name"
@@ -232,8 +237,9 @@ def _model(said: str, *, trainer: str) -> Chosen:
         return Chosen(settings={"policy.model_name": "null"}, notes=[note])
     # With a slash at its end it is a directory, and never a name of the hub.
     is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
-    check_not_missing(f"./{said}" if is_path else said, key="--model")
-    if not Path(said).expanduser().is_dir():
+    if not is_gguf(said):
+        check_not_missing(f"./{said}" if is_path else said, key="--model")
+    if not (is_gguf(said) or Path(said).expanduser().is_dir()):
         note = f"{said} is no directory here, so it is read from the Hugging Face hub; unchecked"
         return Chosen(settings={"policy.model_name": json.dumps(said)}, notes=[note])
     with speaking(Terms({"policy.model_name": "--model"})):
@@ -244,7 +250,7 @@ def _model(said: str, *, trainer: str) -> Chosen:
         quiet_libraries()
         found = find_model(said)
         is_model = (Path(said).expanduser() / "config.json").is_file()
-        name = said if is_model else os.path.relpath(found.name)
+        name = said if is_model or found.gguf is not None else os.path.relpath(found.name)
         settings, notes = {"policy.model_name": json.dumps(name)}, list(found.notes)
 
         try:
@@ -254,31 +260,9 @@ def _model(said: str, *, trainer: str) -> Chosen:
         except ModelError:
             settings["policy.tokenizer.chat_template"] = "chatml"
             notes.append(f"{name} has no chat template: the configuration chooses chatml")
-        network = read_config(ModelSpec(), name).get_text_config()
+        network = read_config(ModelSpec(), found.name).get_text_config()
         longest = getattr(network, "max_position_embeddings", None) or math.inf
         return Chosen(settings=settings, notes=notes, longest=longest)
-
-
-_MADE: dict[str, tuple[dict[str, str], str]] = {
-    "reasoning_gym": (
-        {"data.tasks": "{chain_sum: 1.0}"},
-        "data.tasks names its generators and their weights",
-    ),
-    "verifiers": (
-        {"env.verifiers": "{verifiers: {id: PACKAGE}}"},
-        "write the installed package of the taskset into env.verifiers.verifiers.id",
-    ),
-    "openenv": (
-        {"env.openenv": "{openenv: {url: 'http://127.0.0.1:8000'}}", "data.max_samples": "100"},
-        "write the address of the server into env.openenv.openenv.url, and how many seeds make a "
-        "task into data.max_samples",
-    ),
-    "openreward": (
-        {"env.openreward": "{openreward: {url: 'http://127.0.0.1:8080'}}"},
-        "write the address of the server into env.openreward.openreward.url",
-    ),
-}
-"""Settings for the sets that packages make, with what is to be done about them."""
 
 
 def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:
@@ -287,12 +271,14 @@ def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]
         return _rows_in(said, task, said_columns)
     sets = [name for name, one in DATASET_CLASSES.items() if one.hub.name]
     if task["trainer"] == "grpo":
-        sets = [name for name, one in TASK_SETS.items() if one.hub.name or name in MADE_SETS]
+        sets = [name for name, one in TASK_SETS.items() if one.hub.name]
+        sets += plugins.names("rows")
     if said in sets:
-        if said in MADE_SETS:
-            settings, note = _MADE[said]
-            settings = {"data.dataset_name": said, "data.env_name": said, **settings}
-            return Chosen(settings=settings, notes=[f"{note}; see docs/other_environments.md"])
+        if said in plugins.names("rows"):
+            rows = plugins.find(plugins.Rows, said)
+            settings = {"data.dataset_name": said, "data.env_name": said, **rows.first_settings}
+            notes = [f"{rows.to_do}; see docs/other_environments.md"] if rows.to_do else []
+            return Chosen(settings=settings, notes=notes)
         note = f"{said} is downloaded from the Hugging Face hub when the run starts"
         settings = {"data.dataset_name": said}
         if task["trainer"] == "rm" and DATASET_CLASSES[said].has_validation:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from laurel.config.interpolation import escaped
-from laurel.config.plugged import fields_in, fields_of
+from laurel.config.plugged import all_fields, fields_in
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of
 from laurel.config.yaml_tree import Section, read_scalars_our_way
 
@@ -161,7 +161,7 @@ def sections_below(
     With `plugged_in`, those of all plug-ins are among them, which imports these.
     """
     yield schema, False
-    for field in (fields_of(schema) if plugged_in else schema.model_fields).values():
+    for field in (all_fields(schema) if plugged_in else schema.model_fields).values():
         kinds = kinds_of(field.annotation)
         for section in sections_of(kinds):
             yield from sections_below(section, plugged_in=plugged_in)

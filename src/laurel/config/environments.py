@@ -8,8 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
+from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
+from laurel.config.plugged import NameOf, OpenSection
 from laurel.config.policy import (
     BatchingConfig,
     DTensorConfig,
@@ -29,6 +32,7 @@ from laurel.config.yaml_tree import (
     foreign,
 )
 from laurel.errors import about, key_of
+from laurel.plugins import EnvironmentKind
 from laurel.sandbox.comparison import Comparison
 
 # --------------------------------------------------------------------------------------------------
@@ -172,9 +176,6 @@ class CodeEnvironmentConfig(Section):
 # --------------------------------------------------------------------------------------------------
 # Where the scores of a reward-model environment come from.
 
-UrlProtocol = Literal["laurel", "vllm", "sglang", "sglang_embeddings", "openrlhf", "slime"]
-RENDERED: frozenset[str] = frozenset({"sglang", "sglang_embeddings", "openrlhf"})
-"""The protocols whose servers expect conversations already rendered to text by the client."""
 SCORE_PATTERN = r"[Ss]core\W*?[:=]\W*?(-?\d+(?:\.\d+)?)"
 """The default pattern for a judge's score: `Score: 7`, `**Score:** 7`, `"score": 7` and so on."""
 
@@ -273,8 +274,8 @@ class JudgeConfig(AskingConfig):
     """Servers of the same judge; `/v1/chat/completions` is added if it is missing. Null: this
     process loads the judge."""
     model: str
-    """What the servers call it; without `urls` its directory, a directory of checkpoints, or its
-    hub name."""
+    """What the servers call it; without `urls` its directory, a directory of checkpoints, its hub
+    name, or a GGUF file."""
     backend: Annotated[Literal["transformers", "vllm"], MAY_CHANGE] = "transformers"
     """The engine of a judge that this process loads. Default: it needs no other package."""
     vllm_cfg: Annotated[ScoringVllmConfig, MAY_CHANGE] = ScoringVllmConfig()
@@ -534,8 +535,10 @@ class FunctionConfig(Section):
         return path
 
 
-class ScorerSource(AskingConfig):
+class ScorerSource(AskingConfig, OpenSection):
     """The source of scores: exactly one of a loaded model, servers, a judge and a function."""
+
+    kind_of_plugin: ClassVar[str] = "dialects"
 
     model_name: str | None = None
     """Hub name or directory of the reward model, or a directory of checkpoints. With `urls` only
@@ -570,7 +573,7 @@ class ScorerSource(AskingConfig):
     others score its completions."""
     urls: Annotated[list[str] | None, MAY_CHANGE] = None
     """Servers of one reward model, which this run does not start; any may fail."""
-    url_protocol: UrlProtocol = "laurel"
+    url_protocol: Annotated[str, NameOf("dialects")] = "laurel"
     """The protocol of `urls`: `laurel serve`, vLLM's `/classify`, SGLang's `/classify` or
     `/v1/embeddings`, OpenRLHF's `/get_reward`, or slime's remote_rm. Where a server takes rendered
     conversations, `model_name` names the model of their template."""
@@ -600,13 +603,15 @@ class ScorerSource(AskingConfig):
             if not self.urls:
                 raise ValueError("urls is empty: name a server, or leave the key out")
             checked_urls(self.urls)
-            if self.url_protocol in RENDERED and not self._model:
+            if self._dialect.rendered == "always" and not self._model:
                 raise ValueError(
                     f"url_protocol={self.url_protocol}: its servers take rendered conversations, "
                     "so name the reward model (model_name), whose template and tokenizer are used"
                 )
-            if self.reward_key and self.url_protocol != "slime":
-                raise ValueError(f"reward_key is for url_protocol=slime, not {self.url_protocol}")
+            if self.reward_key and "reward_key" not in self._dialect.keys:
+                users = " or ".join(plugins.readers(plugins.ServerDialect, "reward_key"))
+                raise ValueError(f"reward_key is for url_protocol={users}, not {self.url_protocol}")
+            self._dialect.check(self)
             if self.hedge and len(self.urls) < 2:
                 raise ValueError("hedge asks a second server, and urls has only one")
         else:
@@ -634,6 +639,10 @@ class ScorerSource(AskingConfig):
         return [name for name, is_there in found.items() if is_there]
 
     @property
+    def _dialect(self) -> plugins.ServerDialect:
+        return plugins.find(plugins.ServerDialect, self.url_protocol)
+
+    @property
     def _model(self) -> str | None:
         return self.checkpoint_path or self.model_name
 
@@ -653,8 +662,9 @@ class ScorerSource(AskingConfig):
 
         Conversations are rendered for a loaded model, and for servers that expect rendered text.
         """
-        is_sent_rendered = self.url_protocol in RENDERED or self.url_protocol == "vllm"
-        renders_for_servers = self.urls is not None and is_sent_rendered and bool(self._model)
+        renders_for_servers = (
+            self.urls is not None and bool(self._model) and self._dialect.rendered != "never"
+        )
         return self.loads_model or renders_for_servers or self.function is not None
 
     @property
@@ -934,7 +944,7 @@ class RewardModelEnvironmentConfig(ScorerSource):
         if self.num_workers and not self.uses_workers:
             hint = (
                 "; or name the model whose tokens they are to be sent (model_name)"
-                if self.urls is not None and self.url_protocol == "vllm"
+                if self.urls is not None and self._dialect.rendered == "with_model"
                 else ""
             )
             raise ValueError(
@@ -1061,8 +1071,10 @@ class CompositeEnvironmentConfig(Section):
     Null: all score every turn, and any of them ends it."""
 
 
-class EnvironmentsConfig(Section):
+class EnvironmentsConfig(OpenSection):
     """The environments, by the names that `data.env_name` uses."""
+
+    kind_of_plugin: ClassVar[str] = "environments"
 
     # NeMo RL's files describe several environments, and use those that `env_name` names.
     foreign_keys: ClassVar[frozenset[str]] = foreign("EnvironmentsConfig")
@@ -1092,11 +1104,30 @@ class EnvironmentsConfig(Section):
     """Limit of one step of an environment; its samples then fail. Default: longer than any verdict
     that still helps a step."""
 
+    @classmethod
+    def plugged_in(cls, key: str) -> FieldInfo | None:
+        """Return the field of a kind of environments that a plug-in brings."""
+        field = super().plugged_in(key)
+        if field is None or not plugins.find(EnvironmentKind, key).several:
+            return field
+        kind: Any = dict[str, field.annotation]  # type: ignore[name-defined]
+        return FieldInfo(annotation=kind, default_factory=dict, description=field.description)
+
+    def named(self) -> dict[str, Mapping[str, Any]]:
+        """Return the environments of each key that holds several, by the user's names."""
+        more = {key: self[key] for key in self.model_extra or () if isinstance(self[key], dict)}
+        return {
+            "verifiers": self.verifiers,
+            "openenv": self.openenv,
+            "openreward": self.openreward,
+            **more,
+        }
+
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
-        built_in = ["math", "code", "reward_model", "tools", "reasoning_gym"]
-        servers = (*self.openenv, *self.openreward)
-        return [*built_in, *self.verifiers, *servers, *self.composite, *self.custom]
+        kinds = [name for name in plugins.names("environments") if name not in self.named()]
+        own = [name for named in self.named().values() for name in named]
+        return [*kinds, *own, *self.composite, *self.custom]
 
     @model_validator(mode="after")
     def _sessions_end_in_time(self) -> EnvironmentsConfig:

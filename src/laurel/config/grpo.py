@@ -72,9 +72,6 @@ class ColocatedConfig(Section):
 class GenerationConfig(Section):
     """The sampling of completions, and its engine."""
 
-    removed: ClassVar[Mapping[str, str]] = {
-        "ipc": "use auto or broadcast, which is quicker, or object_store"
-    }
     foreign_keys: ClassVar[frozenset[str]] = foreign("GenerationConfig")
 
     backend: Annotated[Literal["auto", "transformers", "vllm"], MAY_CHANGE] = "auto"
@@ -506,8 +503,8 @@ class GRPOPolicyConfig(PolicyConfig):
     }
 
     model_name: str | None = "Qwen/Qwen2.5-1.5B"
-    """Hub name or directory of a causal language model. Null with `policy.scratch`. Default: a
-    small base model that already does some mathematics."""
+    """Hub name, directory or GGUF file of a causal language model. Null with `policy.scratch`.
+    Default: a small base model that already does some mathematics."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     train_global_batch_size: int = Field(default=512, ge=1)
     """Completions of one optimizer step. Default: the 32 x 16 completions of a step, so one update

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import field_validator, model_validator
 
+from laurel import plugins
 from laurel.config.data import TaskDataConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig, PolicyLossConfig
@@ -65,10 +66,12 @@ class GRPORun(Section):
                 f"grpo.max_staleness={grpo.max_staleness} learns from completions of older "
                 "weights; set loss_fn.use_importance_sampling_correction=true"
             )
-        if grpo.adv_estimator.name == "gdpo" and self.loss_fn.use_kl_in_reward:
+        estimator = plugins.find(plugins.Advantage, grpo.adv_estimator.name)
+        if estimator.reads_components and self.loss_fn.use_kl_in_reward:
             raise ValueError(
                 "loss_fn.use_kl_in_reward changes the total of the reward, and "
-                "grpo.adv_estimator.name=gdpo compares its components; use one of them"
+                f"grpo.adv_estimator.name={grpo.adv_estimator.name} compares its components; use "
+                "one of them"
             )
         if grpo.adv_estimator.per_step and self.loss_fn.use_kl_in_reward:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from laurel.config.dump import meaning, sections_below
@@ -37,8 +38,8 @@ def json_schema(kind: Kind) -> dict[str, Any]:
             block = schema if section is top else definitions[section.__name__]
             block["additionalProperties"] = False
             for key, field in section.all_plugged_in():
-                _plug_in(f"{section.kind_of_plugin}.{key}", field, definitions, named)
-                block["properties"][key] = {"$ref": f"#/$defs/{section.kind_of_plugin}.{key}"}
+                place = f"{section.kind_of_plugin}.{key}"
+                block["properties"][key] = _plugged_in(place, field, definitions, named)
     for name, definition in definitions.items():
         _accept(definition, named[name], named)
     _accept(schema, top, named)
@@ -75,22 +76,28 @@ def schema_text(kind: Kind) -> str:
     return json.dumps(json_schema(kind), indent=1, ensure_ascii=False) + "\n"
 
 
-def _plug_in(
+def _plugged_in(
     place: str,
     field: FieldInfo,
     definitions: dict[str, dict[str, Any]],
     named: dict[str, type[Section]],
-) -> None:
-    """Add the section of a plug-in and those below it to the definitions, under names of its own.
+) -> dict[str, Any]:
+    """Return the schema of a plug-in's key.
 
-    Two packages may call their sections the same.
+    Its section and those below it become definitions under names of its own, as two packages may
+    call their sections the same.
     """
-    (section,) = sections_of(kinds_of(field.annotation))
+    sections = sections_of(kinds_of(field.annotation))
+    if not sections:
+        kind: Any = field.annotation
+        return {**TypeAdapter(kind).json_schema(), "default": field.default}
+    (section,) = sections
     below = {one.__name__: one for one, _ in sections_below(section, plugged_in=True)}
     schema = section.model_json_schema(ref_template=f"#/$defs/{place}.{{model}}")
     for name, one in schema.pop("$defs", {}).items():
         definitions[f"{place}.{name}"], named[f"{place}.{name}"] = one, below[name]
     definitions[place], named[place] = schema, section
+    return {"$ref": f"#/$defs/{place}"}
 
 
 def _named_in(reference: dict[str, Any]) -> str:

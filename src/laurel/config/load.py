@@ -27,7 +27,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Generic, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -170,6 +170,8 @@ class Checker:
                 value = self._value(kinds, child, here)
                 if value is None and self._is_left_out(field, kinds, here):
                     continue
+                if key not in section.model_fields and not _has_broken(value):
+                    value = self._checked(section, key, field, value, node, path)
                 values[key] = value
                 whole = whole and not _has_broken(value)
             elif key in section.foreign_keys or (key in section.removed and child.value is None):
@@ -210,6 +212,25 @@ class Checker:
         if self.nulls:
             listed = ", ".join(f"{key}={value}" for key, value in self.nulls.items())
             yield f"these keys are null, which leaves them at their defaults: {listed}"
+
+    def _checked(
+        self,
+        section: type[Section],
+        key: str,
+        field: FieldInfo,
+        value: Any,
+        node: YamlNode,
+        path: KeyPath,
+    ) -> Any:
+        """Validate what a plug-in's key holds, of which the section itself knows no type."""
+        kind: Any = field.annotation
+        try:
+            return TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            for problem in error.errors(include_url=False):
+                problem["loc"] = (key, *problem["loc"])
+                self._report_value(problem, section, node, path, {key: value})
+            return _BROKEN
 
     def _field(
         self, section: type[Section], key: str, node: YamlNode, path: KeyPath

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError, core_schema
 
@@ -63,11 +63,16 @@ class OpenSection(Section):
         return None if section is None else field_of_section(section)
 
     @classmethod
+    def keys_of_plugins(cls) -> list[str]:
+        """Return the keys that plug-ins may bring, without importing them."""
+        return plugins.names(cls.kind_of_plugin)
+
+    @classmethod
     def all_plugged_in(cls) -> Iterator[tuple[str, FieldInfo]]:
-        """Yield the names and fields of all plug-ins that bring settings."""
-        for name in plugins.names(cls.kind_of_plugin):
-            if (field := cls.plugged_in(name)) is not None:
-                yield name, field
+        """Yield the keys and fields of all plug-ins."""
+        for key in cls.keys_of_plugins():
+            if (field := cls.plugged_in(key)) is not None:
+                yield key, field
 
     @model_validator(mode="before")
     @classmethod
@@ -82,9 +87,8 @@ class OpenSection(Section):
                 raise ValueError(
                     f"unknown key {key}" + (f"; did you mean '{near}'?" if near else "")
                 )
-            kind = field.annotation
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                made[key] = kind.model_validate(values[key])
+            kind: Any = field.annotation
+            made[key] = TypeAdapter(kind).validate_python(values[key])
         return made
 
     def settings_of(self, base: type[P], name: str) -> tuple[P, Any]:
@@ -120,7 +124,7 @@ def field_of(section: type[Section], key: str | int) -> FieldInfo | None:
     return own
 
 
-def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
+def all_fields(section: type[Section]) -> dict[str, FieldInfo]:
     """Return the fields of a section, with those of all plug-ins that have settings in it."""
     more = dict(section.all_plugged_in()) if issubclass(section, OpenSection) else {}
     return {**section.model_fields, **more}
@@ -138,5 +142,5 @@ def fields_in(section: Section) -> dict[str, FieldInfo]:
 
 def known_keys(section: type[Section]) -> list[str]:
     """Return the keys of a section and the names of its plug-ins, without importing these."""
-    more = plugins.names(section.kind_of_plugin) if issubclass(section, OpenSection) else []
+    more = section.keys_of_plugins() if issubclass(section, OpenSection) else []
     return list(dict.fromkeys([*section.model_fields, *more]))

@@ -12,7 +12,10 @@ from math import inf
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
+from laurel import plugins
+from laurel.config.plugged import OpenSection
 from laurel.config.yaml_tree import MAY_CHANGE, THREADS, Section, foreign
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -307,8 +310,8 @@ class PolicyConfig(Section):
     foreign_keys: ClassVar[frozenset[str]] = foreign("PolicyConfig")
 
     model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
-    """Hub name or directory of a reward model, or of a causal language model that becomes one.
-    Null with `policy.scratch`."""
+    """Hub name or directory of a reward model, or of a causal language model that becomes one; or a
+    GGUF file of a language model. Null with `policy.scratch`."""
     revision: str | None = None
     """Commit or tag of a hub model."""
     trust_remote_code: bool = False
@@ -355,6 +358,8 @@ class PolicyConfig(Section):
     def _one_model(self) -> PolicyConfig:
         if self.scratch is None and self.model_name is None:
             raise ValueError("policy.model_name is null: name a model, or describe policy.scratch")
+        if self.revision is not None and str(self.model_name).lower().endswith(".gguf"):
+            raise ValueError("policy.revision has no effect on a GGUF file; leave it out")
         return self
 
     def token_budget(self, batching: BatchingConfig) -> int:
@@ -446,8 +451,10 @@ class MlflowConfig(Section):
     """Server; null means MLflow's default."""
 
 
-class LoggerConfig(Section):
+class LoggerConfig(OpenSection):
     """The loggers of metrics."""
+
+    kind_of_plugin: ClassVar[str] = "loggers"
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("LoggerConfig")
 
@@ -469,6 +476,26 @@ class LoggerConfig(Section):
     with `laurel --verbose`."""
     write_completions: bool = True
     """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
+
+    @classmethod
+    def keys_of_plugins(cls) -> list[str]:
+        """Return the keys that loggers may bring: `<name>_enabled`, and their settings."""
+        return [key for name in super().keys_of_plugins() for key in (f"{name}_enabled", name)]
+
+    @classmethod
+    def plugged_in(cls, key: str) -> FieldInfo | None:
+        """Return the field of a key that a logger brings."""
+        name = key.removesuffix("_enabled")
+        if name == key or key in cls.model_fields or name not in super().keys_of_plugins():
+            return super().plugged_in(key)
+        (package, *_) = (one.distribution for one in plugins.entries("loggers") if one.name == name)
+        about = f"Log with `{name}` of the package {package}."
+        return FieldInfo(annotation=bool, default=False, description=about)
+
+    @property
+    def enabled(self) -> list[str]:
+        """Return the names of the loggers that are on."""
+        return [name for name in plugins.names("loggers") if self.get(f"{name}_enabled", False)]
 
 
 MOST_SLOTS = 131_072

@@ -82,7 +82,7 @@ class SFTPolicyConfig(PolicyConfig):
     foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {"logprob_chunk_size"}
 
     model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
-    """Hub name or directory of a causal language model. Null with `policy.scratch`."""
+    """Hub name, directory or GGUF file of a causal language model. Null with `policy.scratch`."""
     train_global_batch_size: int = Field(default=32, ge=1)
     """Conversations of one optimizer step."""
     train_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)

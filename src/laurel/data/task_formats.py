@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from laurel import plugins
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.data.columns import KNOWN_ANSWERS, QUESTIONS, find_question, is_there, question_of
 from laurel.data.preferences import DATASET_CLASSES, best_answer, infer_class, refuse_trees
@@ -676,14 +677,14 @@ TASK_SETS: dict[str, TaskSet] = {
     },
     **{name: TaskSet(read=preference, hub=known.hub) for name, known in DATASET_CLASSES.items()},
     "ResponseDataset": TaskSet(read=response),
-    "reasoning_gym": TaskSet(read=made, environment="reasoning_gym"),
-    "verifiers": TaskSet(read=made, environment="verifiers"),
-    "openenv": TaskSet(read=made, environment="openenv"),
-    "openreward": TaskSet(read=made, environment="openreward"),
 }
-
-MADE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.environment is not None)
-"""The names of the data sets whose rows the package of an environment makes."""
 
 PREFERENCE_SETS = frozenset(name for name, known in TASK_SETS.items() if known.read is preference)
 """The names of the data sets whose rows are preferences."""
+
+
+def task_set(name: str | None) -> TaskSet | None:
+    """Return the data set of a name, also one that a package makes; None if there is none."""
+    if name in plugins.names("rows"):
+        return TaskSet(read=made, environment=name)
+    return TASK_SETS.get(name or "")

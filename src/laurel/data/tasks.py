@@ -51,6 +51,7 @@ from laurel.data.task_formats import (
     any_code,
     columns,
     resolve_columns,
+    task_set,
 )
 from laurel.errors import ConfigError, DataError, counted_that, setting_of
 from laurel.observe.forks import ForkGuard
@@ -227,7 +228,9 @@ def find_processor(name: str | None) -> Processor:
 
 def own_form(row: Row, config: TaskSetConfig) -> TaskParts:
     """Read a row with the reader of its own data set; this is the default processor."""
-    return TASK_SETS[config.dataset_name or "ResponseDataset"].read(row, config)
+    known = task_set(config.dataset_name or "ResponseDataset")
+    assert known is not None, "sets of other names are read as ResponseDataset"
+    return known.read(row, config)
 
 
 def multichoice(row: Row, config: TaskSetConfig) -> TaskParts:
@@ -620,7 +623,7 @@ def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str
 
 
 def _environment_of(config: TaskSetConfig, default: str) -> str:
-    known = TASK_SETS.get(config.dataset_name or "")
+    known = task_set(config.dataset_name)
     return config.env_name or (known.environment if known is not None else None) or default
 
 
@@ -647,7 +650,7 @@ def own_validation_tasks(config: TaskSetConfig) -> TaskSetConfig | None:
     DeepScaler has AIME 2024, and a class of the user's own has its `validation` split.
     """
     name = config.dataset_name
-    known = TASK_SETS.get(name or "")
+    known = task_set(name)
     if known is not None:
         if known.validation is None or config.data_path is not None:
             return None
@@ -738,7 +741,7 @@ class _Reading:
             )
         else:
             opened = open_set(config, known=_HUBS, report=report)
-        known = TASK_SETS.get(config.dataset_name or "")
+        known = task_set(config.dataset_name)
         reads_any = opened.is_own or config.dataset_name in (None, "ResponseDataset")
         read_by = opened.config
         if reads_any:
@@ -847,7 +850,7 @@ class _Reading:
 def _name_of(config: TaskSetConfig) -> str:
     # Metrics have the set's own name, or the end of its path as in NeMo RL.
     name = config.dataset_name
-    if name is not None and (name in TASK_SETS and config.data_path is None):
+    if name is not None and (task_set(name) is not None and config.data_path is None):
         return name
     if config.data_path is None:
         return (name or "").replace(":", ".").rpartition(".")[2]

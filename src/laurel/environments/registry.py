@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from laurel import plugins
 from laurel.config.environments import (
     CompositeEnvironmentConfig,
     CompositePart,
@@ -17,32 +19,26 @@ from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
 from laurel.errors import ConfigError, LaurelError
 from laurel.observe.forks import ForkGuard
 from laurel.observe.user_code import check_form, error_with_line, import_object
+from laurel.plugins import EnvironmentKind, EnvironmentServices
 from laurel.protocols import Environment
 from laurel.types import ToolSchemas
 
 if TYPE_CHECKING:
-    from laurel.config.data import TaskSetConfig
-    from laurel.data.tasks import MadeRows, RowSource
+    from laurel.data.tasks import RowSource
     from laurel.environments.code.nodes import ClusterNodes
     from laurel.rewards.open import ScorerPlacement
 
-BUILT_IN: dict[str, tuple[str, str]] = {
-    "math": ("laurel.environments.math_environment.MathEnvironment", "math"),
-    "math_default": ("laurel.environments.math_environment.MathEnvironment", "math"),
-    "code": ("laurel.environments.code_environment.CodeEnvironment", "code"),
-    "reward_model": (
-        "laurel.environments.reward_model_environment.RewardModelEnvironment",
-        "reward_model",
-    ),
-    "tools": ("laurel.environments.tool_environment.ToolEnvironment", "tools"),
-    "reasoning_gym": (
-        "laurel.environments.reasoning_gym.ReasoningGymEnvironment",
-        "reasoning_gym",
-    ),
-}
-"""The class of each built-in environment, which is imported when it is created, and the key of its
-settings in `EnvironmentsConfig`.
-"""
+OTHER_NAMES = {"math_default": "math"}
+"""Further names of environments, as NeMo RL's files have them."""
+
+
+def built_in() -> list[str]:
+    """Return the names of Laurel's own environments that need no name of the user's."""
+    kinds = plugins.names("environments")
+    ours = [name for name in kinds if plugins.is_own("environments", name)]
+    alone = [name for name in ours if not plugins.find(EnvironmentKind, name).several]
+    return [*alone, *OTHER_NAMES]
+
 
 _NEEDED = ("step", "global_post_process_and_metrics")
 # Methods that an environment with a state defines, and one without does not.
@@ -76,7 +72,7 @@ def register_env(name: str, class_path: str) -> None:
     Raises:
         ConfigError: The name is taken, or the path does not have that form.
     """
-    if name in BUILT_IN or name in _registered:
+    if name in (*plugins.names("environments"), *OTHER_NAMES, *_registered):
         raise ConfigError(
             f"an environment called '{name}' is already registered; call yours something else"
         )
@@ -87,37 +83,15 @@ def register_env(name: str, class_path: str) -> None:
 def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
     """Return what makes the rows of the data sets that packages bring, by the sets' names."""
 
-    def reasoning_gym(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.reasoning_gym import made_rows
+    def of(name: str) -> RowSource:
+        return lambda chosen: plugins.find(plugins.Rows, name).make(chosen, config)
 
-        return made_rows(set_config, config.reasoning_gym)
-
-    def verifiers(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.verifiers import taskset_rows
-
-        return taskset_rows(set_config, config.verifiers)
-
-    def openenv(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.session_servers import session_rows
-
-        return session_rows(set_config, config.openenv, kind="openenv")
-
-    def openreward(set_config: TaskSetConfig) -> MadeRows:
-        from laurel.environments.session_servers import session_rows
-
-        return session_rows(set_config, config.openreward, kind="openreward")
-
-    return {
-        "reasoning_gym": reasoning_gym,
-        "verifiers": verifiers,
-        "openenv": openenv,
-        "openreward": openreward,
-    }
+    return {name: of(name) for name in plugins.names("rows")}
 
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
     """Return all names that `create_environment` knows."""
-    return list(dict.fromkeys([*BUILT_IN, *config.names(), *_registered]))
+    return list(dict.fromkeys([*config.names(), *OTHER_NAMES, *_registered]))
 
 
 def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
@@ -147,18 +121,19 @@ def create_environments(
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.
     """
+    several = config.named()
+    # What one key of `env` brings has its name alone.
+    taken = {*(name for name in config.names() if name in plugins.names("environments"))}
+    taken |= OTHER_NAMES.keys()
+    named: dict[str, str] = {}
     sections: dict[str, Iterable[str]] = {
         "custom": config.custom,
         "composite": config.composite,
-        "verifiers": config.verifiers,
-        "openenv": config.openenv,
-        "openreward": config.openreward,
+        **several,
     }
-    servers = {**config.openenv, **config.openreward}
-    named: dict[str, str] = {}
     for section, own in sections.items():
         for name in own:
-            if name in BUILT_IN:
+            if name in taken:
                 raise ConfigError(
                     f"env.{section}.{name}: '{name}' is an environment of Laurel's; call yours "
                     "something else"
@@ -168,17 +143,16 @@ def create_environments(
                     f"env.{named[name]} and env.{section} both have {name}; rename one of the two"
                 )
             named[name] = section
-    placed: dict[str, dict[str, Any]] = {
-        "reward_model": {"device": device, "opening": opening, "say": say},
-        "code": {"nodes": nodes},
-    }
+    services = EnvironmentServices(
+        name="", device=device, max_turns=max_turns, say=say, placement=opening, nodes=nodes
+    )
     # An environment that is named both by itself and as a part of a composite is made once. Each
     # may be shut down, since `shutdown` is idempotent.
     made: dict[str, Environment] = {}
 
     def environment_of(name: str, inside: tuple[str, ...] = ()) -> Environment:
         """Return the environment of a name; `inside` are the composites that contain it."""
-        name = "math" if name == "math_default" else name
+        name = OTHER_NAMES.get(name, name)
         if name in inside:
             raise ConfigError(
                 f"env.composite: '{name}' is part of itself ({' -> '.join([*inside, name])}); take "
@@ -192,16 +166,10 @@ def create_environments(
         # The configuration takes precedence over what a program registered.
         if name in config.custom:
             return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
-        if name in config.verifiers:
-            from laurel.environments.verifiers import VerifiersEnvironment
-
-            return _checked(
-                name, VerifiersEnvironment(name, config.verifiers[name], max_turns=max_turns)
-            )
-        if name in servers:
-            from laurel.environments.session_servers import open_sessions
-
-            return _checked(name, open_sessions(name, servers[name]))
+        if named.get(name) in several:
+            kind = plugins.find(EnvironmentKind, named[name])
+            section = several[named[name]][name]
+            return _checked(name, kind.make(section, replace(services, name=name)))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 
@@ -214,18 +182,8 @@ def create_environments(
                 )
             parts = {part.env: environment_of(part.env, (*inside, name)) for part in settings.parts}
             return CompositeEnvironment(settings, parts)
-        if name in BUILT_IN:
-            path, key = BUILT_IN[name]
-            judge = config.tools.graded_by if name == "tools" else None
-            if name == "tools" and judge is None and not inside:
-                raise ConfigError(
-                    "env.tools runs functions and grades nothing: set env.tools.graded_by to the "
-                    "environment that grades the final answer, such as math"
-                )
-            parts = {} if judge is None else {judge: environment_of(judge, (*inside, name))}
-            create = imported(path, f"environment '{name}'")
-            own = _checked(name, create(getattr(config, key), **placed.get(name, {})))
-            return conducted(name, own, parts) if parts else own
+        if name in taken:
+            return of_kind(name, inside)
         if name in _registered:
             return _checked(
                 name, _called(f"environment '{name}'", NamedCall(name=_registered[name]))
@@ -239,6 +197,24 @@ def create_environments(
             + f" Known are {', '.join(known)}; "
             "add your own under env.custom or with register_env()."
         )
+
+    def of_kind(name: str, inside: tuple[str, ...]) -> Environment:
+        """Return the environment of a key of `env`, with the one that grades it, if any."""
+        if plugins.find(EnvironmentKind, name).several:
+            raise ConfigError(
+                f"'{name}' is a kind of environments: write one of them under env.{name}, by a "
+                "name of your own, and use that name"
+            )
+        kind, section = config.settings_of(EnvironmentKind, name)
+        judge = kind.graded_by(section)
+        if kind.must_be_graded and judge is None and not inside:
+            raise ConfigError(
+                f"env.{name} runs functions and grades nothing: set env.{name}.graded_by to the "
+                "environment that grades the final answer, such as math"
+            )
+        parts = {} if judge is None else {judge: environment_of(judge, (*inside, name))}
+        own = _checked(name, kind.make(section, replace(services, name=name)))
+        return conducted(name, own, parts) if parts else own
 
     def conducted(
         name: str, conductor: Environment, parts: Mapping[str, Environment]

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from laurel.errors import DataError, ModelError
+from laurel.models.gguf import local_files
 from laurel.models.scoring import ScoringContract, TrainedIds, token_group
 from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import render
@@ -134,9 +135,10 @@ class RewardBenchContract(ScoringContract):
         from laurel.models.loading.pretrained import read_config
 
         tokenizer = AutoTokenizer.from_pretrained(
-            spec.tokenizer.name or spec.name, trust_remote_code=spec.trust_remote_code
+            local_files(spec.tokenizer.name or str(spec.name)),
+            trust_remote_code=spec.trust_remote_code,
         )
-        pad_id = getattr(read_config(spec, str(spec.name)), "pad_token_id", None)
+        pad_id = getattr(read_config(spec, spec.files), "pad_token_id", None)
         return cls(contract, tokenizer, pad_id=pad_id, form=form)
 
     def render(self, conversation: Conversation) -> str:

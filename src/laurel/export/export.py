@@ -76,9 +76,9 @@ def run_export(
             push(hub, options.push_to_hub, target, private=options.private)
         say(f"pushed  to {options.push_to_hub}")
     if options.as_json:
-        said = {"model": place.name, "output": options.output, "hub": options.push_to_hub}
+        said = {"model": place.source, "output": options.output, "hub": options.push_to_hub}
         if options.average:
-            said["model"] = [place.name for place in places]
+            said["model"] = [place.source for place in places]
             said["agreement"] = None if agreement is None else asdict(agreement)
         write_json(said)
 
@@ -202,7 +202,7 @@ def _write(
     if kind == "policy":
         if tables:
             raise ConfigError(
-                f"--eval is for reward models, and {place.name} writes text; leave it out"
+                f"--eval is for reward models, and {place.source} writes text; leave it out"
             )
         writing.write_policy(directory, places, model_spec(policy), options, say)
         return None

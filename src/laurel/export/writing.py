@@ -84,8 +84,8 @@ def write_policy(
         replace(spec, name=places[0].name, precision=options.dtype),
         weights_dtype=DTYPES[options.dtype],
     )
-    model, name = loaded.model, places[0].name
-    facts = facts_beside(name)
+    model, name = loaded.model, places[0].source
+    facts = facts_beside(places[0].name)
     if weights is not None:
         fill(model.network, weights)
         del weights

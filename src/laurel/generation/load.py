@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from laurel.config.policy import TokenizerConfig
 from laurel.generation.requests import GeneratorSpec
+from laurel.models.gguf import local_files
 from laurel.models.spec import ModelSpec
 from laurel.protocols import Generator
 
@@ -77,8 +78,8 @@ class VllmMaker:
     """
 
     directory: str
-    """A directory with the weights and the tokenizer, readable on every node; or a hub name, of
-    weights that are never replaced."""
+    """A directory with the weights and the tokenizer, readable on every node; or a hub name or a
+    GGUF file, of weights that are never replaced."""
     spec: GeneratorSpec
     precision: str
     """The value of the learner's setting `policy.precision`."""
@@ -91,7 +92,8 @@ class VllmMaker:
         """
         from laurel.generation.vllm.engine import VllmEngine
 
-        return VllmEngine(self.directory, self.spec, precision=self.precision, probe=None)
+        directory = local_files(self.directory)
+        return VllmEngine(directory, self.spec, precision=self.precision, probe=None)
 
 
 def from_directory(model: ModelSpec, directory: Path | str) -> ModelSpec:

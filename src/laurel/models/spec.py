@@ -15,6 +15,7 @@ from laurel.config.policy import (
     ScratchConfig,
     TokenizerConfig,
 )
+from laurel.models.gguf import is_gguf, local_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class ModelSpec:
     """
 
     name: str | None = None
-    """A directory or a hub name; with `scratch` it is not loaded, and a remark says so."""
+    """A directory, a hub name or a GGUF file; with `scratch` it is not loaded, as a remark says."""
     revision: str | None = None
     """The commit or tag of a hub model."""
     trust_remote_code: bool = False
@@ -73,10 +74,15 @@ class ModelSpec:
         """
         if resume_from is not None and self.lora is None:
             return str(resume_from)
-        return None if self.scratch is not None else str(self.name)
+        return None if self.scratch is not None else self.files
+
+    @property
+    def files(self) -> str:
+        """The directory or hub name that `name` is read from: what is made of a GGUF file."""
+        return local_files(str(self.name))
 
 
 def hub_name(model: str | None) -> str | None:
     """Return `model` if it is a hub name (`owner/name`) and not a local path, otherwise None."""
-    is_name = model is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
+    is_name = model is not None and not is_gguf(model) and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
     return model if is_name and not Path(str(model)).exists() else None

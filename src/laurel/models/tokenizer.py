@@ -16,6 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from laurel.config.policy import TokenizerConfig
 from laurel.errors import ConfigError, DataError, ModelError, key_of, no_file_at, setting_of
+from laurel.models.gguf import local_files
 from laurel.observe.hub import check_fetchable
 from laurel.types import Conversation, Message, ToolSchemas
 
@@ -124,6 +125,7 @@ def load_tokenizer(
 
     name = config.name or model_name
     key = "policy.tokenizer.name" if config.name else "policy.model_name"
+    name = local_files(name, key=key)
     if not Path(name).exists():
         check_fetchable(name, key=key)
     try:

@@ -13,41 +13,26 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
-from laurel.config.policy import LoggerConfig, MlflowConfig, WandbConfig
+from laurel import plugins
+from laurel.config.policy import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.observe.console import verbosity
 from laurel.observe.files import replace_file
+from laurel.plugins import LoggerServices
+from laurel.protocols import MetricLogger
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 CONFIG_FILE = "config.json"
 
-Row = Sequence[object]
 Line = TypeVar("Line")
-
-
-class MetricLogger(Protocol):
-    """A destination of a run's metrics, tables and configuration."""
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Log metrics by their full names, e.g. `train/loss` or `validation-default/accuracy`."""
-
-    def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
-    ) -> None:
-        """Log a table, e.g. a few pairs with their scores."""
-
-    def log_config(self, config: Mapping[str, object]) -> None:
-        """Log the resolved configuration."""
-
-    def close(self) -> None:
-        """Write pending data; nothing may be logged afterwards."""
 
 
 class JsonlLogger:
@@ -82,7 +67,7 @@ class JsonlLogger:
         _write_line(self._metrics, record)
 
     def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
     ) -> None:
         """Append each row as one line of `samples.jsonl`."""
         if self._samples is None:
@@ -172,7 +157,7 @@ class Loggers:
         self._each(lambda logger: logger.log(metrics, step=step))
 
     def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Row], *, step: int
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
     ) -> None:
         """Log the table with every logger that still works."""
         self._each(lambda logger: logger.log_table(name, columns, rows, step=step))
@@ -216,15 +201,16 @@ def check_available(
     is_installed = is_installed or (
         lambda name: getattr(find_spec(name), "origin", None) is not None
     )
-    if config.tensorboard_enabled and not is_installed("tensorboard"):
+    for name in config.enabled:
+        logger, purpose = plugins.find(plugins.Logger, name), f"logger.{name}_enabled"
+        if logger.package is None or is_installed(logger.package):
+            continue
+        if logger.extra is not None:
+            raise MissingDependencyError.of(logger.package, extra=logger.extra, purpose=purpose)
         raise MissingDependencyError(
-            "logger.tensorboard_enabled needs the package 'tensorboard', which is not installed. "
-            "Install it with: pip install tensorboard, or set logger.tensorboard_enabled=false"
+            f"{purpose} needs the package '{logger.package}', which is not installed. "
+            f"Install it with: pip install {logger.package}, or set {purpose}=false"
         )
-    for package, enabled in (("wandb", config.wandb_enabled), ("mlflow", config.mlflow_enabled)):
-        if enabled and not is_installed(package):
-            purpose = f"logger.{package}_enabled"
-            raise MissingDependencyError.of(package, extra=package, purpose=purpose)
 
 
 def open_loggers(
@@ -243,19 +229,10 @@ def open_loggers(
     check_available(config)
 
     loggers = Loggers({}, warn=warn)
-    if config.jsonl_enabled:
-        loggers.add("jsonl", lambda: JsonlLogger(run_dir, resumed_step=resumed_step))
-    if config.tensorboard_enabled:
-        events_dir = run_dir / config.tensorboard.log_dir
-        loggers.add(
-            "tensorboard",
-            lambda: TensorboardLogger(events_dir, resumed_step=resumed_step),
-        )
-    resumed = resumed_step is not None
-    if config.wandb_enabled:
-        loggers.add("wandb", lambda: WandbLogger(config.wandb, run_dir=run_dir, resumed=resumed))
-    if config.mlflow_enabled:
-        loggers.add("mlflow", lambda: MlflowLogger(config.mlflow, run_dir=run_dir, resumed=resumed))
+    run = plugins.LoggerServices(run_dir=run_dir, resumed_step=resumed_step)
+    for name in config.enabled:
+        logger, section = config.settings_of(plugins.Logger, name)
+        loggers.add(name, partial(logger.make, section, run))
     loggers.log_config(run_config)
     return loggers
 
@@ -531,3 +508,48 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+# --------------------------------------------------------------------------------------------------
+# The loggers by name, as plug-ins.
+
+
+class Jsonl(plugins.Logger):
+    """Files of JSON lines in the run's directory."""
+
+    def make(self, section: None, run: LoggerServices) -> JsonlLogger:
+        """Open the files."""
+        return JsonlLogger(run.run_dir, resumed_step=run.resumed_step)
+
+
+class Tensorboard(plugins.Logger):
+    """TensorBoard events."""
+
+    section = TensorboardConfig
+    package = "tensorboard"
+
+    def make(self, section: TensorboardConfig, run: LoggerServices) -> TensorboardLogger:
+        """Open the event files."""
+        return TensorboardLogger(run.run_dir / section.log_dir, resumed_step=run.resumed_step)
+
+
+class Wandb(plugins.Logger):
+    """Weights & Biases."""
+
+    section = WandbConfig
+    package = extra = "wandb"
+
+    def make(self, section: WandbConfig, run: LoggerServices) -> WandbLogger:
+        """Begin or continue a run there."""
+        return WandbLogger(section, run_dir=run.run_dir, resumed=run.resumed_step is not None)
+
+
+class Mlflow(plugins.Logger):
+    """MLflow."""
+
+    section = MlflowConfig
+    package = extra = "mlflow"
+
+    def make(self, section: MlflowConfig, run: LoggerServices) -> MlflowLogger:
+        """Begin or continue a run there."""
+        return MlflowLogger(section, run_dir=run.run_dir, resumed=run.resumed_step is not None)

@@ -391,8 +391,6 @@ def training_memory(
         tokens=-(-tokens // mesh.cp),
         tp=mesh.tp,
         compute_bytes=width,
-        # Embeddings are float32 masters on one rank and on many, and so are the sums with them.
-        keeps_stream_in_float32=True,
         recomputes=training.recomputes,
         sequence_parallel=training.sequence_parallel,
     )
@@ -433,7 +431,6 @@ def judging_memory(
             tokens=-(-tokens // mesh.cp),
             tp=mesh.tp,
             compute_bytes=width,
-            keeps_stream_in_float32=False,
             sequence_parallel=False,
         ),
     }
@@ -529,7 +526,6 @@ def activation_bytes(
     tokens: int,
     tp: int,
     compute_bytes: int,
-    keeps_stream_in_float32: bool,
     recomputes: bool,
     sequence_parallel: bool,
 ) -> int:
@@ -543,7 +539,6 @@ def activation_bytes(
         tokens: Number of tokens of a micro-batch on this rank.
         tp: Number of tensor-parallel ranks.
         compute_bytes: Bytes of a number in the compute dtype.
-        keeps_stream_in_float32: Whether the residual stream is float32, whatever the compute dtype.
         recomputes: Whether the backward pass recomputes activations.
         sequence_parallel: Whether tensor-parallel ranks divide the tokens between the layers.
     """
@@ -552,13 +547,11 @@ def activation_bytes(
         tokens=tokens,
         tp=tp,
         compute_bytes=compute_bytes,
-        keeps_stream_in_float32=keeps_stream_in_float32,
         sequence_parallel=sequence_parallel,
     )
     if not recomputes:
         return shape.num_layers * layer
-    width = 4 if keeps_stream_in_float32 else compute_bytes
-    inputs = shape.num_layers * tokens * shape.hidden_size * width
+    inputs = shape.num_layers * tokens * shape.hidden_size * compute_bytes
     return layer + inputs // (tp if sequence_parallel else 1)
 
 
@@ -568,7 +561,6 @@ def _layer_bytes(
     tokens: int,
     tp: int,
     compute_bytes: int,
-    keeps_stream_in_float32: bool,
     sequence_parallel: bool,
 ) -> int:
     """Return the bytes of activations that one layer keeps on a rank.
@@ -580,9 +572,6 @@ def _layer_bytes(
     """
     width = compute_bytes
     norms, results = 2 * (4 + width) * shape.hidden_size, 2 * width * shape.hidden_size
-    if keeps_stream_in_float32 and width < 4:
-        # Autocast: a float32 stream, and a copy of the results for each product.
-        norms, results = 16 * shape.hidden_size, 10 * shape.hidden_size
     heads = shape.num_heads + shape.num_kv_heads
     split = 2 * width * heads * shape.head_dim + 4 * width * shape.intermediate_size
     split += 4 * shape.num_heads

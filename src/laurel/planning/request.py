@@ -121,6 +121,8 @@ class TrainingRequest:
     """Whether tensor-parallel ranks divide the tokens among them between the layers."""
     offloads: bool = False
     """Whether weights, gradients and optimizer states lie in the host's memory."""
+    compiles: Literal["auto"] | bool = "auto"
+    """Whether layers are compiled; `auto`: on a GPU that has the whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,8 @@ class DrawingRequest:
     """Fraction of the device's memory that vLLM takes for weights and cache."""
     runs_ahead: bool
     """Whether generation overlaps with training, so that it needs a copy of the weights."""
+    through_host: bool = False
+    """Whether the settings send new weights through the memory of the host, not from GPU to GPU."""
     conversation_bytes: int = 0
     """Most bytes of keys and values that are kept of conversations between their turns."""
 

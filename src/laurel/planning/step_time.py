@@ -1,9 +1,10 @@
 """Estimates the seconds of a training step by phase, from operations, bytes and an efficiency.
 
-No model is loaded and nothing is measured: a phase takes as long as the slowest of its matrix
-products, its memory traffic and its communication. Each time is reported beside that of the padded
-baseline, in which every completion has its own copy of the prompt. `docs/parallelism.md` lists what
-is counted and what is not.
+No model is loaded and nothing is measured. Matrix products take as long as the slowest of the
+products, their own memory traffic and the communication beside them. On a GPU the elementwise
+operations of layers and head come on top, by the bytes that they move. Each time is reported beside
+that of the padded baseline, in which every completion has its own copy of the prompt.
+`docs/parallelism.md` lists what is counted and what is not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ import yaml
 
 from laurel.config.policy import Precision
 from laurel.errors import ConfigError
-from laurel.planning.memory import COMPUTE_BYTES, MASTER_BYTES, ModelShape, Shapes, key_value_bytes
+from laurel.planning.memory import (
+    COMPUTE_BYTES,
+    MASTER_BYTES,
+    ModelShape,
+    Shapes,
+    key_value_bytes,
+)
 from laurel.planning.plan import Plan
 from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest, Workload
 from laurel.planning.roles import Mesh, RolePlan
@@ -29,6 +36,10 @@ Limit = Literal["products", "memory", "link", "host"]
 HOST_RATE = 1e9
 """Bytes per second of a broadcast over gloo: `benchmarks/weight_transfer.py` measured 474 MB to two
 replicas in 0.46 s."""
+COMPILED = 0.25
+"""The part of the elementwise bytes of layers that is left where they are compiled. The compiler of
+torch 2.11 counted 0.23 in training and 0.28 in scoring; `benchmarks/counted.py --of compiled` asks
+it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +66,9 @@ class Device:
 class Efficiency:
     """The fractions of a device's peak rates that real kernels reach."""
 
-    products: float = 0.4
-    """Fraction of the peak of matrix products. The report on Llama 3 has 38 to 43 % of H100's
-    bfloat16 peak in training."""
+    products: float = 0.75
+    """Fraction of the peak of matrix products while they run. An H200 reached 26 % of its peak in
+    scoring, in which products took 34 % of the time."""
     memory: float = 0.7
     """Fraction of the memory bandwidth. Decoding reads weights and cache in order, but kernels
     start between the reads."""
@@ -308,6 +319,52 @@ def _phase(name: PhaseName, role: RolePlan, shared: Cost, padded: Cost) -> Phase
     )
 
 
+# --------------------------------------------------------------------------------------------------
+# Bytes of elementwise operations. `benchmarks/counted.py` counts them with the code itself.
+
+
+def layer_bytes(shape: ModelShape, *, tokens: float, trains: bool, recomputes: bool) -> float:
+    """Return the bytes that elementwise operations of all layers move in half precision.
+
+    They are those of norms, rotary positions, activations, residual sums and casts, uncompiled.
+
+    Args:
+        shape: Shape of the model.
+        tokens: Number of tokens.
+        trains: Whether there is a backward pass.
+        recomputes: Whether the backward pass computes the forward pass again.
+    """
+    norms = int(shape.normalises_heads)
+    forward = (100, 20 + 44 * norms, 10)
+    both = (358, 58 + 160 * norms, 28)
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    sizes = (shape.hidden_size, heads, shape.intermediate_size)
+    passes = [both if trains else forward, *([forward] if recomputes else [])]
+    each = sum(n * size for one in passes for n, size in zip(one, sizes, strict=True))
+    return float(shape.num_layers * tokens * each)
+
+
+def head_bytes(shape: ModelShape, *, tokens: float, trains: bool) -> float:
+    """Return the bytes that the head of a policy moves besides its products.
+
+    Args:
+        shape: Shape of the model.
+        tokens: Number of completion tokens.
+        trains: Whether there is a backward pass, and entropy.
+    """
+    return tokens * shape.vocab_size * (76 if trains else 16)
+
+
+def cast_bytes(shape: ModelShape, *, passes: float, trains: bool, frozen: bool) -> float:
+    """Return the bytes of autocast's copies of float32 weights and of sums of gradients.
+
+    Each pass rounds the weights of layers (6 bytes). Training also widens their gradients (6) and
+    adds them up (12).
+    """
+    weights = shape.num_layers * shape.layer_parameters
+    return passes * weights * (24 if trains and not frozen else 6)
+
+
 # ----------------------------------------------------------------------------------------- phases
 
 
@@ -319,7 +376,7 @@ def _of_policy(
     workload: Workload,
     clock: _Clock,
 ) -> Iterator[PhaseTime]:
-    training, step = request.training, request.step
+    step = request.step
     divided = workload if step is None else workload.divided(plan.batch("policy").tokens)
     works = (_on(policy.mesh, divided), workload.padded())
     shared, padded = (_training(request, plan, policy, shape, work, clock) for work in works)
@@ -332,11 +389,7 @@ def _of_policy(
     )
     yield _phase("generation", generation, shared, padded)
     if step.logprob_passes:
-        reads = (forward_operations(shape, work, has_logits=True).total for work in works)
-        shared, padded = (
-            _passes(clock, training.precision, step.logprob_passes * flops, policy.mesh)
-            for flops in reads
-        )
+        shared, padded = (_logprobs(request, plan, policy, shape, work, clock) for work in works)
         yield _phase("log-probs", policy, shared, padded)
     transfer = _transfer(request, policy, generation, shape, clock)
     yield _phase("weight transfer", policy, transfer, transfer)
@@ -350,6 +403,65 @@ def _on(mesh: Mesh, workload: Workload) -> Workload:
 def _passes(clock: _Clock, precision: Precision, flops: float, mesh: Mesh) -> Cost:
     """Return the cost of products that all devices of a role divide evenly."""
     return clock.cost(precision, flops=flops / mesh.size)
+
+
+def _logprobs(
+    request: ClusterRequest,
+    plan: Plan,
+    role: RolePlan,
+    shape: ModelShape,
+    workload: Workload,
+    clock: _Clock,
+) -> Cost:
+    assert request.step is not None
+    precision, times = request.training.precision, request.step.logprob_passes
+    flops = forward_operations(shape, workload, has_logits=True).total
+    products = _passes(clock, precision, times * flops, role.mesh)
+    moved = _elementwise(
+        request, plan, role, shape, workload, precision, trains=False, has_logits=True
+    )
+    return _together([products, clock.cost(precision, memory_bytes=times * moved)])
+
+
+def _elementwise(
+    request: ClusterRequest,
+    plan: Plan,
+    role: RolePlan,
+    shape: ModelShape,
+    workload: Workload,
+    precision: Precision,
+    *,
+    trains: bool,
+    has_logits: bool,
+) -> float:
+    """Return the bytes of elementwise operations on one device; on a CPU 0.
+
+    The efficiency of products on a CPU is measured with these operations.
+    """
+    training, mesh = request.training, role.mesh
+    if request.device == "cpu":
+        return 0.0
+    is_policy = role.name == "policy"
+    compiles = mesh.size == 1 if training.compiles == "auto" or not is_policy else training.compiles
+    layers = layer_bytes(
+        shape,
+        tokens=workload.tokens,
+        trains=trains,
+        recomputes=trains and training.recomputes,
+    )
+    completions = workload.num_prompts * workload.per_prompt * workload.completion_tokens
+    head = head_bytes(shape, tokens=completions, trains=trains) if has_logits else 0.0
+    moved = layers * (COMPILED if compiles else 1.0) + head
+    # Twice as wide numbers move nearly twice the bytes.
+    width = COMPUTE_BYTES[precision]
+    casts = 0.0
+    if is_policy and width < MASTER_BYTES:
+        batch = plan.batch("policy")
+        passes = max(batch.updates, -(-workload.tokens / mesh.dp // batch.tokens))
+        casts = cast_bytes(
+            shape, passes=passes * mesh.dp, trains=trains, frozen=training.adapters.enabled
+        )
+    return (moved * width / 2 + casts) / mesh.size
 
 
 def _training(
@@ -392,7 +504,18 @@ def _training(
         training.precision,
         memory_bytes=batch.updates * accesses * MASTER_BYTES * trained / mesh.size,
     )
-    return _together([products, waiting, states])
+    moved = _elementwise(
+        request,
+        plan,
+        role,
+        shape,
+        workload,
+        training.precision,
+        trains=True,
+        has_logits=training.has_logits,
+    )
+    elementwise = clock.cost(training.precision, memory_bytes=moved)
+    return _together([products, elementwise, waiting, states])
 
 
 def _scoring(
@@ -417,6 +540,10 @@ def _scoring(
                 memory_bytes=passes * weights,
             )
         )
+        moved = _elementwise(
+            request, plan, role, shape, workload, precision, trains=False, has_logits=False
+        )
+        costs.append(clock.cost(precision, memory_bytes=moved))
     return _together(costs)
 
 
@@ -485,10 +612,12 @@ def _transfer(
     shape: ModelShape,
     clock: _Clock,
 ) -> Cost:
-    """Return the cost of sending the changed weights, in float32, from the learner to all engines.
+    """Return the cost of sending the changed weights from the learner to all engines.
 
-    The engine in process samples from the learner's own weights. vLLM takes them through the memory
-    of the host; between GPUs that the two have for themselves they go over NCCL.
+    The engine in process samples from the learner's own weights; other engines of ours get float32,
+    and vLLM the dtype that it holds. Between GPUs that the two have for themselves weights go over
+    NCCL; on the same GPUs they are copied in memory, up to five times; on CPUs, and where it is
+    set, they go through the host.
     """
     training, drawing = request.training, request.drawing
     assert drawing is not None
@@ -499,11 +628,16 @@ def _transfer(
             rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in chosen
         ]
         changed = shape.num_layers * sum(sizes)
-    sent = float(MASTER_BYTES * changed)
+    width = COMPUTE_BYTES[drawing.precision] if drawing.uses_vllm else MASTER_BYTES
+    sent = float(width * changed)
     is_apart = generation.shares_with is None
     if not drawing.uses_vllm and not is_apart and not drawing.runs_ahead:
         sent = 0.0
-    if is_apart and not drawing.uses_vllm and request.device != "cpu":
+    if request.device == "cpu" or drawing.through_host or not sent:
+        return Cost(link_bytes=sent, seconds=sent / HOST_RATE, limit="host")
+    if is_apart:
         both = replace(policy, slots=policy.slots + generation.slots)
         return clock.cost(training.precision, link_bytes=sent, rate=clock.rate(both))
-    return Cost(link_bytes=sent, seconds=sent / HOST_RATE, limit="host")
+    # Read as the learner has them, written once, and read and written in each further copy.
+    copied = MASTER_BYTES * changed + 9 * sent
+    return clock.cost(training.precision, memory_bytes=copied)

@@ -46,6 +46,7 @@ from laurel.models.scoring import FILE_NAME, OLD_CONTENTS, ScoringContract, Scor
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries
 from laurel.observe.hub import check_not_missing
+from laurel.plugins import ServerDialect
 from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
@@ -274,6 +275,7 @@ def _open_servers(
         scorer = HttpScorer(
             servers.urls or (),
             protocol=servers.url_protocol,
+            section=servers.settings_of(ServerDialect, servers.url_protocol)[1],
             api_key=api_key,
             contract=contract,
             model=servers.url_model,
@@ -511,7 +513,7 @@ def load_scorer(
                 f"{place.name} has no reward head that is understood. Its weights hold, besides a "
                 f"language model's: {', '.join(loaded.strange_weights[:8])}. {UNDERSTOOD}"
             )
-        raise ModelError(headless(place.name))
+        raise ModelError(headless(place.source))
     contract = loaded.contract
     if spec.aggregate is not None:
         steps = contract.rules.steps

@@ -13,6 +13,7 @@ from laurel.config.policy import PolicyConfig, Precision
 from laurel.errors import CheckpointError, ModelError, Terms, setting_of
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
+from laurel.models.gguf import is_gguf, read_gguf
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.spec import ModelSpec
 from laurel.observe.hub import check_fetchable, check_not_missing, listed
@@ -44,10 +45,19 @@ class ModelPlace:
     """Whether it has a manifest that its files must match."""
     notes: tuple[str, ...] = ()
     """Decisions made while it was searched for, as lines for the user."""
+    gguf: str | None = None
+    """GGUF file that was named, of which the directory was made."""
+
+    @property
+    def source(self) -> str:
+        """Name of the model for its users: the GGUF file, or the directory or hub name."""
+        return self.gguf or self.name
 
     @property
     def shown(self) -> str:
-        """Name for messages: relative if it is in the working directory."""
+        """The same for messages: relative if it is in the working directory."""
+        if self.gguf is not None:
+            return self.gguf
         name, here = Path(self.name), Path.cwd()
         return str(name.relative_to(here)) if name.is_relative_to(here) else self.name
 
@@ -138,7 +148,7 @@ def find_model(model: str) -> ModelPlace:
     """Find the model that a directory or a name means, without reading it.
 
     The directory of a run, which holds `step_<N>` directories, means its best checkpoint, or else
-    the newest complete one.
+    the newest complete one. A GGUF file means the directory that is made of it.
 
     Raises:
         ModelError: There is no model.
@@ -146,6 +156,9 @@ def find_model(model: str) -> ModelPlace:
     """
     path = Path(model).expanduser()
     if not path.is_dir():
+        if is_gguf(model):
+            made = read_gguf(model)
+            return ModelPlace(name=str(made.directory), notes=made.notes, gguf=model)
         if path.exists():
             raise ModelError(
                 f"{setting_of('policy.model_name', model)} is a file; name the directory that it "
@@ -168,10 +181,12 @@ def find_model(model: str) -> ModelPlace:
             "them with the program that made them (llamafactory-cli export, OpenRLHF's "
             "lora_combiner, peft's merge_and_unload), and name what comes out"
         )
+    files = [name for name in sorted(os.listdir(path)) if is_gguf(name)]
+    hint = f". A GGUF file is named itself: {path / files[0]}" if files else ""
     raise ModelError(
         f"{setting_of('policy.model_name', model)} holds neither a model (config.json) nor "
         "checkpoints (step_1, "
-        f"...). It holds: {listed(path)}"
+        f"...). It holds: {listed(path)}{hint}"
     )
 
 
@@ -214,7 +229,7 @@ def find_reward_model(model: str) -> ModelPlace:
     if not directory.is_dir():
         check_fetchable(place.name, key="policy.model_name")
     elif _is_language_model(directory):
-        raise ModelError(headless(place.name))
+        raise ModelError(headless(place.source))
     return place
 
 

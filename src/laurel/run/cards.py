@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ from pydantic import TypeAdapter
 from laurel.config.grpo_run import GRPORun
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
-from laurel.errors import DataError, counted
+from laurel.errors import DataError, UserError, counted
 from laurel.models.checkpoint.card import EvaluationRow, EvaluationTable
+from laurel.models.gguf import is_gguf, read_gguf
 from laurel.models.spec import hub_name
 
 if TYPE_CHECKING:
@@ -102,6 +104,11 @@ def _base(context: RunContext[R], model: ModelFacts) -> dict[str, str | None]:
 
     policy = context.config.policy
     name = policy.model_name if policy.scratch is None else None
+    if name is not None and is_gguf(name):
+        described = Path(name).name
+        with suppress(UserError):  # a run that goes on does without the file
+            described = read_gguf(name).about
+        return {"base_model": described, "hub_base": None}
     if name is None or not os.path.isdir(os.path.expanduser(name)):
         return {"base_model": model.base_model, "hub_base": hub_name(name)}
     # Cards are published, so a local directory is reduced to its name.

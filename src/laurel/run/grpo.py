@@ -95,7 +95,7 @@ def _load_data(config: GRPORun) -> TaskData:
         config.data,
         default_environment=config.default_environment,
         environments=environment_names(config.env),
-        needs=needs_of(config.env),
+        needs=needs_of(config.env, config.default_environment),
         sources=row_sources(config.env),
     )
 

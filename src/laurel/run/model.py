@@ -144,6 +144,13 @@ def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None
     if facts.path == "forest":
         check = f"self-check against one-by-one: {facts.self_check:.1e}"
         console.print(f"path    token forest; {check}")
+    policy = context.config.policy
+    if facts.device == "cpu" and "precision" not in policy.model_fields_set:
+        console.print(
+            f"note    policy.precision={policy.precision} is the default, for GPUs. On a CPU "
+            "float32 is more precise, and as fast or faster unless laurel doctor finds bfloat16 "
+            "instructions"
+        )
     for note in facts.notes:
         console.print(note if note.startswith("warning: ") else f"note    {note}")
 
@@ -181,13 +188,13 @@ def resolve_model(config: R, console: Console) -> R:
 
 
 def found_name(name: str, *, say: Say, instead: str = "") -> str:
-    """Resolve a model's name to what transformers loads: for a run's directory, a checkpoint in it.
+    """Resolve a model's name to what Laurel loads: for a run's directory, a checkpoint in it.
 
     `rewards.spec.find_model` chooses the checkpoint. Any other name is returned as written, because
     a run that resumes must have the same one.
 
     Args:
-        name: A directory, or a name on the hub.
+        name: A directory, a name on the hub, or a GGUF file, which is read here.
         say: Called with a message about the chosen checkpoint.
         instead: Advice for the error message if the hub does not answer.
 
@@ -197,6 +204,10 @@ def found_name(name: str, *, say: Say, instead: str = "") -> str:
     from laurel.rewards.spec import find_model
 
     place = find_model(name)
+    if place.gguf is not None:
+        for note in place.notes:
+            say(note)
+        return name  # its loader asks where its files are, and the run keeps its name
     directory = Path(name).expanduser()
     if not directory.is_dir():
         check_fetchable(name, key="policy.model_name", instead=instead)

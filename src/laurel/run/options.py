@@ -160,9 +160,10 @@ JsonOption = Annotated[
 
 def complete_tasks() -> list[str]:
     """List the named data sets of tasks, as shell completions."""
+    from laurel import plugins
     from laurel.data.task_formats import TASK_SETS
 
-    return list(TASK_SETS)
+    return [*TASK_SETS, *plugins.names("rows")]
 
 
 def sets_column(word: str) -> bool:
@@ -179,9 +180,9 @@ def complete_preferences() -> list[str]:
 
 def complete_environments() -> list[str]:
     """List the environments that need no configuration, as shell completions."""
-    from laurel.environments.registry import BUILT_IN
+    from laurel.environments.registry import built_in
 
-    return list(BUILT_IN)
+    return built_in()
 
 
 def complete_layers() -> list[str]:
@@ -221,7 +222,9 @@ ColumnKeys = Annotated[
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", "-m", metavar="MODEL", help="The model: a directory or a hub name."),
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="The model: a directory, a hub name or a GGUF file."
+    ),
 ]
 PreferenceSetOption = Annotated[
     str | None,
@@ -341,17 +344,17 @@ class PlanOptions:
         typer.Option(
             min=0.01,
             max=1.0,
-            help="The part of the device's peak that products reach. Default: the report on "
-            "Llama 3 has 38 to 43 % on H100s.",
+            help="The part of the device's peak that products reach while they run. Default: what "
+            "an H200 did in scoring.",
         ),
-    ] = 0.4
+    ] = 0.75
     memory_efficiency: Annotated[
         float,
         typer.Option(
             min=0.01,
             max=1.0,
-            help="The part of the memory's bandwidth that generation reaches. Default: an "
-            "assumption.",
+            help="The part of the memory's bandwidth that generation and elementwise operations "
+            "reach. Default: an assumption.",
         ),
     ] = 0.7
     prompt_tokens: Annotated[

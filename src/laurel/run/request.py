@@ -330,18 +330,23 @@ def _training(config: Run) -> TrainingRequest:
         recomputes=parallel.activation_checkpointing,
         sequence_parallel=parallel.sequence_parallel,
         offloads=parallel.cpu_offload,
+        compiles=policy.compile,
     )
 
 
 def _drawing(config: GRPORun) -> DrawingRequest:
     policy, vllm = config.policy, config.policy.generation.vllm_cfg
     has_cache = config.grpo.max_rollout_turns > 1 and not _samples_with_vllm(config)
+    way = policy.generation.weight_transfer
     return DrawingRequest(
         uses_vllm=_samples_with_vllm(config),
         precision=policy.precision if vllm.precision == "auto" else vllm.precision,
         longest=vllm.max_model_len or policy.max_total_sequence_length,
         memory_share=vllm.gpu_memory_utilization,
         runs_ahead=config.grpo.max_staleness > 0,
+        through_host=way == "object_store"
+        or (way == "broadcast" and policy.generation.colocated.enabled)
+        or (vllm.weight_loading == "files" and _samples_with_vllm(config)),
         conversation_bytes=policy.generation.conversation_bytes if has_cache else 0,
     )
 

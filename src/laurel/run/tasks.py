@@ -8,6 +8,7 @@ from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from laurel import plugins
 from laurel.config.environments import (
     CodeEnvironmentConfig,
     CompositeEnvironmentConfig,
@@ -19,9 +20,10 @@ from laurel.config.grpo_run import GRPORun
 from laurel.data.reading import encoded
 from laurel.data.report import no_rows_left
 from laurel.data.tasks import TaskData, TaskNeeds
-from laurel.environments.registry import create_environments
+from laurel.environments.registry import OTHER_NAMES, create_environments
 from laurel.errors import DataError, UserError
 from laurel.observe.forks import ForkGuard
+from laurel.plugins import EnvironmentKind
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.request import uses_reward_model
@@ -44,12 +46,27 @@ NUM_REFERENCES = 200
 """The number of reference solutions that `laurel data check` runs."""
 
 
-def needs_of(config: EnvironmentsConfig) -> TaskNeeds:
-    """Return which of the configured environments need a known answer or tests in each task."""
-    answers = {"math", "math_default"}
-    if config.reward_model.transform.subtract_reference:
-        answers.add("reward_model")
-    tests = {"code"}
+def needs_of(config: EnvironmentsConfig, default: str | None = None) -> TaskNeeds:
+    """Return which of the configured environments need a known answer or tests in each task.
+
+    Of other packages only those are asked that have settings, or are the `default`: they would have
+    to be imported.
+    """
+    answers, tests = set[str](), set[str]()
+    several = config.named()
+    for kind in plugins.names("environments"):
+        if not (plugins.is_own("environments", kind) or kind in config or kind == default):
+            continue
+        found = plugins.find(EnvironmentKind, kind)
+        sections = several.get(kind, {})
+        if not found.several:
+            sections = {kind: config.settings_of(EnvironmentKind, kind)[1]}
+        for name, section in sections.items():
+            needs = found.needs(section)
+            answers |= {name} if "answers" in needs else set()
+            tests |= {name} if "tests" in needs else set()
+    for alias, meant in OTHER_NAMES.items():
+        answers |= {alias} if meant in answers else set()
     composites = dict(config.composite)
     if (judge := config.tools.graded_by) is not None:
         composites["tools"] = CompositeEnvironmentConfig(parts=[CompositePart(env=judge)])
@@ -220,12 +237,13 @@ def fit_prompts(
         )
 
     def fits(task: Task) -> bool:
-        try:
-            return len(encode([task])[0]) <= longest
-        except DataError:
-            if config.data.on_bad_row == "error":
-                raise
-            return False
+        report, skips = data.reports["train"], config.data.on_bad_row
+        for _, ids in encoded([task], encode, report=report, on_bad_row=skips):
+            if len(ids) <= longest:
+                return True
+            report.drop("over-long", task.source)
+        report.num_read += 1  # the next try is another row
+        return False
 
     for name, tasks in (("train", data.train), ("validation", data.validation)):
         if not tasks:

@@ -26,8 +26,8 @@ from laurel.errors import (
     counted,
 )
 from laurel.models.checkpoint.store import CheckpointStore, SaveUnderWay
-from laurel.observe.loggers import MetricLogger
 from laurel.observe.progress import Timers, TrainingProgress
+from laurel.protocols import MetricLogger
 from laurel.training.learner import Update
 from laurel.training.selection import EarlyStopping, Goal, Selection
 from laurel.training.state import RunState

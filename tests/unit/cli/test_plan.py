@@ -101,13 +101,14 @@ def test_the_seconds_of_a_step_are_one_table(monkeypatch, capsys):
     assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, options(device="H100", **LENGTHS))
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("seconds of a step on H100"))
-    table = [line.split() for line in lines[start:-2]]
+    lines = lines[start : lines.index("", start)]
+    table = [line.split() for line in lines]
     names = [row[0] for row in table]
     assert names[names.index("phase") + 1 :] == (
         ["generation", "scoring", "log-probs", "training", "weight", "step"]
     )
     assert float(table[-1][-1]) > 1  # padded rows take longer
-    assert max(map(len, lines[start:-2])) <= 60
+    assert max(map(len, lines)) <= 60
 
 
 def test_a_device_has_its_own_memory_and_its_seconds_are_facts(capsys):
@@ -122,6 +123,24 @@ def test_a_device_has_its_own_memory_and_its_seconds_are_facts(capsys):
     assert time["phases"][0]["name"] == "generation"
     run_plan(EXAMPLES / "grpo_rm_1B.yaml", SEED, options(as_json=True))
     assert "time" not in json.loads(capsys.readouterr().out)
+
+
+def test_larger_micro_batches_that_fit_are_named_until_their_size_is_said(capsys):
+    def notes(*changes):
+        given = options(device="H100", as_json=True)
+        assert run_plan(EXAMPLES / "grpo_rm_1B.yaml", [*SEED, *changes], given)
+        facts = json.loads(capsys.readouterr().out)
+        return facts, [n for n in facts["notes"] if "train_mb_tokens" in n]
+
+    facts, (said,) = notes()
+    (setting,) = (word for word in said.split() if word.startswith("policy.sequence_packing"))
+    larger, none = notes(setting)
+    assert none == []
+    before, now = (one["batches"][0]["num_micro_batches"] for one in (facts, larger))
+    assert f"at most {now} passes instead of {before}" in said
+    (training,) = (p["total"] for p in larger["memory"] if p["phase"] == "training")
+    assert training <= 0.9 * 80e9
+    assert notes("cluster.device=cpu")[1] == []
 
 
 @pytest.mark.parametrize(("is_used", "urls"), [(True, None), (False, None), (True, ["http://j"])])

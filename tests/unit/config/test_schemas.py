@@ -42,7 +42,6 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grpo", "policy.generation.temperature=0", "greedy decoding"),
     ("grpo", "policy.generation.max_new_tokens=513", "more than policy.max_total_sequence_length"),
     ("grpo", "policy.generation.vllm_cfg.max_model_len=500", "max_model_len=500 is less than"),
-    ("grpo", "policy.generation.weight_transfer=ipc", "no ipc any more (use auto or broadcast"),
     ("grpo", "grpo.num_prompts_per_step=33", "no multiple of policy.train_global_batch_size"),
     ("grpo", "loss_fn.truncated_importance_sampling_ratio=2", "do nothing without truncated_impo"),
     ("grpo", "grpo.adv_estimator.reward_weights=[1.0,2.0]", "is read by adv_estimator.name=gdpo"),

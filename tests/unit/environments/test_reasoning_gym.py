@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.run.evaluation.policy import _sets
 from laurel.run.options import EvalPolicyOptions
+from laurel.run.tasks import fit_prompts
 from policy_runs import MATCHES, grpo, grpo_settings, task_data
 from runs import manifest_hashes
 
@@ -508,6 +510,44 @@ def test_prompts_that_are_too_long_are_replaced():
     data.endless.fits = lambda task: task.metadata["ground_truth"].startswith("1")
     assert all(t.metadata["ground_truth"].startswith("1") for t in islice(data.endless, 20))
     assert len(data.endless) > 10**9
+
+
+def test_prompts_that_are_replaced_are_counted_with_their_reason():
+    """At the first try numbers that end with 1 are refused, and those with 2 are too long."""
+
+    def ids(conversations, *, sources, tools):
+        said = [conversation[-1].content for conversation in conversations]
+        for one, source in zip(said, sources, strict=True):
+            if one.endswith("1, 0"):
+                raise DataError(f"{source}: the template refuses it")
+        return [range(99 if one.endswith("2, 0") else 3) for one in said]
+
+    def make(index, attempt):
+        asked = [{"role": "user", "content": f"{index}, {attempt}"}]
+        return {"prompt": asked, "answer": "1", "metadata": {}}
+
+    data = load_task_data(
+        TaskDataConfig(dataset_name="reasoning_gym", env_name="math", split_validation_size=0),
+        default_environment="math",
+        environments=["math"],
+        sources={"reasoning_gym": lambda config: MadeRows(origin="here", make=make)},
+    )
+    chat = SimpleNamespace(prompts_ids=ids, control_token_in=lambda text: None)
+    config = GRPORun.model_validate(
+        {"policy": {"max_total_sequence_length": 50}, "data": {"on_bad_row": "skip"}}
+    )
+    fit_prompts(data, chat, config, lambda name: ())
+    report = data.reports["train"]
+    before = {reason: left.count for reason, left in report.dropped.items()}
+    num_read = report.num_read
+    assert prompts([data.endless[n] for n in (1000, 1001, 1002)]) == [
+        "1000, 0",
+        "1001, 1",
+        "1002, 1",
+    ]
+    after = {reason: left.count - before[reason] for reason, left in report.dropped.items()}
+    assert after == {"malformed": 1, "over-long": 1}
+    assert report.num_read == num_read + 2
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import pytest
 
 import tiny_tokenizers
 from generators import collect, draw, request, run
+from host_worker import HostEngine
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import DataError, EngineError, MissingDependencyError, install_command
 from laurel.generation.requests import GeneratorSpec
@@ -106,6 +107,20 @@ def test_what_travels_is_what_vllm_computes_with(in_bfloat16, models):
         answers.append(run(engine.answer_probe()).logprobs_L)
     rounded, as_they_are = answers
     assert rounded.tolist() == as_they_are.tolist()
+
+
+@pytest.mark.slow
+def test_weights_arrive_by_handles():
+    """vLLM's own `ipc` engine, in many chunks; memory of the host stands in for that of a GPU."""
+    require_vllm()
+    models = [random_model("llama", tied=False, seed=s, vocab_size=VOCABULARY) for s in range(3)]
+    learner = Learner(models[0])
+    with started(models[0], lambda ids: learner.logprobs(ids), kind=HostEngine) as engine:
+        assert engine.transfer.name == "ipc"
+        for version in (1, 2):
+            learner.model = models[version]
+            run(engine.update_weights(learner.weights(version)))
+            assert 0 < engine.probe_difference < EXACT
 
 
 def test_one_stale_tensor_is_seen_and_not_drawn_from(engine, models, learner):
@@ -280,7 +295,7 @@ def test_a_dead_engine_ends_what_waits_for_it(one_model):
     assert not any(process.is_running() for process in engine._processes)
 
 
-def test_a_killed_program_leaves_no_engine_behind(tmp_path):
+def test_a_killed_program_leaves_no_engine_behind(tmp_path, short_folder):
     require_vllm()
     program = tmp_path / "program.py"
     program.write_text(
@@ -299,7 +314,7 @@ def test_a_killed_program_leaves_no_engine_behind(tmp_path):
         )
     )
     log = (tmp_path / "log").open("w")
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": short_folder}
     with (
         log,
         subprocess.Popen(

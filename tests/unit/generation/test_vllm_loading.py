@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from laurel.errors import ConfigError, EngineError
 from laurel.generation.vllm.loading import Loader, WeightLoading, choose_loading
-from laurel.generation.vllm.worker import update_of
+from laurel.generation.vllm.worker import ipc_update
 from laurel.generation.weights.handles import GpuHandle, SharedMemory
 from laurel.generation.weights.held import HeldDtype, as_held
 from laurel.types import Weights
@@ -66,7 +66,7 @@ class Vllm:
     def finish_weight_update(self, gpu): ...
 
     def laurel_take_chunk(self, gpu, entries, handles):
-        update = update_of(list(map(list, entries)), {g: list(h) for g, h in handles.items()})
+        update = ipc_update(list(map(list, entries)), {g: list(h) for g, h in handles.items()})
         arguments = update["ipc_handles"][gpu]
         inspect.signature(rebuild_cuda_tensor).bind(*arguments)
         block = self.blocks[arguments[12]]
@@ -172,7 +172,7 @@ def test_vllm_knows_the_update():
 
     vllm = Vllm()
     chunk = next(vllm.memory({"A": CPU}, num_bytes=1000).chunks(SENT.items()))
-    update = IPCWeightTransferUpdateInfo(**update_of(*chunk))
+    update = IPCWeightTransferUpdateInfo(**ipc_update(*chunk))
     dtypes = [getattr(torch, name) for name in update.dtype_names]
     columns = update.names, update.shapes, dtypes, update.tensor_sizes
     block = vllm.blocks[0]

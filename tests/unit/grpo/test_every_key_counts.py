@@ -5,7 +5,8 @@ The keys are those of the sections themselves, so that a new one is tried as wel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -15,11 +16,12 @@ import torch
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from laurel.config.grpo import GRPOConfig, PolicyLossConfig
+from generators import draw, request, transformers
+from laurel.config.grpo import GenerationConfig, GRPOConfig, PolicyLossConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import check_tree
 from laurel.config.schema_info import kinds_of_field
-from laurel.config.yaml_tree import Section, graft
+from laurel.config.yaml_tree import MayChange, Section, graft
 from laurel.errors import ConfigError
 from laurel.grpo.advantages import (
     completion_divergence,
@@ -31,6 +33,7 @@ from laurel.grpo.advantages import (
     subtract_divergences,
 )
 from laurel.models.forest.outputs import TokenOutputs
+from laurel.run.grpo import sampling_of
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import Message, Rollout, RolloutGroup, StepReward, Task
 
@@ -299,3 +302,49 @@ def test_reinforce_has_no_clip_shares() -> None:
             num_groups=1.0,
         ).sums
         assert any(name.startswith("clip_ratio/") for name in sums) == (kind == "ppo")
+
+
+OF_VLLM = {"vllm_cfg", "vllm_kwargs"}
+"""What vLLM alone reads: tests/unit/generation/test_vllm_settings.py."""
+
+
+def test_every_key_of_sampling() -> None:
+    """What a resumed run may not change is what changes completions, of training or validation."""
+    base = {"policy.generation.max_new_tokens": 8}
+    asked = request(seeds=(1, 2))
+    with transformers(shares_weights=True) as setup:
+
+        def drawn(settings: Mapping[str, Any]) -> list[list[list[int]]]:
+            run, _ = loaded({**base, **settings})
+            wanted = [
+                replace(
+                    asked,
+                    id=str(is_validation),
+                    sampling=sampling_of(run, is_validation=is_validation),
+                )
+                for is_validation in (False, True)
+            ]
+            return [
+                [one.ids_L.tolist() for one in found] for found in draw(setup.generator, *wanted)
+            ]
+
+        before = drawn({})
+        a_token = before[0][0][3]
+        ends = {"stop_token_ids": [a_token], "stop_strings": [setup.tokenizer.decode([a_token])]}
+        inert = []
+        for name, field in GenerationConfig.model_fields.items():
+            if name in OF_VLLM or any(isinstance(one, MayChange) for one in field.metadata):
+                continue
+            now = 8 if name == "max_new_tokens" else field.default
+            values = [ends[name]] if name in ends else list(others(field.annotation, now))
+            fates = [fate_of(drawn, f"policy.generation.{name}", value, before) for value in values]
+            if "changes" not in fates:
+                inert.append(f"{name}: {dict(zip(map(str, values), fates, strict=True))}")
+    assert inert == []
+
+
+def fate_of(drawn: Callable[[Mapping[str, Any]], Any], key: str, value: Any, before: Any) -> str:
+    try:
+        return "nothing" if drawn({key: value}) == before else "changes"
+    except (ConfigError, ValidationError):
+        return "refused"

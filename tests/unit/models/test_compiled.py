@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface
 
+import parallel_work
 import tiny
 import tiny_tokenizers
 from generators import draw, full_logprobs, request
@@ -23,6 +24,7 @@ from laurel.models.forest.attention import FOREST, forest_attention, register
 from laurel.models.forest.compiled import chooses_to_compile, compile_layers
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
+from parallel_runs import together
 
 # The compiler warns of what it looks at; a run does not make errors of that.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -146,6 +148,15 @@ def test_the_whole_compiler_computes_the_same():
     policy = copy.deepcopy(plain)
     compile_layers(policy)
     equal(policy, plain, 0, trains=False)
+
+
+@pytest.mark.slow
+def test_layers_that_ranks_shard_compute_the_same():
+    work, sizes = parallel_work.with_compiled_layers, {"dp_shard": 2}
+    for plain, found in together(work, 2, sizes, deadline=300):
+        assert found["graphs"] > plain["graphs"] == 0
+        torch.testing.assert_close(found["outputs"], plain["outputs"], rtol=0, atol=2e-6)
+        nearly(found["gradients"], plain["gradients"])
 
 
 def test_what_cannot_be_compiled_is_named_and_auto_leaves_cpus_and_shards_alone(monkeypatch):

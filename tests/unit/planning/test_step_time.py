@@ -1,6 +1,8 @@
 """Seconds of a step against numbers worked by hand, on a device whose rates are round."""
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.plan import plan_run
 from laurel.planning.request import AdapterRequest, TrainingRequest, Workload
 from laurel.planning.step_time import (
+    COMPILED,
     HOST_RATE,
     Device,
     Efficiency,
@@ -55,6 +58,7 @@ GRPO = (
     "grpo.num_generations_per_prompt=2",
     "loss_fn.reference_policy_kl_penalty=0",
     "cluster.gpus_per_node=1",
+    "cluster.device=cpu",
 )
 # 15 tokens are not read, of which the last layer computes the 16 weights of keys and values alone.
 FORWARD = Operations(
@@ -161,18 +165,26 @@ def test_scoring_reads_all_conversations_once_for_each_model():
     assert scoring.slots_of == "policy"
 
 
-def test_weights_stay_go_over_the_link_or_through_the_host():
+def test_weights_stay_are_copied_go_over_the_link_or_through_the_host():
     assert phases(timed())["weight transfer"].shared.seconds == 0
     count = SHAPE.num_parameters
-    through_host = phases(timed("policy.generation.backend=vllm"))["weight transfer"].shared
-    assert (through_host.seconds, through_host.limit) == (4 * count / HOST_RATE, "host")
+    vllm = ("policy.generation.backend=vllm", "policy.generation.vllm_cfg.precision=bfloat16")
+    host = ["cluster.device=cpu", "policy.generation.vllm_cfg.weight_loading=files"]
+    for change in (*host, "policy.generation.weight_transfer=object_store"):
+        through_host = phases(timed(*vllm, "cluster.device=cuda", change))["weight transfer"].shared
+        assert (through_host.seconds, through_host.limit) == (2 * count / HOST_RATE, "host")
+    copied = phases(timed(*vllm, "cluster.device=cuda"))["weight transfer"].shared
+    assert (copied.memory_bytes, copied.limit) == ((4 + 9 * 2) * count, "memory")
     apart = (
+        "cluster.device=cuda",
         "policy.generation.colocated.enabled=false",
         "policy.generation.colocated.resources.gpus_per_node=1",
         "cluster.gpus_per_node=2",
     )
     over_link = phases(timed(*apart))["weight transfer"].shared
     assert (over_link.seconds, over_link.limit) == (4 * count / 1e3, "link")
+    to_vllm = phases(timed(*apart, *vllm))["weight transfer"].shared
+    assert (to_vllm.seconds, to_vllm.limit) == (2 * count / 1e3, "link")
 
 
 def test_generation_that_runs_ahead_hides_the_shorter_side():
@@ -201,6 +213,62 @@ def test_the_lengths_of_a_step_are_those_of_its_run():
         workload_of(run, prompt_tokens=9)
     pairs = load_config(RewardTrainingRun, None, ["policy.train_global_batch_size=8"]).config
     assert (workload_of(pairs).num_prompts, workload_of(pairs).per_prompt) == (8, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# The bytes of elementwise operations, against those that the code itself moves.
+
+ELEMENTWISE = (
+    "cluster.device=cuda",
+    "policy.compile=false",
+    "policy.precision=bfloat16",
+    "policy.max_total_sequence_length=5120",
+    "policy.train_global_batch_size=16",
+    "grpo.num_prompts_per_step=1",
+    "grpo.num_generations_per_prompt=16",
+    "loss_fn.reference_policy_kl_penalty=0.1",
+    "env.reward_model.enabled=true",
+    "env.reward_model.model_name=judge",
+    "env.reward_model.precision=bfloat16",
+    "cluster.gpus_per_node=1",
+)
+PARTS_OF_WAY = {"training": 3, "log-probs": 1, "scoring": 1}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.slow_parameters("0.9G", "Llama")
+@pytest.mark.parametrize("name", ["0.9G", "Qwen3-0.6B", "Llama-3-8B"])
+def test_the_seconds_of_an_h100_are_those_of_the_counted_bytes(monkeypatch, name):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    counted = importlib.import_module("counted")
+    shape = counted.LAYERS[name]
+    h100 = device_named("H100")
+    work = Workload(num_prompts=1, per_prompt=16, prompt_tokens=1024, completion_tokens=256)
+    request = request_of(load_config(GRPORun, None, ELEMENTWISE).config)
+    time = step_time(
+        request,
+        plan_run(request),
+        Shapes(policy=shape, reward_models=(shape,)),
+        workload=work,
+        device=h100,
+        efficiency=Efficiency(),
+    )
+    rate, products = h100.bandwidth * 0.7, h100.flops["bfloat16"] * 0.75
+    attention = forward_operations(shape, work, has_logits=False).attention
+    weights = shape.num_layers * shape.layer_parameters
+    for way, passes in PARTS_OF_WAY.items():
+        moved, _, operations = counted.layer(shape, way)
+        moved *= shape.num_layers
+        operations = operations * shape.num_layers + attention * (3.5 if passes == 3 else 1)
+        if way == "scoring":  # reward models have the default, and compile their layers
+            moved *= COMPILED
+        else:
+            bytes_of_head, head = counted.head_of(shape, trains=passes == 3)
+            moved, operations = moved + bytes_of_head, operations + head
+        if passes == 3:  # gradients are added up, then the optimizer reads and writes
+            moved += 12 * weights + 28 * shape.num_parameters
+        expected = moved / rate + operations / products
+        assert phases(time)[way].shared.seconds == pytest.approx(expected, rel=0.2), way
 
 
 def test_the_table_of_devices():

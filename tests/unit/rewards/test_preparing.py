@@ -13,7 +13,6 @@ import pytest
 
 import scoring_groups
 from foreign_servers import foreign_server
-from laurel.config.environments import UrlProtocol
 from laurel.errors import WorkerError
 from laurel.rewards import preparing
 from laurel.rewards.loop_scorer import LoopScorer
@@ -142,7 +141,7 @@ def test_servers_are_not_to_blame_for_them(lost: Preparers, has_canary: bool) ->
 
 async def scored_by_servers(
     url: str,
-    protocol: UrlProtocol,
+    protocol: str,
     asked: Sequence[Group],
     preparers: Preparers | None,
     options: RouterOptions | None = None,

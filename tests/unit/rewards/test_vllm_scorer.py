@@ -261,7 +261,7 @@ def test_a_vllm_of_other_words_does_not_start(tmp_path, monkeypatch):
     assert not loaded.has_new_head
 
 
-def test_a_killed_program_leaves_no_reward_model_behind(tmp_path):
+def test_a_killed_program_leaves_no_reward_model_behind(tmp_path, short_folder):
     require_vllm()
     saved(tmp_path / "model", "qwen3")
     program = tmp_path / "program.py"
@@ -286,7 +286,7 @@ def test_a_killed_program_leaves_no_reward_model_behind(tmp_path):
             [sys.executable, program],
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            env={**os.environ, "TMPDIR": short_folder},
         ) as started,
     ):
         line = started.stdout.readline()

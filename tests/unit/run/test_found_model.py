@@ -1,6 +1,8 @@
 """`policy.model_name` is found as `--model` is: a directory, a run with checkpoints, a hub name."""
 
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -9,7 +11,8 @@ from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
 from laurel.errors import ModelError
 from laurel.models.checkpoint.store import CheckpointStore
-from laurel.run.model import found_name, resolve_model
+from laurel.run.model import describe_model, found_name, resolve_model
+from laurel.training.learner_group import ModelFacts
 from saved_steps import save_step
 
 
@@ -73,3 +76,35 @@ def test_what_holds_no_model_is_refused_with_what_it_holds(tmp_path):
         f"policy.model_name={tmp_path}/gone", f"checkpointing.checkpoint_dir={saved}"
     )
     assert resolve_model(goes_on, Console(quiet=True)) is goes_on
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "is_noted"),
+    [
+        ("cpu", (), True),
+        ("cpu", ("policy.precision=bfloat16",), False),
+        ("cpu", ("policy.precision=float32",), False),
+        ("cuda", (), False),
+    ],
+)
+def test_the_precision_of_gpus_is_noted_on_a_cpu_unless_it_was_chosen(device, asked, is_noted):
+    facts = ModelFacts(
+        class_name="Tiny",
+        base_model="model",
+        num_parameters=1,
+        num_trained=1,
+        device=device,
+        path="padded",
+        self_check=0.0,
+        notes=(),
+        weights_dtype="float32",
+        tokenizer=None,
+    )
+    stream = StringIO()
+    context = SimpleNamespace(
+        console=Console(file=stream, width=300),
+        config=settings(*asked),
+        allocation=SimpleNamespace(describe=list),
+    )
+    describe_model("policy", facts, context)
+    assert ("policy.precision=bfloat16 is the default, for GPUs" in stream.getvalue()) == is_noted

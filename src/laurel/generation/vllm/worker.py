@@ -87,7 +87,7 @@ class LaurelWorker:
         take pickled, and with `VLLM_ALLOW_INSECURE_SERIALIZATION` set. So they are put together
         here, from plain values.
         """
-        self.update_weights(update_of(entries, handles))
+        self.update_weights(ipc_update(entries, handles))
 
     def laurel_report_untruncated_logprobs(self) -> bool:
         """Make the sampler report log-probabilities from before top-p and top-k.
@@ -99,7 +99,7 @@ class LaurelWorker:
         return sampler is None or report_untruncated(sampler)
 
 
-def update_of(entries: list[Any], handles: dict[str, Any]) -> dict[str, Any]:
+def ipc_update(entries: list[Any], handles: dict[str, Any]) -> dict[str, Any]:
     """Return a chunk of weights as vLLM's `IPCWeightTransferUpdateInfo` takes it.
 
     Args:

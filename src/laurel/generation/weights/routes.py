@@ -275,7 +275,7 @@ class HandleTransfer(DirectTransfer):
                 handles = {gpu: handle for one in chunks for gpu, handle in one.handles.items()}
                 chunk = chunks[0]._replace(handles=handles)
                 answers = to.call("take_handles", chunk, timeout=self.patience)
-                reason = next((why for why in answers.values() if why is not None), None)
+                reason: str | None = next((why for why in answers.values() if why), None)
                 if reason is not None:
                     learner.call("close_handles")
                     return reason

@@ -9,11 +9,27 @@ and only queries, keys, values, output and log-sum-exp of every distinct token a
 
 `SpanCall` computes one span after the other, on a CPU; `PackedCall` computes all spans in one
 kernel launch, on CUDA. Tensors have the layout `[T, H, D]`, which the packed kernels require.
+
+The kernels are private operators of torch, called in this module alone: on CUDA
+`aten::_flash_attention_forward` and `_flash_attention_backward`, whose arguments used here are the
+same in torch 2.11 and 2.13. Torch's public `torch.nn.attention.varlen.varlen_attn` (since 2.10)
+returns a log-sum-exp, too, but cannot take their place:
+
+- Its backward pass takes the log-sum-exp for a constant, so results merged by it would have wrong
+  gradients. The backward kernel, which needs the merged output and log-sum-exp, has no public name.
+- Before our own backward pass it would have to be the flash kernel, which it does not promise: it
+  has a branch for cuDNN, for whose log-sum-exp the flash kernel's backward pass is not made.
+- Where no gradient is wanted it would be a second way to the same kernel: 2.10 has no scale and no
+  window, 2.12 added `enable_gqa`, and the host needs 26 us more for a call, two calls a layer
+  (`benchmarks/attention.py --host`).
+
+`torch.nn.attention.activate_flash_attention_impl("FA4")` puts FlashAttention 4 behind both
+operators, for the whole process; FlashAttention 4 refuses windows in torch 2.11.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -275,8 +291,6 @@ class PackedCall:
         *,
         is_causal: bool,
         window: int | None = None,
-        kernel: Callable[..., Any] = _aten._flash_attention_forward,
-        backward_kernel: Callable[..., Any] = _aten._flash_attention_backward,
     ) -> None:
         """Set the spans, and copy their indices to the device, once for all layers.
 
@@ -286,8 +300,6 @@ class PackedCall:
             is_causal: Whether a query attends only to keys up to its own position; the last query
                 and the last key of a `Seen` have the same position.
             window: The number of latest positions that a query attends to; None: all.
-            kernel: The flash kernel for the forward pass.
-            backward_kernel: The flash kernel for the backward pass.
         """
         lengths = [pair.queries.length for pair in seen]
         key_lengths = [sum(span.length for span in pair.keys) for pair in seen]
@@ -299,11 +311,10 @@ class PackedCall:
         self._options = (
             {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
         )
-        self._kernel, self._backward_kernel = kernel, backward_kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
         """Yield the attention of queries to this call's keys only; no query is yielded twice."""
-        out, lse, *_ = self._kernel(
+        out, lse, *_ = _aten._flash_attention_forward(
             q[self._rows],
             k[self._seen],
             v[self._seen],
@@ -333,7 +344,7 @@ class PackedCall:
         all keys.
         """
         nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout, no state of it
-        found = self._backward_kernel(
+        found = _aten._flash_attention_backward(
             grad[self._rows],
             q[self._rows],
             k[self._seen],
@@ -352,9 +363,7 @@ class PackedCall:
         yield Gradients(self._rows, self._seen, *found)
 
 
-def packed_calls(
-    trees: Sequence[Tree], device: torch.device, window: int | None, **kernels: Any
-) -> list[KeyCall]:
+def packed_calls(trees: Sequence[Tree], device: torch.device, window: int | None) -> list[KeyCall]:
     """Return the calls of flash kernels that compute a layer on CUDA: at most two.
 
     Without a sliding window, one call computes the attention of each prompt (trunk) and completion
@@ -366,14 +375,13 @@ def packed_calls(
         trees: The prompts of the micro-batch with their completions.
         device: The device that computes.
         window: The number of latest positions that a query attends to; None for no limit.
-        kernels: Replacements of the flash kernels, as in `PackedCall`.
     """
     if window is not None:
         seen = keys_in_window(trees, window)
-        return [PackedCall(seen, device, is_causal=True, window=window, **kernels)]
-    calls: list[KeyCall] = [PackedCall(own_keys(trees), device, is_causal=True, **kernels)]
+        return [PackedCall(seen, device, is_causal=True, window=window)]
+    calls: list[KeyCall] = [PackedCall(own_keys(trees), device, is_causal=True)]
     if shared := trunk_keys(trees):
-        calls.append(PackedCall(shared, device, is_causal=False, **kernels))
+        calls.append(PackedCall(shared, device, is_causal=False))
     return calls
 
 

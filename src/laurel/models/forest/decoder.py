@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.models.forest.attention import PLAN_ARGUMENT, AttentionPlan, ForestPlan
+from laurel.models.forest.attention import (
+    PLAN_ARGUMENT,
+    AttentionPlan,
+    ForestPlan,
+    as_computed,
+)
 from laurel.types import PaddedRows, TokenForest
 
 Path = Literal["forest", "padded"]
@@ -25,8 +30,9 @@ Path = Literal["forest", "padded"]
 class Decoder(nn.Module):
     """A Hugging Face model that reads token forests (packed, with shared prompts) or padded rows.
 
-    If the weights are float32, the layers below the head compute in `precision` by autocast;
-    otherwise they compute in the dtype of the weights.
+    If the weights are float32, the layers below the head compute in `precision` by autocast, and in
+    bfloat16 the residual stream between them is bfloat16, too; otherwise they compute in the dtype
+    of the weights.
     """
 
     def __init__(self, *, path: Path, precision: torch.dtype) -> None:
@@ -188,6 +194,8 @@ class RewardModel(Decoder):
         self.classifier: Any = classifier
         self.head_name = head_name
         UnreadTokens.skip_in(classifier)
+        if head_name is not None:  # an encoder goes on with norms of its embeddings
+            round_residual_stream(classifier)
 
     @property
     def network(self) -> Any:
@@ -241,6 +249,51 @@ class RewardModel(Decoder):
         with torch.autocast(self.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.to(dtype)
             return nn.functional.linear(hidden_ND.to(dtype), head.weight.to(dtype), bias)
+
+
+# --------------------------------------------------------------------------------------------------
+# The residual stream.
+
+
+def round_residual_stream(network: Any) -> None:
+    """Keep the residual stream of a Hugging Face decoder in bfloat16 where autocast computes in it.
+
+    Autocast leaves embeddings in float32, and with them the sums, norms and rotary positions of all
+    layers, and casts the input of each product anew. So the embeddings are rounded once, and a norm
+    in a layer, which computes in float32 inside, returns the dtype that it was given. The last norm
+    gives float32 to the head. In float32 and in float16, whose range is too small for the streams
+    of some models, nothing changes.
+    """
+    layers = getattr(network.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or hasattr(network, "rounds_residual_stream"):
+        return
+    network.rounds_residual_stream = True  # a copy of it does, too
+    network.get_input_embeddings().register_forward_hook(_round_embeddings)
+    for norm in filter(_is_norm, layers.modules()):
+        norm.register_forward_hook(_keep_dtype)
+    for norm in filter(_is_norm, network.base_model.children()):
+        norm.register_forward_pre_hook(_widen_hidden)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 1
+
+
+def _round_embeddings(_: nn.Module, _given: Any, made: Tensor) -> Tensor:
+    (rounded,) = as_computed(made)
+    return rounded if rounded.dtype == torch.bfloat16 else made
+
+
+def _keep_dtype(_: nn.Module, given: tuple[Any, ...], made: Any) -> Any:
+    is_rounded = given and isinstance(given[0], Tensor) and given[0].dtype == torch.bfloat16
+    return made.to(torch.bfloat16) if is_rounded and isinstance(made, Tensor) else None
+
+
+def _widen_hidden(norm: Any, given: tuple[Any, ...]) -> Any:
+    # A model whose own weights are bfloat16 stays as it is.
+    dtype = torch.promote_types(given[0].dtype, norm.weight.dtype)
+    return (given[0].to(dtype), *given[1:])
 
 
 # --------------------------------------------------------------------------------------------------

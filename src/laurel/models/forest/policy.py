@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laurel.errors import ModelError, key_of
-from laurel.models.forest.decoder import Decoder, Path, UnreadTokens
+from laurel.models.forest.decoder import Decoder, Path, UnreadTokens, round_residual_stream
 from laurel.models.forest.outputs import (
     TokenOutputs,
     VocabularyShare,
@@ -58,6 +58,7 @@ class PolicyModel(Decoder):
         super().__init__(path=path, precision=precision)
         self.causal_lm: Any = causal_lm
         UnreadTokens.skip_in(causal_lm)
+        round_residual_stream(causal_lm)
         self.temperature = temperature or 1.0
         self.logprob_chunk_size = logprob_chunk_size
         self.with_entropy = False

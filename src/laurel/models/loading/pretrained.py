@@ -80,7 +80,7 @@ def find_tokenizer(
         return tokenizer
     return load_tokenizer(
         spec.tokenizer if resume_from is None else TokenizerConfig(pad_token=None),
-        model_name=str(resume_from or spec.name),
+        model_name=str(resume_from or spec.files),
         trust_remote_code=spec.trust_remote_code,
         pad_may_end=pad_may_end,
         notes=notes,
@@ -423,7 +423,7 @@ def read_shape(spec: ModelSpec, *, has_language_head: bool) -> ModelShape:
     Raises:
         ModelError: There is no configuration, or the model is not a decoder of a known form.
     """
-    hf_config = read_config(spec, str(spec.name))
+    hf_config = read_config(spec, spec.files)
     text_config = hf_config.get_text_config()
     network = _on_meta(hf_config, spec, has_language_head=has_language_head)
     try:
@@ -463,7 +463,7 @@ def count_parameters(spec: ModelSpec) -> int:
     Raises:
         ModelError: The model has no readable configuration.
     """
-    hf_config = read_config(spec, str(spec.name))
+    hf_config = read_config(spec, spec.files)
     try:
         return _count(_on_meta(hf_config, spec, has_language_head=True))
     except ModelError:

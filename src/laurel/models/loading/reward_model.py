@@ -414,7 +414,7 @@ def load_reward_model(
     agree_on_padding(read.classifier, tokenizer, teaches_padding=False)
     head_name = _head_name(read.classifier)
     path = take_path(read.classifier, spec, notes, pools_itself=head_name is None)
-    name = str(resume_from or spec.name)
+    name = str(resume_from or spec.weights_from(None) or spec.name)
     contract = _contract(
         spec,
         tokenizer,
@@ -467,7 +467,7 @@ def load_contract(
         ModelError: The model cannot give a reward, or is unsafe to load.
     """
     notes: list[str] = []
-    name = str(spec.name)
+    name = spec.files
     foreign = find_value_head(Path(name), safetensors_only=spec.safetensors_only)
     if foreign is not None:
         raise ModelError(

@@ -11,9 +11,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from laurel.config.environments import UrlProtocol
+from laurel import plugins
 from laurel.errors import ConfigError, DataError, ModelError
 from laurel.models.scoring import ScoringContract
+from laurel.plugins import AskedServers, ServerDialect
 from laurel.rewards.preparing import Prepared, Preparing, prepared_by
 from laurel.rewards.remote.foreign import (
     CLASSIFY_PATH,
@@ -219,8 +220,9 @@ class SingleDialect(Dialect):
 
 
 def dialect_of(
-    protocol: UrlProtocol,
+    protocol: str,
     *,
+    section: Any = None,
     contract: ScoringContract | None = None,
     model: str = "",
     reward_key: str = "",
@@ -229,7 +231,8 @@ def dialect_of(
     """Return the dialect of a protocol.
 
     Args:
-        protocol: Name of the protocol.
+        protocol: Name of the protocol, a plug-in.
+        section: Settings of that plug-in, if it has any.
         contract: Renders conversations, for servers that take text or tokens. vLLM takes messages
             as well, one conversation in a request, and renders by its own template.
         model: Name of the model on the server, where it asks for that.
@@ -240,68 +243,112 @@ def dialect_of(
         ConfigError: The protocol needs a contract.
         ModelError: The contract is that of a process reward model, and the servers read one score.
     """
-    # Servers of one model do not need its name.
-    named: dict[str, Any] = {"model": model} if model else {}
-    if protocol == "laurel":
-        return LaurelDialect()
-    if protocol == "slime":
-        return SingleDialect(
-            "", make=_remote_rm, read=partial(read_remote_rm_reply, key=reward_key)
-        )
-    if contract is None:
-        if protocol == "vllm":
-            return SingleDialect(
-                CLASSIFY_PATH,
-                make=lambda conversation: ClassifyRequest(
-                    messages=messages_of(conversation),
-                    add_generation_prompt=False,
-                    **RAW,
-                    **named,
-                ),
-                read=lambda value: ClassifyScores.read(value, "the reply").in_order(1)[0],
-            )
+    plugin = plugins.find(ServerDialect, protocol)
+    if plugin.rendered == "always" and contract is None:
         raise ConfigError(
             f"url_protocol={protocol}: its servers take rendered conversations, so name the reward "
             "model (model_name), whose template and tokenizer are used"
         )
-    if contract.rules.steps is not None:
+    if plugin.rendered != "never" and contract is not None and contract.rules.steps is not None:
         raise ModelError(
             f"url_protocol={protocol}: the model is a process reward model, and servers of this "
             "protocol read one score of a conversation. Serve it with laurel serve, and set "
             "url_protocol=laurel"
         )
-    rendered = partial(RenderedDialect, contract=contract, preparers=preparers)
-    if protocol == "openrlhf":
-        return rendered(
-            GET_REWARD_PATH,
-            as_text=True,
-            make=lambda texts: GetRewardRequest(
-                query=list(texts), prompts=[""] * len(texts), labels=[""] * len(texts)
-            ),
-            read=lambda value, count: GetRewardScores.read(value, "the reply").in_order(count),
-        )
-    if protocol == "vllm":
-        return rendered(
+    servers = AskedServers(
+        model=model, reward_key=reward_key, contract=contract, preparers=preparers
+    )
+    made: Dialect = plugin.make(section, servers)
+    return made
+
+
+def rendered(
+    servers: AskedServers,
+    path: str,
+    *,
+    as_text: bool,
+    make: Callable[[Sequence[Any]], Body],
+    read: Callable[[Any, int], list[float]],
+) -> RenderedDialect:
+    """Return the dialect of servers that are sent rendered conversations."""
+    assert servers.contract is not None, "dialect_of asks for it"
+    return RenderedDialect(
+        path,
+        servers.contract,
+        as_text=as_text,
+        make=make,
+        read=read,
+        preparers=servers.preparers,
+    )
+
+
+def _named(servers: AskedServers) -> dict[str, Any]:
+    # Servers of one model do not need its name.
+    return {"model": servers.model} if servers.model else {}
+
+
+def vllm_dialect(servers: AskedServers) -> Dialect:
+    """Return that of vLLM's `/classify`."""
+    named = _named(servers)
+    if servers.contract is None:
+        return SingleDialect(
             CLASSIFY_PATH,
-            as_text=False,
-            make=lambda rows: ClassifyRequest(
-                input=list(rows), add_special_tokens=False, **RAW, **named
+            make=lambda conversation: ClassifyRequest(
+                messages=messages_of(conversation), add_generation_prompt=False, **RAW, **named
             ),
-            read=lambda value, count: ClassifyScores.read(value, "the reply").in_order(count),
-        )
-    if protocol == "sglang":
-        return rendered(
-            CLASSIFY_PATH,
-            as_text=False,
-            make=lambda rows: ClassifyRequest(input_ids=list(rows)),
-            read=_read_native,
+            read=lambda value: ClassifyScores.read(value, "the reply").in_order(1)[0],
         )
     return rendered(
+        servers,
+        CLASSIFY_PATH,
+        as_text=False,
+        make=lambda rows: ClassifyRequest(
+            input=list(rows), add_special_tokens=False, **RAW, **named
+        ),
+        read=lambda value, count: ClassifyScores.read(value, "the reply").in_order(count),
+    )
+
+
+def sglang_dialect(servers: AskedServers) -> Dialect:
+    """Return that of SGLang's `/classify`."""
+    return rendered(
+        servers,
+        CLASSIFY_PATH,
+        as_text=False,
+        make=lambda rows: ClassifyRequest(input_ids=list(rows)),
+        read=_read_native,
+    )
+
+
+def embeddings_dialect(servers: AskedServers) -> Dialect:
+    """Return that of SGLang's `/v1/embeddings`."""
+    named = _named(servers)
+    return rendered(
+        servers,
         EMBEDDINGS_PATH,
         as_text=False,
         make=lambda rows: EmbeddingsRequest(input=list(rows), **named),
         read=lambda value, count: EmbeddingsScores.read(value, "the reply").in_order(count),
     )
+
+
+def openrlhf_dialect(servers: AskedServers) -> Dialect:
+    """Return that of OpenRLHF's `/get_reward`."""
+    return rendered(
+        servers,
+        GET_REWARD_PATH,
+        as_text=True,
+        make=lambda texts: GetRewardRequest(
+            query=list(texts), prompts=[""] * len(texts), labels=[""] * len(texts)
+        ),
+        read=lambda value, count: GetRewardScores.read(value, "the reply").in_order(count),
+    )
+
+
+def slime_dialect(servers: AskedServers) -> Dialect:
+    """Return that of slime's remote_rm."""
+    read = partial(read_remote_rm_reply, key=servers.reward_key)
+    return SingleDialect("", make=_remote_rm, read=read)
 
 
 def _remote_rm(conversation: Conversation) -> RemoteRmRequest:

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx2
 
-from laurel.config.environments import UrlProtocol
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Preparing, fill_in, filter_readable, is_text
@@ -306,7 +305,8 @@ class HttpScorer(Router):
         self,
         urls: str | Sequence[str],
         *,
-        protocol: UrlProtocol = "laurel",
+        protocol: str = "laurel",
+        section: Any = None,
         api_key: str | None = None,
         contract: ScoringContract | None = None,
         model: str = "",
@@ -320,6 +320,7 @@ class HttpScorer(Router):
         Args:
             urls: Address of each server.
             protocol: Protocol of all servers.
+            section: Settings of the protocol, if a plug-in brings any.
             api_key: Sent as a bearer token.
             contract: Renders conversations, for protocols that take text or tokens.
             model: Name of the model on the servers, for protocols that name it.
@@ -334,7 +335,12 @@ class HttpScorer(Router):
         options = options or RouterOptions()
         self.preparers = preparers
         dialect = dialect_of(
-            protocol, contract=contract, model=model, reward_key=reward_key, preparers=preparers
+            protocol,
+            section=section,
+            contract=contract,
+            model=model,
+            reward_key=reward_key,
+            preparers=preparers,
         )
         super().__init__(
             [

@@ -18,6 +18,7 @@ from laurel.data.tasks import TaskData, load_tasks, sets_of_run
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.evaluation.policy import pass_figures, reward_figures
+from laurel.models.gguf import local_files
 from laurel.observe.console import make_console, message_console, print_metrics, say_on
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_text, write_json
@@ -89,7 +90,8 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalPolicyOpt
 def _room(options: EvalPolicyOptions) -> int:
     """Return the model's context length in tokens, if its local files state it."""
     try:
-        said = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))
+        files = Path(local_files(options.model))
+        said = json.loads((files / "config.json").read_text(encoding="utf-8"))
         return min(LONGEST, int(said["max_position_embeddings"]))
     except (OSError, ValueError, KeyError, TypeError):
         return LONGEST
@@ -145,7 +147,8 @@ def _played(
     config: GRPORun, options: EvalPolicyOptions, stack: ExitStack, console: Console
 ) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Generate and grade the answers; return the groups of rollouts and their metrics."""
-    config = resolve_model(config, console)
+    if not options.model:  # which is resolved, and its notes are shown
+        config = resolve_model(config, console)
     check_grpo_run(config)
     planned = plan_allocation(config)
     tasks, report = load_tasks(
@@ -153,7 +156,7 @@ def _played(
         name="evaluation",
         default_environment=config.default_environment,
         environments=environment_names(config.env),
-        needs=needs_of(config.env),
+        needs=needs_of(config.env, config.default_environment),
         on_bad_row=config.data.on_bad_row,
         limit=options.max_samples,
         sources=row_sources(config.env),
