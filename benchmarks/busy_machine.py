@@ -125,9 +125,6 @@ def report(measured: Mapping[str, Mapping[str, Sequence[float]]], options: Any) 
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------- of one process
-
-
 def work_when_told(options: argparse.Namespace) -> None:
     """Warm up, say so, wait; then work and say the seconds of each round until killed."""
     from laurel.workers.process import prepare  # the first that loads torch, as in every program

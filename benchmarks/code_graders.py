@@ -57,9 +57,6 @@ class Answer:
         return f"{self.benchmark} {self.kind} {self.name}: {self.program!r}"
 
 
-# ------------------------------------------------------------------------------------------- rows
-
-
 def answers(kind: str | None = None) -> list[Answer]:
     """All answers, one row after the other; of one kind of rows where one is named."""
     found = []
@@ -197,9 +194,6 @@ def json_lines(args: Sequence[Any]) -> str:
 
 def solutions(question: Mapping[str, Any]) -> str:
     return json.dumps([question["answers"][0]["program"]])
-
-
-# --------------------------------------------------------------------------------------- verdicts
 
 
 def judged_here(asked: Sequence[Answer], environment: CodeEnvironment) -> list[bool | str]:

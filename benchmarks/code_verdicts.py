@@ -48,9 +48,6 @@ class Judged:
     passes: bool
 
 
-# --------------------------------------------------------------------------------- what is judged
-
-
 def humaneval_job(task: Mapping[str, Any], code: str, limits: Limits = LIMITS) -> SandboxJob:
     """A whole program for a task of HumanEval's form."""
     return SandboxJob(
@@ -141,9 +138,6 @@ SETS: Mapping[str, tuple[str, Callable[[], list[Judged]]]] = {
 def read(name: str) -> list[dict[str, Any]]:
     with gzip.open(DATA_DIR / name, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file]
-
-
-# ------------------------------------------------------------------------------------------ judging
 
 
 def differences(

@@ -121,9 +121,6 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-# --------------------------------------------------------------------------------------- material
-
-
 def prepare(
     scratch: Path, shape: Shape, options: argparse.Namespace
 ) -> tuple[dict[str, Any], list[int]]:
@@ -186,9 +183,6 @@ def choose_prompts(solved: Sequence[str], length: Any) -> list[str]:
         if len(chosen) == PROMPTS:
             return chosen
     raise SystemExit(f"too few prompts of {PROMPT_TOKENS} tokens")
-
-
-# -------------------------------------------------------------------------------------- measuring
 
 
 class TimeLeft:
@@ -318,9 +312,6 @@ def useful_operations(shape: Shape, prompt_tokens: Sequence[int], *, with_refere
     head = 2 * shape.hidden * shape.vocabulary * PROMPTS * written
     policy = 4 + (1 if with_reference else 0)
     return policy * (body + head) + scoring
-
-
-# -------------------------------------------------------------------------------------- reporting
 
 
 def report(

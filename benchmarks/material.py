@@ -174,9 +174,6 @@ def save_policy(directory: Path, shape: Shape, tokenizer: Any) -> None:
     tokenizer.save_pretrained(directory)
 
 
-# ------------------------------------------------------------------------------------------ rows
-
-
 def missing_data(names: Iterable[str]) -> list[str]:
     """Data sets that are not there."""
     return [name for name in names if not DATA_SETS[name].path.is_file()]

@@ -332,9 +332,6 @@ def repeated(words: Sequence[str]) -> float:
     return 1 - len(set(pairs)) / len(pairs) if pairs else 0.0
 
 
-# -------------------------------------------------------------------------------------------- data
-
-
 def drawn(count: int, seed: str) -> Iterator[tuple[random.Random, str, int]]:
     """Prompts and their numbers."""
     generator, choices = random.Random(seed), numbers(held_out=False)
@@ -390,9 +387,6 @@ def write(path: Path, rows: Iterator[dict[str, Any]]) -> Path:
     """A JSON lines file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
-
-
-# -------------------------------------------------------------------------------------------- runs
 
 
 def configured(schema: type[Section], directory: Path, *settings: str) -> Any:
@@ -508,9 +502,6 @@ def run(
     if outcome.ended != "finished":  # a signal ends a run without an error
         at = f"step {outcome.step} of {options.steps}"
         raise SystemExit(f"{directory} ended by {outcome.ended} at {at}")
-
-
-# ----------------------------------------------------------------------------------------- outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,9 +100,6 @@ def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
     return {"grpo": grpo_row, **preferences, "rates": rates_row}
 
 
-# ------------------------------------------------------------------------------------------- rows
-
-
 def grpo_row(options: argparse.Namespace) -> None:
     """The form of an answer from 32 examples, then GRPO on known answers, once a seed."""
     problems = options.work / "largest_number"
@@ -206,9 +203,6 @@ def rates_row(options: argparse.Namespace) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------- runs
-
-
 def data(name: str) -> Path:
     path = DATA_DIR.resolve() / f"{name}.jsonl.gz"
     if not path.is_file():
@@ -280,9 +274,6 @@ def figures_of(run: Path) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
-
-
-# ----------------------------------------------------------------------------------------- report
 
 
 def report(options: argparse.Namespace) -> str:

@@ -87,9 +87,6 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-# ----------------------------------------------------------------------------------- what is read
-
-
 def write_rows(path: Path, *, every: int) -> Path:
     """The rows that could be rebuilt with their texts, in one file, with an id of their own."""
     rows = []
@@ -179,9 +176,6 @@ def write_for_older_transformers(model: Path, copy: Path) -> None:
     for name, values in changes.items():
         written = json.loads((copy / name).read_text(encoding="utf-8"))
         (copy / name).write_text(json.dumps({**written, **values}), encoding="utf-8")
-
-
-# ------------------------------------------------------------------------------------ measurement
 
 
 def measure(

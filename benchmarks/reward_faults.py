@@ -298,9 +298,6 @@ def report(
     return table(["what", "how much"], rows, as_markdown=options.markdown)
 
 
-# ------------------------------------------------------------------- one server and its replicas
-
-
 def measure_groups(key: str, options: argparse.Namespace) -> None:
     """Seconds of every group while replicas are killed."""
     server = Server(key)

@@ -82,9 +82,6 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-# ------------------------------------------------------------------------------------ processes
-
-
 @contextlib.contextmanager
 def server(
     command: Sequence[str], scratch: Path, *, url: str | None = None, threads: int = 1
@@ -150,9 +147,6 @@ def ask(url: str, path: str, bodies: Path, *, connections: int, requests: int) -
     return found
 
 
-# ------------------------------------------------------------------------------ the null scorer
-
-
 def write_groups(path: Path, size: int) -> None:
     """500 requests of one group each, in our own protocol."""
     with path.open("w") as file:
@@ -193,9 +187,6 @@ def measure_null(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
                 }
                 found.setdefault(str(size), []).append(round_)
     return found
-
-
-# ---------------------------------------------------------------------- /health beside the largest
 
 
 def filled(head: str, item: str, tail: str, count: int) -> bytes:
@@ -344,9 +335,6 @@ def report_null(found: dict[str, Any], options: argparse.Namespace) -> str:
         f"{SINGLES_TARGET:,} single requests/s, {SCORES_TARGET:,} scores/s in groups of 8"
     )
     return f"\n{title}\n\n{table(header, rows, as_markdown=options.markdown)}\n"
-
-
-# ------------------------------------------------------------------------------------- a model
 
 
 def measure_model(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:

@@ -193,9 +193,6 @@ class Drawing:
         print(path.name)
 
 
-# ----------------------------------------------------------------------------------- token forest
-
-
 def group_of_words(prompt: str, completions: Sequence[str]) -> tuple[TokenGroup, list[str]]:
     """A group in which every word is a token, and the words by their ids."""
     words: list[str] = []
@@ -265,9 +262,6 @@ def forest(theme: Theme) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------ speed
-
-
 PEERS = {
     "TRL GRPOTrainer": "TRL 1.16",
     "TRL RewardTrainer": "TRL 1.16",
@@ -313,9 +307,6 @@ def speed(theme: Theme) -> None:
     )
 
 
-# ----------------------------------------------------------------------------- scoring contract
-
-
 def scoring(theme: Theme) -> None:
     """From messages to a score, and what `scoring.json` fixes of each step."""
     drawing, blue = Drawing(theme), theme.branches[1]
@@ -352,8 +343,6 @@ def scoring(theme: Theme) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------- rewards
-
 REWARDS = (1.0, 0.0, 1.0, None)
 
 
@@ -384,9 +373,6 @@ def rewards(theme: Theme) -> None:
         "Four completions of a prompt: rewards 1, 0, 1 and a failure. Each reward is compared with "
         "the others of the group; the failure is left out",
     )
-
-
-# ------------------------------------------------------------------------------------ a GRPO step
 
 
 def step(theme: Theme) -> None:
@@ -434,8 +420,6 @@ def step(theme: Theme) -> None:
         "next batch is sampled while the learner works, and is finished before weights change",
     )
 
-
-# -------------------------------------------------------------------------------- where things run
 
 PLACES = (
     ("one process: a laptop", ()),
@@ -519,9 +503,6 @@ def places(theme: Theme) -> None:
         "Slots of four clusters and the roles in them: policy, generation and reward model share "
         "the slots of a laptop, or have slots of their own",
     )
-
-
-# ------------------------------------------------------------------------------------------ rooms
 
 
 def rooms(theme: Theme) -> None:

@@ -59,9 +59,6 @@ class Screen:
     """Given the folder in which the command has been run."""
 
 
-# ------------------------------------------------------------------------------------- terminals
-
-
 def run(command: str, folder: Path) -> str:
     """What a command writes into a terminal of `WIDTH` letters, with its colours."""
     program, *arguments = shlex.split(command)
@@ -117,9 +114,6 @@ def _demo(folder: Path) -> None:
     _write("demo.svg", terminal(shown, title="laurel demo", name="demo").encode())
 
 
-# ---------------------------------------------------------------------------------------- reports
-
-
 def _report(folder: Path) -> None:
     _photograph(folder / "demo" / "report.html", "report.png", height=820)
 
@@ -155,9 +149,6 @@ SCREENS = (
     Screen(name="report.png", command=_DEMO, make=_report),
     Screen(name="report_curves.png", command=_DEMO, make=_curves),
 )
-
-
-# --------------------------------------------------------------------------------------- the pages
 
 
 def caption(command: str, day: datetime.date) -> str:

@@ -29,9 +29,6 @@ INCLUDED = {
 log = get_plugin_logger("laurel")
 
 
-# ---------------------------------------------------------------------------- what pages there are
-
-
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The navigation with the pages that are made here.
 
@@ -68,9 +65,6 @@ def _with_reference(entries: list[Any]) -> list[Any]:
         else entry
         for entry in entries
     ]
-
-
-# ------------------------------------------------------------------------------------ the reference
 
 
 def _reference() -> dict[str, str]:
@@ -132,8 +126,6 @@ def _room_page(room: str, answers: str, rooms: list[str], seen: set[Path]) -> st
         text += [f"::: {name}", ""]
     return "\n".join(text)
 
-
-# ------------------------------------------------------------------------------ the text of a page
 
 _FENCE_NOTE = re.compile(
     r"^(?P<indent> *)<!-- (?P<kind>not run|file|hidden setup|output)(?:: *(?P<value>.*?))? *-->\n"

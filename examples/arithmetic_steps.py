@@ -74,7 +74,6 @@ def labelled(row: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": row["problem"], "completions": steps, "labels": labels}
 
 
-# --------------------------------------------------------------------------------------------------
 # Longer problems, and solutions of someone who is careless.
 
 NUM_STEPS = (5, 6)

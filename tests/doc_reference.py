@@ -40,9 +40,6 @@ _OF_A_SET = r"See (?:the same key of a set|`(?:data\.train|DemonstrationSetConfi
 """How the docstring of a key of `data` points to that of a data set."""
 
 
-# -------------------------------------------------------------------------------------- commands
-
-
 def commands_text() -> str:
     """Write every command with a line for each option; options of several commands come first."""
     options = {
@@ -98,9 +95,6 @@ def _name(record: tuple[str, str]) -> str:
 def _option(record: tuple[str, str]) -> str:
     name = re.sub(r" <(?:str|path|(?:int|float)(?: range)?|list\[\w+\])>", "", record[0])
     return f"- `{name}` {re.sub(_RANGE, '', ' '.join(record[1].split()))}"
-
-
-# --------------------------------------------------------------------------------- configurations
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +229,6 @@ def _short(text: str | None) -> str:
         if not kept or len(kept) + len(sentence) < SHORT or re.match("Null|`?auto", sentence):
             kept += f" {sentence}"
     return kept.strip()
-
-
-# ------------------------------------------------------------------------ what may change on resume
 
 
 def may_change_text() -> str:

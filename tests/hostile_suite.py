@@ -115,9 +115,6 @@ def _fault_of(program: Program, result: SandboxResult) -> str:
     return ""
 
 
-# --------------------------------------------------------------------- accounts and containers
-
-
 def be_like_docker() -> None:
     """Refuse what Docker's default profile refuses a container without extra rights."""
     column = kernel.machine()

@@ -138,9 +138,6 @@ def grouped(
     return LearnerGroup(group, shape)
 
 
-# ------------------------------------------------------------------------------ what they are given
-
-
 def micro_batches(
     kind: str, cut: list[list[int]], *, spoilt: int | None = None, is_tie: bool = False
 ) -> list[Any]:

@@ -238,8 +238,6 @@ def rollouts_of(generator: ScriptedGenerator, **options: Any) -> Rollouts:
     return Rollouts(generator, environments, chat, **(defaults | options))
 
 
-# ----------------------------------------------------------- for whole runs, by their import path
-
 HOOKS: dict[str, Callable[[], None]] = {}
 """What `Matches` calls before it judges (`judge`), and `HookedAdamW` before it steps (`update`)."""
 

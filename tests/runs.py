@@ -143,9 +143,6 @@ def save_model(directory: Path, *, num_labels: int | None = None, **changes: Any
     return directory
 
 
-# ---------------------------------------------------------------------------------- in this process
-
-
 @dataclass(frozen=True, kw_only=True)
 class Finished:
     """A run that ended here, and what it said."""
@@ -161,9 +158,6 @@ def train(overrides: Sequence[str]) -> Finished:
     console = Console(file=stream, width=200, markup=False, emoji=False, highlight=False)
     outcome = train_reward_model(loaded.config, console=console)
     return Finished(outcome=outcome, text=stream.getvalue())
-
-
-# ------------------------------------------------------------------------------- in another process
 
 
 def command(overrides: Sequence[str], *, program: Sequence[str] = ()) -> list[str]:
@@ -292,9 +286,6 @@ def budget_that_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setattr(kind, "Deadline", partial(Deadline, clock=clock))
     yield "checkpointing.checkpoint_must_save_by=00:00:10:00"
     assert clock() < begun + 600, "it was saved too late"
-
-
-# ---------------------------------------------------------------------------------- what a run left
 
 
 def last_step(directory: Path) -> int:

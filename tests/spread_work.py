@@ -155,9 +155,6 @@ def save_all(sizes: dict[str, int] | None, cases: Sequence[Case], targets: Seque
         write_model(Path(target, "small"), found.model, lambda: None, max_file_bytes=30_000)
 
 
-# ----------------------------------------------------------------------------------- runs that stop
-
-
 def go_on(
     sizes: dict[str, int] | None,
     cases: Sequence[Case],
@@ -246,9 +243,6 @@ def step(
     return float(AcrossRanks(mesh).total(loss) if mesh else loss.detach())
 
 
-# ---------------------------------------------------------------------------------- what goes wrong
-
-
 def draws() -> list[float]:
     """From each generator that a run draws from."""
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
@@ -313,9 +307,6 @@ def fail_to_save(sizes: dict[str, int], source: str, root: str) -> dict[str, Any
     commit("odd", 2, {"odd": {1}} if rank == 1 else {})
     commit("full", 3, {}, spoils=True)
     return said
-
-
-# ------------------------------------------------------------------------------------------- memory
 
 
 class Peak(TorchDispatchMode):

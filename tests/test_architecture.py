@@ -118,9 +118,6 @@ def _imports_by_name(function: ast.expr) -> bool:
     return name in ("import_module", "__import__")
 
 
-# --------------------------------------------------------------------------------------- the checks
-
-
 def broken_layers(sources: list[Source]) -> list[str]:
     found = []
     for source in sources:
@@ -163,7 +160,16 @@ def vague_names(sources: list[Source]) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------------------------------- the house
+_BANNER = re.compile(r"\s*#\s?[-=]{8,}")
+
+
+def banners(sources: list[Source]) -> list[str]:
+    return [
+        f"{source.path}:{number}: a banner; a part that wants one wants a file"
+        for source in sources
+        for number, line in enumerate(source.text.splitlines(), start=1)
+        if _BANNER.match(line)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +190,10 @@ def test_each_library_has_one_home(house: list[Source]) -> None:
 
 def test_names_say_what_is_inside(house: list[Source]) -> None:
     assert vague_names(house) == []
+
+
+def test_no_file_is_divided_by_banners(house: list[Source]) -> None:
+    assert banners(house) == []
 
 
 def test_the_house_is_easy_to_find_ones_way_in() -> None:
@@ -210,9 +220,6 @@ def test_the_command_line_starts_light(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "loaded: []"
     assert ("Usage" in done.stdout) == bool(arguments)
-
-
-# ---------------------------------------------------------------------- planted violations are seen
 
 
 def test_a_room_above_is_seen() -> None:
@@ -262,6 +269,12 @@ def test_a_second_importer_is_seen() -> None:
         "training/d.py:1: torch.utils.tensorboard",
         "cli/f.py:1: wandb",
     ]
+
+
+def test_a_banner_is_seen() -> None:
+    text = f"x = 1\n\n# {'-' * 20} parts\n    #{'=' * 9}\ny = 2  # {'-' * 9}\n"
+    found = [line.split(": ")[0] for line in banners([Source("data/a.py", text)])]
+    assert found == ["data/a.py:3", "data/a.py:4"]
 
 
 def test_a_vague_name_is_seen() -> None:

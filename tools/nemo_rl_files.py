@@ -141,9 +141,6 @@ def causes(found: Sequence[Outcome], *, named: bool) -> str:
     )
 
 
-# ------------------------------------------------------------------------------ facts for the tests
-
-
 def facts_of(checkout: Path, found: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
     """Keys and values of the files of a version, by kind of run, without which file has which.
 

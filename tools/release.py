@@ -34,9 +34,6 @@ class Refused(Exception):
     """A release that cannot be made; the message says why and what to do."""
 
 
-# ----------------------------------------------------------------------------- texts of the release
-
-
 def checked_version(wanted: str, *, current: str, changelog: str, tags: Iterable[str]) -> str:
     """The version in its normal form, if it may come next.
 
@@ -114,9 +111,6 @@ def wheel_misfits(names: Iterable[str], package_files: Iterable[str]) -> list[st
     wanted = set(package_files)
     missing = [f"missing: {name}" for name in sorted(wanted - there)]
     return missing + [f"no part of the package: {name}" for name in sorted(there - wanted)]
-
-
-# ------------------------------------------------------------------------------------------- steps
 
 
 def run(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:

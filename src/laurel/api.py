@@ -305,9 +305,6 @@ def export(
     return options.output
 
 
-# ------------------------------------------------------------------------------------------ parts
-
-
 def _console(quiet: bool) -> Console:
     return silent_console() if quiet else make_console()
 

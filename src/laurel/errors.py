@@ -192,9 +192,6 @@ def if_interrupted(kept: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-# ------------------------------------------------------------- what keys are called in the messages
-
-
 @dataclass(frozen=True, slots=True)
 class Terms:
     """The names of configuration keys in another vocabulary, such as command-line options.
@@ -308,7 +305,6 @@ def spoken_in(
         return function(*args, **kwargs)
 
 
-# --------------------------------------------------------------------------------------------------
 # Words of messages: the command that installs Laurel, numbers of things.
 
 DISTRIBUTION = "laurel-rl"

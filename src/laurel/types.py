@@ -326,9 +326,6 @@ class Score:
     """
 
 
-# ------------------------------------------------------------------ from a prompt to its rollouts
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A prompt to be answered, and the data for scoring an answer."""

@@ -158,8 +158,6 @@ def _with_options(command: Command) -> Command:
     return called
 
 
-# ------------------------------------------------------------------------------------- bad options
-
 _NOT_ONE_OF = re.compile(r"(?P<said>'.*') is not one of (?P<choices>.+?)\.?")
 # Messages about a wrong number, by pydantic's type of the error.
 _OF_PYDANTIC = {

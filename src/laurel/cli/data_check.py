@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from laurel.models.scoring import ScoringContract
     from laurel.types import Mask, TokenIds, ToolSchemas
 
-# --------------------------------------------------------------------------------------------------
 # Reading a data file as each command would: does it fit, and which rows are lost?
 
 
@@ -436,8 +435,6 @@ def _as_facts(
     }
 
 
-# ----------------------------------------------------------------------------------- printed report
-
 _NAMES_MODEL = ("policy.model_name.", "policy.scratch.")
 _TEXT_KEYS = "data.input_key and data.output_key (sft, grpo)"
 _COLUMN_KEYS: dict[Trainer, str] = {
@@ -609,7 +606,6 @@ def _show_formats(console: Console, findings: Findings) -> None:
             _line(console, one.name, f"{one.columns}  ({', '.join(commands)})")
 
 
-# --------------------------------------------------------------------------------------------------
 # The first row of a data file as a command trains on it: its messages, or its tokens.
 
 

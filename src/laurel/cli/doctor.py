@@ -113,7 +113,6 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
     return ProbeFinding(facts=used, lines=tuple(lines))
 
 
-# --------------------------------------------------------------------------------------------------
 # `laurel doctor --trial`: what a run relies on, tried with models made on the spot.
 
 TRIAL_PROBES = ("versions", "libraries", "cpu", "memory", "gpus")
@@ -199,7 +198,6 @@ def trial_row(name: str, status: str, share: str, detail: str, width: int) -> li
     return [head + wrapped[0], *(indent + line for line in wrapped[1:])]
 
 
-# --------------------------------------------------------------------------------------------------
 # `laurel sandbox check`: how well this machine locks programs in, found by trying.
 
 _GROUP = "cgroup"
@@ -266,7 +264,6 @@ def lines(found: Detection, group: str) -> list[str]:
     return said
 
 
-# --------------------------------------------------------------------------------------------------
 # The commands of `laurel sandbox`.
 
 sandbox_app = App(help="Where programs that a model wrote are run.", no_args_is_help=True)

@@ -115,7 +115,6 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------
 # The configuration as YAML, with the origin of every line in a comment.
 
 _WIDTH = 100

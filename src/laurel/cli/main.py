@@ -454,8 +454,6 @@ def report_command(
         print(output)
 
 
-# ------------------------------------------------------------------------------------ laurel data
-
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)
 
 

@@ -121,9 +121,6 @@ def _room_note(
     )
 
 
-# ------------------------------------------------------------------------------------------ shapes
-
-
 def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
     """Read the shapes of a run's models, with the reason for each that is unknown."""
     notes: list[str] = []
@@ -196,7 +193,6 @@ def _read(spec: ModelSpec, has_head: bool) -> ModelShape:
     return read_shape(spec, has_language_head=has_head)
 
 
-# --------------------------------------------------------------------------------------------------
 # How a plan is shown: tables and a picture for people, facts for programs.
 
 LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_model": "R"}
@@ -304,9 +300,6 @@ def _verdict(fitted: FittedPlan, read: ReadShapes) -> Iterator[str]:
         yield "it fits"
 
 
-# ------------------------------------------------------------------------------------------ slots
-
-
 def _roles(plan: Plan) -> Iterator[str]:
     rows = [("role", "slots", "mesh", "copies of the model", "where")]
     for role in plan.roles:
@@ -365,9 +358,6 @@ def _batch(batch: BatchPlan) -> str:
     return said + (f"; {batch.updates} updates a step" if batch.updates > 1 else "")
 
 
-# ----------------------------------------------------------------------------------------- memory
-
-
 def _memory(fitted: FittedPlan, device_memory: int | None) -> Iterator[str]:
     room = f" of {device_memory / GIB:.1f}" if device_memory else ""
     rows: list[tuple[str, ...]] = [
@@ -416,8 +406,6 @@ def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator
             )
 
 
-# ------------------------------------------------------------------------------------------- time
-
 NARROW = 80
 """The terminal width, in columns, below which the table of times shows the seconds alone."""
 
@@ -455,9 +443,6 @@ def time_lines(time: StepTime, *, width: int) -> Iterator[str]:
     if width < NARROW:
         rows = [(row[0], *row[3:]) for row in rows]
     yield from _columns(rows)
-
-
-# ------------------------------------------------------------------------------------------- text
 
 
 def _gib(size: float) -> str:

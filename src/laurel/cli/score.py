@@ -129,9 +129,6 @@ def run_score(
     return 1 if tally.num_failed or is_all_bad else 0
 
 
-# ----------------------------------------------------------------------------------------- input
-
-
 def _open_rows(
     opened: Callable[[ColumnNotes | None], Iterator[ScoringRow]],
     notes: ColumnNotes,
@@ -169,9 +166,6 @@ def _scored(
             else (row, (Score(value=None, failure=row.problem),))
             for row in chunk
         ]
-
-
-# ---------------------------------------------------------------------------------------- output
 
 
 def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_values: bool) -> Write:
@@ -290,7 +284,6 @@ class Tally:
             )
 
 
-# --------------------------------------------------------------------------------------------------
 # `laurel data verdicts`: what teaches a judge, in the words of its own prompt.
 
 

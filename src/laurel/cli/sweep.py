@@ -181,9 +181,6 @@ def _fields(outcome: TrialOutcome) -> dict[str, Any]:
     return {**asdict(outcome), "mean": outcome.mean, "half_width": outcome.half_width}
 
 
-# --------------------------------------------------------------------------- the page of a sweep
-
-
 def copy_page(directories: Sequence[Path], output: Path) -> None:
     """Write the page of a sweep to another file: `laurel report` of its directory.
 

@@ -170,7 +170,6 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-# --------------------------------------------------------------------------------------------------
 # A benchmark of reward models as a validation set.
 
 BenchmarkName = Literal[
@@ -232,7 +231,6 @@ class BenchmarkSetConfig(Section):
         return (self.data_path,) if isinstance(self.data_path, str) else tuple(self.data_path)
 
 
-# --------------------------------------------------------------------------------------------------
 # The `data` section of reward-model training. Names and meanings follow NeMo RL's files.
 
 DEFAULT_DATASET = "HelpSteer3"
@@ -387,7 +385,6 @@ class DataConfig(SetsConfig):
         return blocks if isinstance(blocks, dict) else {"default": blocks}
 
 
-# --------------------------------------------------------------------------------------------------
 # The `data` section of runs that answer prompts (GRPO).
 
 

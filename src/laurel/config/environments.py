@@ -35,7 +35,6 @@ from laurel.errors import about, key_of
 from laurel.plugins import EnvironmentKind
 from laurel.sandbox.comparison import Comparison
 
-# --------------------------------------------------------------------------------------------------
 # The `sandbox` section: how programs that a model wrote are locked in.
 
 _NO_SERVER = (
@@ -103,7 +102,6 @@ class SandboxConfig(Section):
         return self.total_wall_seconds or 3 * self.wall_seconds
 
 
-# --------------------------------------------------------------------------------------------------
 # The `env.code` section: programs that are run, and graded by tests.
 
 _SANDBOX = SandboxConfig()
@@ -173,7 +171,6 @@ class CodeEnvironmentConfig(Section):
         return self.sandbox.model_copy(update={"num_workers": self.num_workers})
 
 
-# --------------------------------------------------------------------------------------------------
 # Where the scores of a reward-model environment come from.
 
 SCORE_PATTERN = r"[Ss]core\W*?[:=]\W*?(-?\d+(?:\.\d+)?)"
@@ -1007,7 +1004,6 @@ class RewardModelEnvironmentConfig(ScorerSource):
         return super().judges_groups or any(part.judges_groups for part in self.models or ())
 
 
-# --------------------------------------------------------------------------------------------------
 # The `env.tools` section: functions that the policy calls before it answers.
 
 

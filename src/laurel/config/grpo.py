@@ -25,7 +25,6 @@ from laurel.config.yaml_tree import (
     foreign,
 )
 
-# --------------------------------------------------------------------------------------------------
 # The `policy.generation` section: how completions are sampled. Names follow NeMo RL's files.
 
 
@@ -137,7 +136,6 @@ class GenerationConfig(Section):
         return stops
 
 
-# --------------------------------------------------------------------------------------------------
 # The `loss_fn` section: what a policy's update minimises. Names follow NeMo RL's files.
 
 
@@ -295,7 +293,6 @@ class PolicyLossConfig(OpenSection):
         return "reinforce" if self.disable_ppo_ratio else self.loss_type
 
 
-# --------------------------------------------------------------------------------------------------
 # Rewards in GRPO: scaled, shaped, compared.
 
 
@@ -379,7 +376,6 @@ class AdvantageConfig(OpenSection):
     (docs/process_rewards.md). Default: most environments give one reward for a completion."""
 
 
-# --------------------------------------------------------------------------------------------------
 # The section `grpo.health`: which signs of reward hacking a run looks for, and from where on.
 
 Alarm = Literal[
@@ -490,9 +486,6 @@ class HealthConfig(Section):
         return self
 
 
-# ------------------------------------------------------------------------------------------ policy
-
-
 class GRPOPolicyConfig(PolicyConfig):
     """The policy: the trained model, which also generates completions."""
 
@@ -533,9 +526,6 @@ class GRPOPolicyConfig(PolicyConfig):
     constant learning rate. Default: constant, so a run can be prolonged as if it had always been
     longer."""
     generation: GenerationConfig = GenerationConfig()
-
-
-# -------------------------------------------------------------------------------------------- grpo
 
 
 UNLIMITED_STEPS = 1_000_000

@@ -124,7 +124,6 @@ def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) ->
     return config, checker
 
 
-# --------------------------------------------------------------------------------------------------
 # From a tree to the sections of a schema, collecting everything that is wrong on the way.
 
 
@@ -284,8 +283,6 @@ class Checker:
         if isinstance(node.value, list):
             return [self._value(inside, item, (*path, i)) for i, item in enumerate(node.value)]
         return {k: self._value(inside, child, (*path, k)) for k, child in node.value.items()}
-
-    # ------------------------------------------------------------------------------------ messages
 
     def _report_value(
         self,

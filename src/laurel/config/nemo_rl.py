@@ -35,7 +35,6 @@ from laurel.config.yaml_tree import (
 
 _TABLES = nemo_rl_tables()
 
-# ------------------------------------------------------------------------- keys that are left alone
 
 # Of a key that several reasons name, the first holds, and that something is lost before all.
 _REASONS = {
@@ -125,9 +124,6 @@ def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
         value == off and isinstance(value, bool) == isinstance(off, bool)
         for off in (*_OFF, *same)
     )
-
-
-# ----------------------------------------------------------------------------------------- adapting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +269,6 @@ def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]
                 "env.custom, or env.composite for several rewards of one sample"
             )
 
-
-# ----------------------------------------------------------------------------------------- Megatron
 
 MEGATRON_SENTENCE = (
     "policy.megatron_cfg is translated: Laurel trains the same model with the same optimizer, "
@@ -458,9 +452,6 @@ def _set_adapters(work: Adapted, values: _Values) -> None:
         work.set(ours + key, value, by=at + key, was=values.get(at + key))
 
 
-# ---------------------------------------------------------------------------- asynchronous training
-
-
 def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> None:
     at = "grpo.async_grpo.max_trajectory_age_steps"
     age = values.get(at, 1)
@@ -497,9 +488,6 @@ def _pack_where_rows_are_divided(work: Adapted) -> None:
         f"policy.sequence_packing.enabled is true: {_DTENSOR}context_parallel_size={size.value} "
         "divides token forests here, which give the same sums as padded rows"
     )
-
-
-# ------------------------------------------------------------------------------------------- trees
 
 
 def _number(values: _Values, key: str, default: float | None = None) -> float:

@@ -21,7 +21,6 @@ from laurel.config.yaml_tree import MAY_CHANGE, THREADS, Section, foreign
 Precision = Literal["float32", "bfloat16", "float16"]
 """The floating-point type of a model's weights or of its computation."""
 
-# --------------------------------------------------------------------------------------------------
 # The `cluster.placement` section: which slots each role of a run gets, where the rules do not do.
 #
 # Whether it can be had is not checked here but by `laurel plan` and at the start of a run, which
@@ -116,9 +115,6 @@ class Milestones(Section):
 
     milestones: list[int]
     """One step fewer than there are schedulers, rising."""
-
-
-# ---------------------------------------------------------------------------------------- policy
 
 
 class TokenizerConfig(Section):
@@ -377,9 +373,6 @@ class PolicyConfig(Section):
             padded_tokens=self.token_budget(rows) if rows.enabled else None,
             share_prompts=packing.share_prompts,
         )
-
-
-# ------------------------------------------------------------------- checkpointing, logger, cluster
 
 
 class CheckpointingConfig(Section):

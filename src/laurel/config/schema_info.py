@@ -109,9 +109,6 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
     return max(sections, key=num_known)
 
 
-# ------------------------------------------------------------------------------- one step downwards
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyInfo:
     """The result of looking up a key in a schema: whether it exists, and the values it may have."""
@@ -195,8 +192,6 @@ def with_defaults(
             children[name] = overlay(_as_node(value, everything=False), child)
     return YamlNode(children, node.place)
 
-
-# ------------------------------------------------------------------------------------------- words
 
 _WORDS: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true or false values"),

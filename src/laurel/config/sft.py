@@ -24,8 +24,6 @@ from laurel.config.yaml_tree import (
     foreign,
 )
 
-# ------------------------------------------------------------------------------------------- data
-
 
 class DemonstrationSetConfig(TextSetConfig):
     """One set of conversations to imitate: the class that reads it, and its place."""
@@ -71,9 +69,6 @@ class DemonstrationDataConfig(TextDataConfig):
     def validation_sets(self) -> list[DemonstrationSetConfig]:
         """Return the demonstration sets used for validation; empty if none is configured."""
         return validation_sets(self, DemonstrationSetConfig)
-
-
-# -------------------------------------------------------------------------------------------- run
 
 
 class SFTPolicyConfig(PolicyConfig):

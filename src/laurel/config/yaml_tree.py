@@ -134,7 +134,6 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
-# --------------------------------------------------------------------------------------------------
 # YAML files as trees whose every value knows its line, and the inheritance between files.
 
 MOST_NODES = 100_000
@@ -368,7 +367,6 @@ class _Reader:
         return {**merged, **own}
 
 
-# --------------------------------------------------------------------------------------------------
 # The base of every section of a configuration.
 
 

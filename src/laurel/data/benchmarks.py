@@ -243,9 +243,6 @@ def _is_of_rm_bench(row: Row) -> bool:
     return "subset" in row and has_styles and not is_other
 
 
-# ------------------------------------------------------------------------------ one of each form
-
-
 def reward_bench_row(row: Row) -> BenchmarkRow:
     """Read a row of RewardBench: a chosen and a rejected answer, with the row's subset."""
     return _row(
@@ -496,7 +493,6 @@ BEST_OF_N = BenchmarkForm(
 )
 
 
-# --------------------------------------------------------------------------------------------------
 # The benchmark that a file of rows belongs to, recognized by its columns.
 
 ON_HUB: dict[BenchmarkName, BenchmarkForm] = {

@@ -140,7 +140,6 @@ def refuse_tools(row: Row) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
 # What nothing was read from.
 
 # Such values identify or describe a row, and say nothing that could be learned. A longer text under

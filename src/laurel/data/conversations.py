@@ -239,9 +239,6 @@ def _stdin_rows(
         )
 
 
-# ---------------------------------------------------------------------------------------- shapes
-
-
 def _parts(row: Row, *, written: Row) -> _Parts:
     for shape in _SHAPES:
         if shape.fits(row):
@@ -369,7 +366,6 @@ def _completion(value: Any, prompt: Conversation, what: str) -> Completion:
     return Completion(messages=answer(said, what=what))
 
 
-# --------------------------------------------------------------------------------------------------
 # Conversations to imitate, from any data set: what supervised fine-tuning learns from.
 
 DEFAULT_DEMONSTRATIONS = "squad"
@@ -554,9 +550,6 @@ def _checked(said: Conversation) -> Conversation:
     if not any(turn.learned for turn in said if turn.role == "assistant"):
         raise LeftOutRow("nothing to learn", "no turn of the assistant has a weight")
     return said
-
-
-# ---------------------------------------------------------------------------------------- shapes
 
 
 def _conversation(

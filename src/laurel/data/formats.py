@@ -157,7 +157,6 @@ FORMATS = tuple(KnownFormat(fits=_FITS[one["name"]], **one) for one in _TABLE["f
 """All known forms of rows; a more specific form comes before a more general one."""
 
 
-# --------------------------------------------------------------------------------------------------
 # What rows of no known form were probably meant to be: which keys would map their columns.
 #
 # A mapping is only suggested once the row at hand could be read with it.

@@ -184,9 +184,6 @@ class Fold:
         )
 
 
-# --------------------------------------------------------------------------------------- reading
-
-
 @dataclass(slots=True, kw_only=True)
 class _Reading:
     opened: OpenedSet[DatasetConfig]
@@ -377,7 +374,6 @@ def _fingerprint(preference: Preference) -> bytes:
     return hashlib.blake2b(said.encode(), digest_size=16).digest()
 
 
-# --------------------------------------------------------------------------------------------------
 # The forms of a preference, with one function per data set class, and their table.
 
 _UNNAMED = DatasetConfig()
@@ -585,8 +581,6 @@ def _refuse_alone(row: RankedRow, class_name: str) -> None:
         program=_PAIR_THE_ANSWERS,
     )
 
-
-# ------------------------------------------------------------------- messages that make up a tree
 
 RANK_THE_REPLIES = """\
 import json; rows = {r["message_id"]: r for r in map(json.loads, open("FILE"))}; \

@@ -35,7 +35,6 @@ from laurel.data.sources import (
 from laurel.errors import DataError, counted, counted_that, no_file_at, setting_of
 from laurel.types import USUAL_ROLES, Conversation, Message
 
-# --------------------------------------------------------------------------------------------------
 # The files that are put around a prompt: a text for the first question, a system message.
 
 
@@ -324,7 +323,6 @@ def unknown_class(name: str, known: Iterable[str]) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # Rows that are read but have no tokens: what a chat template refuses shows only with the model.
 
 _ENCODED_AT_ONCE = 512
@@ -391,7 +389,6 @@ def _cause(problem: BaseException, source: str) -> str:
     return why if isinstance(problem, DataError) else f"the chat template refuses it: {why:.120}"
 
 
-# --------------------------------------------------------------------------------------------------
 # The roles in the rows of a data set: those that are probably misspelt are noted.
 #
 # Templates such as ChatML render any role, so that nothing else would report `usr`.
@@ -432,7 +429,6 @@ def _named(role: str, source: str) -> str:
     return f"{role[:40]!r} (first in {source}{meant})"
 
 
-# --------------------------------------------------------------------------------------------------
 # The held-out prompts: a share of the rows, whole prompts, the same ones on any machine.
 
 

@@ -341,7 +341,6 @@ def _kinds(left_out: LeftOut) -> str:
     return "; ".join([*said, "..."] if len(kinds) > len(said) else said)
 
 
-# --------------------------------------------------------------------------------------------------
 # The reports of preferences, of demonstrations and of tasks.
 
 
@@ -511,7 +510,6 @@ def _length_lines(report: RowReport) -> Iterator[tuple[str, str]]:
             )
 
 
-# --------------------------------------------------------------------------------------------------
 # How a data report looks in the terminal.
 
 _WIDTH = 80

@@ -34,7 +34,6 @@ from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
 from laurel.observe.user_code import import_object
 from laurel.types import Conversation, Message
 
-# --------------------------------------------------------------------------------------------------
 # Takes typed values out of a row, or says what is wrong with it.
 
 Row = Mapping[str, Any]
@@ -371,7 +370,6 @@ def json_kind(value: Any) -> str:
     return "a list" if isinstance(value, Sequence) else f"a {type(value).__name__}"
 
 
-# --------------------------------------------------------------------------------------------------
 # Conversations that are written as text: transcripts, printed lists of messages, rendered prompts.
 
 # As HH-RLHF has them: one string in which `Human:` and `Assistant:` take turns.
@@ -493,7 +491,6 @@ def _printed_by_python(written: str) -> Any:
     return ast.literal_eval("".join(parts))
 
 
-# --------------------------------------------------------------------------------------------------
 # How each file format is read into rows.
 
 Rows = Iterator[tuple[str, Row]]
@@ -921,9 +918,6 @@ def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str 
     return words
 
 
-# ----------------------------------------------------------------------------------------- files
-
-
 _GZIP = b"\x1f\x8b"
 # The first bytes of files, what they are, and the endings of names that are read as such.
 _MAGIC: dict[bytes, tuple[str, tuple[str, ...]]] = {
@@ -1004,9 +998,6 @@ def _absent(path: str) -> str:
     verb = "is" if len(near) == 1 else "are"
     hint = f"; there {verb} {', '.join(near)}" if near else ", and nothing there looks like data"
     return f"{path} does not exist in {folder or 'the working directory'}{hint}"
-
-
-# ------------------------------------------------------------------------------ saved and on a hub
 
 
 def _directory_rows(
@@ -1139,7 +1130,6 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-# --------------------------------------------------------------------------------------------------
 # Rows from a class or function of the user's own, named by its import path.
 
 SetConfig = TypeVar("SetConfig", DatasetConfig, TaskSetConfig, DemonstrationSetConfig)

@@ -32,7 +32,6 @@ from laurel.data.sources import (
 )
 from laurel.types import Conversation, Message
 
-# --------------------------------------------------------------------------------------------------
 # Rows that ask for a program, and the tests that they bring, as the code environment reads them.
 #
 # HumanEval    the head of a function to go on from, and a function `check` that asserts
@@ -194,9 +193,6 @@ FORMS: Mapping[str, tuple[Callable[[Row], CodeTask], str]] = {
 """The reader of a row and the data set's name on the hub, by the name of the form."""
 
 
-# ---------------------------------------------------------------------------------- other systems
-
-
 def _foreign_tests(row: Row) -> dict[str, Any]:
     judge = row.get("reward_model")
     if isinstance(judge, Mapping) and judge.get("ground_truth") is not None:
@@ -347,9 +343,6 @@ def _unpacked(packed: str, what: str) -> Any:
             f"{what} cannot be read",
             f"{what} is neither JSON nor packed JSON: {type(problem).__name__}",
         ) from problem
-
-
-# ----------------------------------------------------------------------------------------- values
 
 
 def _parsed(value: Any, what: str, *, may_be_packed: bool = False) -> Any:

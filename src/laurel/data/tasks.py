@@ -58,7 +58,6 @@ from laurel.observe.forks import ForkGuard
 from laurel.observe.user_code import import_object
 from laurel.types import Conversation, Message, Task
 
-# --------------------------------------------------------------------------------------------------
 # The needs of environments, checked against the rows of a set.
 #
 # A task without its answer or tests would get a reward of 0 for any completion, without a reason.
@@ -176,7 +175,6 @@ class NeedsCheck:
             )
 
 
-# --------------------------------------------------------------------------------------------------
 # How a row becomes a task: the functions that `data.processor` names, and a place for more.
 #
 # A processor is given the row as it was read and the configuration of its set, and returns
@@ -326,7 +324,6 @@ register_processor("helpsteer3_data_processor", own_form)
 register_processor("code_data_processor", any_code)
 
 
-# --------------------------------------------------------------------------------------------------
 # Rows that the package of an environment makes, some without end.
 
 NUM_SHOWN = 512
@@ -687,9 +684,6 @@ def _hold_out(
         if of_these_sets:
             held_out |= held_out_prompts(of_these_sets, share=share, seed=seed)
     return split(tasks, prompts, held_out)
-
-
-# --------------------------------------------------------------------------------------- reading
 
 
 @dataclass(slots=True, kw_only=True)

@@ -82,7 +82,6 @@ def _bad_answer(generator: random.Random, names: dict[str, str]) -> str:
     return generator.choice(GOOD).format(**{**names, key: other})
 
 
-# --------------------------------------------------------------------------------------------------
 # A generated task for recipes and tests: functions of one line, tested by calling them.
 #
 # A sentence names a function and its operation on a number. Demonstrations are often careless, and
@@ -153,7 +152,6 @@ def _function(name: str, word: str, number: int) -> str:
     return f"def {name}(x): return x {OPERATIONS[word]} {number}"
 
 
-# --------------------------------------------------------------------------------------------------
 # A generated task for demos and tests: numbers in words, to be written in digits.
 #
 # An answer is right when its box holds the number, which the math environment checks.
@@ -300,7 +298,6 @@ def _wrong_answer(generator: random.Random, number: int) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # A generated task for recipes and tests: sums and products, with a calculator as a tool.
 #
 # Most demonstrations guess a result, and are wrong; some call the calculator and copy what it says.

@@ -204,9 +204,6 @@ def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) ->
         write_json({"data": data, "configs": configs})
 
 
-# ------------------------------------------------------------------------------------------ stages
-
-
 def _claim(directory: Path) -> None:
     marker = directory / MARKER
     if directory.exists() and not marker.exists() and any(directory.iterdir()):
@@ -297,9 +294,6 @@ def _report(files: Files, result: DemoResult, comparisons: list[Comparison]) -> 
     )
 
 
-# ---------------------------------------------------------------------------------- what is said
-
-
 def _stage(console: Console, number: int, title: str) -> None:
     console.rule(f"{number} of {NUM_STAGES}. {title}", style="dim")
 
@@ -353,7 +347,6 @@ def _conclude(
     console.print(f"report  {files.report}: open it in a browser", soft_wrap=True)
 
 
-# --------------------------------------------------------------------------------------------------
 # The configurations of the demo's runs.
 
 S = TypeVar("S", bound=Section)

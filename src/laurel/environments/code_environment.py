@@ -164,8 +164,6 @@ class CodeEnvironment(EnvironmentInterface):
         except (MalformedTaskError, ValueError) as error:
             return partial(_Answer, metadata=given, failure=str(error), is_over=True)
 
-    # ------------------------------------------------------------------------------------- tests
-
     def _judge(
         self, tests: TaskTests, code: str | None, deadline: float | None, batch: int = 1
     ) -> Callable[[], CodeVerdict]:
@@ -212,8 +210,6 @@ class CodeEnvironment(EnvironmentInterface):
             },
         )
 
-    # -------------------------------------------------------------------------------------- tool
-
     def _run(
         self, text: str, session: Session, given: dict[str, Any], deadline: float, batch: int
     ) -> Callable[[], _Answer]:
@@ -248,8 +244,6 @@ class CodeEnvironment(EnvironmentInterface):
             answer=reply.value or None,
             note={"calls": session.num_calls, "errors": session.num_errors},
         )
-
-    # ----------------------------------------------------------------------------------- metrics
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]

@@ -376,7 +376,6 @@ def _sum_up(
     return rewards
 
 
-# --------------------------------------------------------------------------------------------------
 # Joining the returns of the parts.
 
 Returns = Mapping[str, EnvironmentReturn]

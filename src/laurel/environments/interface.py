@@ -219,9 +219,6 @@ def response_of(message_log: MessageLog) -> str:
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
 
 
-# ------------------------------------------------------------------------------------------ metrics
-
-
 def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
     """Return the common metrics of a finished batch; a mean over nothing is absent."""
     metrics = {
@@ -283,7 +280,6 @@ def pass_at_k(group_ids: Sequence[str], correct: Sequence[bool]) -> dict[str, fl
     return metrics
 
 
-# --------------------------------------------------------------------------------------------------
 # A cache of limited size.
 
 
@@ -311,7 +307,6 @@ class Memory(Generic[T]):
             return self._kept.get(key)
 
 
-# --------------------------------------------------------------------------------------------------
 # Validation of an environment's return value. Users write environments: an error names the class,
 # the file and the line of the one that returned something else.
 

@@ -150,7 +150,6 @@ class OpenReward(EnvironmentKind):
         return open_sessions(services.name, section)
 
 
-# --------------------------------------------------------------------------------------------------
 # The data sets that packages of environments make.
 
 

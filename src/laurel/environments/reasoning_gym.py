@@ -222,9 +222,6 @@ def _system_prompt(config: ReasoningGymEnvironmentConfig) -> str | None:
     return str(known[config.system_prompt])
 
 
-# ----------------------------------------------------------------------------------------- scoring
-
-
 @cache
 def evaluates_answers(name: str) -> bool:
     """Report whether the scorer of a generator may run an answer as a program.

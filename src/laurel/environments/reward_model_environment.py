@@ -200,8 +200,6 @@ class RewardModelEnvironment(EnvironmentInterface):
         """
         return self._with_contract().contract.tokenizer
 
-    # ------------------------------------------------------------------------------- scoring
-
     def preprocess_data(self, message_logs: Sequence[MessageLog]) -> dict[str, torch.Tensor]:
         """Render and tokenise conversations into padded rows, which the model reads.
 
@@ -342,8 +340,6 @@ class RewardModelEnvironment(EnvironmentInterface):
             if reference_of(task.metadata) is None
         ]
 
-    # ------------------------------------------------------------------------------- metrics
-
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
@@ -417,8 +413,6 @@ class RewardModelEnvironment(EnvironmentInterface):
     def resting(self) -> contextlib.AbstractContextManager[None]:
         """Free device memory that the run's own processes hold, while the context is open."""
         return self._open().resting()
-
-    # --------------------------------------------------------------------- state, and the end
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to give the same rewards, as JSON values."""
@@ -499,7 +493,6 @@ def _spread(what: str, values: Sequence[float]) -> dict[str, float]:
     return figures
 
 
-# --------------------------------------------------------------------------------------------------
 # Scoring conversations: read, given a reference, and grouped.
 
 REFERENCE = "ground_truth"
@@ -659,7 +652,6 @@ def _group(
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # Converting scores into rewards: reference, normalisation, scale, shift, clip.
 
 
@@ -777,7 +769,6 @@ class ScoreTransform:
         self.seen = Moments(**state["seen"])
 
 
-# --------------------------------------------------------------------------------------------------
 # The noise of a scorer: how far apart its scores of the same conversation can be.
 
 MAX_PROBES = 8
@@ -935,7 +926,6 @@ def _root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum(value * value for value in values) / len(values))
 
 
-# --------------------------------------------------------------------------------------------------
 # The scorer's spec, made from the section of the environment.
 
 WHERE = "env.reward_model"
@@ -1062,7 +1052,6 @@ def merges(scorer: Scorer) -> bool:
     return isinstance(scorer, LoopScorer) or not isinstance(scorer, ModelScorer)
 
 
-# --------------------------------------------------------------------------------------------------
 # An actor with a reward model: on a GPU of its own, or with a group of ranks beside it.
 
 Given = RewardModelEnvironmentConfig | Mapping[str, Any]

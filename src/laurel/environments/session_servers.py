@@ -53,7 +53,6 @@ def _prompt(system: str | None, said: Iterable[Mapping[str, str]]) -> list[dict[
     return [*opening, *map(dict, said)]
 
 
-# --------------------------------------------------------------------------------------------------
 # OpenEnv.
 
 
@@ -246,7 +245,6 @@ def _code(error: RuntimeError) -> str | None:
     return None if found is None else found.group(1)
 
 
-# --------------------------------------------------------------------------------------------------
 # The Open Reward Standard.
 
 
@@ -466,7 +464,6 @@ def text_of_blocks(blocks: Sequence[Any]) -> str:
     return "\n".join(block.text for block in blocks)
 
 
-# --------------------------------------------------------------------------------------------------
 # Either.
 
 

@@ -206,8 +206,6 @@ class SessionEnvironment(EnvironmentInterface):
         self._wait_for(self._patiently(make, made))
         return made
 
-    # ------------------------------------------------------------------------------------- turns
-
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
     ) -> EnvironmentReturn:
@@ -407,8 +405,6 @@ class SessionEnvironment(EnvironmentInterface):
                     )
             await asyncio.sleep(min(pause, max(0.0, end - clock())))
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    # --------------------------------------------------------------------------------------- end
 
     def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:
         """Close the sessions of conversations that something else has ended."""

@@ -206,7 +206,6 @@ class ToolEnvironment(EnvironmentInterface):
         self._pool.close()
 
 
-# --------------------------------------------------------------------------------------------------
 # Functions as tools: their schemas here, and their calls in processes.
 
 

@@ -80,7 +80,6 @@ class Turn:
     """Metrics by name, at the end."""
 
 
-# --------------------------------------------------------------------------------------------------
 # The taskset, made for the policy.
 
 
@@ -283,7 +282,6 @@ def _scores_of(trace: Any) -> Turn | str:
     return Turn(rewards=rewards, metrics=metrics) if rewards else "the task has no rewards"
 
 
-# --------------------------------------------------------------------------------------------------
 # What stands between their runner and the policy.
 
 
@@ -436,7 +434,6 @@ def _written(call: ReadCall) -> Json:
     return {"name": name, "arguments": json.dumps(arguments)}
 
 
-# --------------------------------------------------------------------------------------------------
 # The thread that plays episodes.
 
 

@@ -126,9 +126,6 @@ def reduce_scores(
         raise DataError(str(error)) from error
 
 
-# --------------------------------------------------------------------------------------- reading
-
-
 def _read(form: BenchmarkForm) -> Callable[[BenchmarkOptions, Say], list[BenchmarkRow]]:
     return lambda asked, say: rows_of.read_benchmark(
         form, asked.data, split=asked.split, limit=asked.max_samples, say=say
@@ -237,9 +234,6 @@ def training_pairs(asked: BenchmarkOptions) -> TrainingPairs:
         ):
             pairs += ordered_pairs(row, [_UNSCORED] * len(row.group.completions_G))
     return TrainingPairs(pairs=pairs, notes=tuple(notes))
-
-
-# --------------------------------------------------------------------------------------- scoring
 
 
 def ordered_pairs(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredPair]:
@@ -376,7 +370,6 @@ BENCHMARKS: dict[BenchmarkName, Benchmark] = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
 # Accuracy on any set of pairs: how often the preferred answer has the higher score.
 
 PAIRS_FINAL = "all pairs"
@@ -405,7 +398,6 @@ def tie_share(pairs: Sequence[ScoredPair]) -> Figure:
     return replace(share(TIES, equal), is_aside=True)
 
 
-# --------------------------------------------------------------------------------------------------
 # A benchmark in the validations of a run: its rows, selected once, and the names of its metrics.
 #
 # The arithmetic is that of `laurel eval`.

@@ -51,9 +51,6 @@ QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 _EDGE = 0.01
 
 
-# ------------------------------------------------------------------------------------------ length
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthControlled:
     """The accuracy with length balanced out, and the two halves that it is the mean of."""
@@ -144,9 +141,6 @@ def _answers(pairs: Iterable[ScoredPair]) -> list[tuple[Conversation, str, float
     ]
 
 
-# ------------------------------------------------------------------------------------------ scores
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreDistribution:
     """The distribution of scores over answers."""
@@ -194,9 +188,6 @@ def score_distribution(pairs: Iterable[ScoredPair]) -> ScoreDistribution | None:
         saturated_high=float(np.mean(scores >= greatest - edge)) if edge else None,
         largest_repeat_difference=max(repeats, default=None),
     )
-
-
-# ---------------------------------------------------------------------------------------- ensemble
 
 
 Column = Sequence[tuple[float | None, float | None]]
@@ -272,7 +263,6 @@ def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
     return (decided - 2 * discordant) / math.sqrt((total - tied) * (total - tied_other))
 
 
-# --------------------------------------------------------------------------------------------------
 # Calibration: are differences of scores the log-odds that a Bradley-Terry model takes them for?
 
 _RELATIVE_PRECISION = 1e-12
@@ -355,7 +345,6 @@ def _loss(gaps: Floats) -> float:
     return float(np.logaddexp(0, -gaps).mean())
 
 
-# --------------------------------------------------------------------------------------------------
 # Leakage: prompts and pairs of an evaluation set in a training set, and contradictions in a set.
 
 GRAM_WORDS = 8
@@ -532,7 +521,6 @@ def _most_similar(
     return found
 
 
-# --------------------------------------------------------------------------------------------------
 # Sensitivity: how far rewriting an answer moves its score.
 #
 # A variant in another language cannot be made here. Translated rows are compared by
@@ -719,7 +707,6 @@ def _compare(
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # All diagnostics of a reward model in one report.
 
 

@@ -148,7 +148,6 @@ def _notes(missing: Sequence[str], by_part: Mapping[str, Sequence[ScoredList]]) 
     return notes
 
 
-# --------------------------------------------------------------------------------------------------
 # JudgeBench: pairs of which one answer is known to be right, by subject.
 #
 # As in Tan et al. (2024, arXiv:2410.12784). Judges that read both answers are asked in both orders;
@@ -194,7 +193,6 @@ def measure_judge_bench(pairs: Sequence[ScoredPair]) -> Measured:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # Best of n: how often the answer with the highest score is right.
 #
 # Sampling an answer at random is the floor, picking any right one the ceiling.
@@ -233,7 +231,6 @@ def measure_best_of_n(lists: Sequence[ScoredList]) -> Measured:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # ProcessBench: whether the first wrong step of a solution is found (Zheng et al. 2024,
 # arXiv:2412.06559).
 #

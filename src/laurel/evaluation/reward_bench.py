@@ -191,7 +191,6 @@ def _notes(found: Mapping[str, Figure]) -> list[str]:
     return notes
 
 
-# --------------------------------------------------------------------------------------------------
 # RewardBench 2: best of four in five domains, and a score for several right answers (Ties).
 #
 # As in Malik et al. (2025, arXiv:2506.01937). In Ties, each prompt has a row with one right answer

@@ -257,7 +257,6 @@ def _settle_padding(tokenizer: Any, pad_id: int | None) -> int:
     return int(tokenizer.pad_token_id if pad_id is None else pad_id)
 
 
-# --------------------------------------------------------------------------------------------------
 # Differences between the reference's tokens and those of the scoring contract, with the reasons.
 
 BOS = "BOS doubled, the first hidden"

@@ -206,7 +206,6 @@ def bins_of(values: Sequence[float], num_bins: int) -> list[tuple[float, float]]
     return [(start, distinct[end]) for start, end in zip(starts, ends, strict=True)]
 
 
-# --------------------------------------------------------------------------------------------------
 # Does the difference of two results on the same rows exceed chance?
 
 
@@ -261,7 +260,6 @@ def sign_test(num_first: int, num_second: int) -> float:
     return min(1.0, 2 * as_uneven / (1 << throws))
 
 
-# --------------------------------------------------------------------------------------------------
 # The result of an evaluation: figures, each with the number of its rows and of failed rows.
 
 MeasuredCredits = Mapping[str, float | None]
@@ -336,9 +334,6 @@ def pair_credits(pairs: Iterable[ScoredPair]) -> dict[str, float | None]:
     return {pair.id: None if pair.is_right is None else float(pair.is_right) for pair in pairs}
 
 
-# ------------------------------------------------------------------------- the baseline of length
-
-
 def pairs_by_length(pairs: Iterable[ScoredPair]) -> list[ScoredPair]:
     """Return the pairs with the number of characters of each answer as its score.
 
@@ -364,7 +359,6 @@ def lists_by_length(lists: Iterable[ScoredList]) -> list[ScoredList]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
 # A preference pair with the scores of both of its answers.
 
 
@@ -396,7 +390,6 @@ class ScoredPair:
         return self.score_chosen > self.score_rejected
 
 
-# --------------------------------------------------------------------------------------------------
 # Baselines that know nothing of quality, printed beside every accuracy: length, and single words.
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -531,7 +524,6 @@ def _minimise(rows: Indices, columns: Indices, values: Floats, shape: tuple[int,
     return weights
 
 
-# --------------------------------------------------------------------------------------------------
 # A prompt with any number of answers, right ones and wrong ones, and the score of each.
 
 

@@ -243,7 +243,6 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
     return "reward model" if is_classifier else "policy"
 
 
-# --------------------------------------------------------------------------------------------------
 # Upload of a directory to the Hugging Face hub.
 
 

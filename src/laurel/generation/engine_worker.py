@@ -75,8 +75,6 @@ class EngineWorker:
         """Return the version of the weights that the next token is sampled with."""
         return self._engine.weight_version
 
-    # ---------------------------------------------------------------------------------- generation
-
     def exchange(
         self,
         new: Sequence[tuple[int, GenerationRequest]],
@@ -139,8 +137,6 @@ class EngineWorker:
     def wake(self) -> None:
         """Allocate the engine's device memory again and resume requests."""
         self._background.wait_for(self._engine.wake())
-
-    # ------------------------------------------------------------------------------------- weights
 
     def keep_weights(self, version: int, same_as: int) -> int:
         """Set the engine's version to a new one whose weights have the same values.
@@ -279,8 +275,6 @@ class EngineWorker:
         if not isinstance(self._engine, Provable):
             return None
         return self._background.wait_for(self._engine.answer_probe())
-
-    # ----------------------------------------------------------------------------------------- end
 
     def shutdown(self) -> None:
         """End the engine and every running request. Idempotent."""

@@ -165,8 +165,6 @@ class GeneratorReplicas:
         self._fail(EngineError("the generator was closed"))
         await self._gate.empty()
 
-    # ---------------------------------------------------------------------------------- generation
-
     @property
     def num_weight_fallbacks(self) -> int:
         """The number of weight broadcasts that failed and were completed by Ray's object store."""
@@ -248,8 +246,6 @@ class GeneratorReplicas:
         if order.task is not None:  # it may wait at the gate
             order.task.cancel()
 
-    # --------------------------------------------------------------------------- weights and sleep
-
     async def update_weights(self, weights: Weights) -> None:
         """Load new weights into every replica, or set only the version if the values are unchanged.
 
@@ -315,8 +311,6 @@ class GeneratorReplicas:
             finally:
                 if self._failure is not None or not self._is_asleep:
                     self._gate.open()
-
-    # -------------------------------------------------------------------------------------- orders
 
     def _place(self, order: Order) -> None:
         """Give an order to a replica, or keep it until a replica is ready.
@@ -395,8 +389,6 @@ class GeneratorReplicas:
                 replica.has_all_weights = replica.index not in lost
         return lost
 
-    # ------------------------------------------------------------------------------------ restarts
-
     async def _restart(self, replica: GeneratorReplica, failure: LaurelError) -> None:
         """Restart a replica until it works; other replicas finish its orders.
 
@@ -474,7 +466,6 @@ class GeneratorReplicas:
         return await self._in_thread(replica.value.call_one, 0, method, *arguments, **options)
 
 
-# --------------------------------------------------------------------------------------------------
 # Requests on their way through replicas, and one replica as those who give it work see it.
 #
 # All of it belongs to one event loop, except where it says otherwise.

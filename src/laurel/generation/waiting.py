@@ -163,7 +163,6 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | Non
                 task.exception()  # which tells the loop that somebody has seen it
 
 
-# --------------------------------------------------------------------------------------------------
 # Lets requests through side by side, or holds them back while something is done alone.
 
 
@@ -211,7 +210,6 @@ class PauseGate:
             yield
 
 
-# --------------------------------------------------------------------------------------------------
 # Waiting for something that may die without a word.
 
 

@@ -265,9 +265,6 @@ def _of_tokens(ends: Sequence[int], values: Floats, length: int) -> Floats:
     return sums
 
 
-# -------------------------------------------------------------------------------------- estimators
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rewards:
     """The rewards of a batch by group; completions without a reward are left out."""
@@ -477,9 +474,6 @@ def _divisors(
     return np.where(is_spread, divisors, 1.0), is_floor
 
 
-# -------------------------------------------------------------------------------------- statistics
-
-
 def _centred(rows: Floats) -> Floats:
     # Exactly 0 where all are equal. Sums run over sorted values, so the order of the samples
     # changes no bit.
@@ -544,7 +538,6 @@ def _metrics(
     return metrics
 
 
-# --------------------------------------------------------------------------------------------------
 # What happens to a reward between the environment and the advantages.
 #
 # The order is: `reward_scaling`, then `reward_shaping`, then, if configured, the KL divergence from
@@ -658,9 +651,6 @@ def shape_rewards(
         metrics["reward_shaping/penalty_mean"] = float(np.mean(penalties))
         metrics["reward_shaping/penalized_fraction"] = float(np.mean(np.array(penalties) > 0.0))
     return ShapedRewards(rewards_BG=rewards_BG, metrics=metrics)
-
-
-# ------------------------------------------------------------------------------- KL in the reward
 
 
 def completion_divergence(

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from laurel.types import LogProbs, Mask, TokenIds
 
 
-# --------------------------------------------------------------------------------------------------
 # A completion while it is being played: what was said, its tokens, its reward so far.
 
 
@@ -564,7 +563,6 @@ class BatchBarrier:
         self._is_done.set()
 
 
-# --------------------------------------------------------------------------------------------------
 # Doing things side by side: calls that block in threads, and coroutines that fail together.
 
 T = TypeVar("T")

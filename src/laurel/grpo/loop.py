@@ -126,8 +126,6 @@ class GRPO(TrainingLoop):
         """
         return self.health.reason_to_stop
 
-    # ------------------------------------------------------------------------------------- a step
-
     def step(self, position: Position) -> Position:
         """Train on the batch of a step, and send the new weights to the generator.
 
@@ -275,8 +273,6 @@ class GRPO(TrainingLoop):
             weights = replace(weights, same_as=version - 1)
         self.parts.source.wait_for(self.parts.generator.update_weights(weights))
 
-    # --------------------------------------------------------------------------------- validating
-
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
         """Validate the policy after a step.
 
@@ -324,8 +320,6 @@ class GRPO(TrainingLoop):
             if (key in SHOWN or "/acc" in key) and (value or key not in SHOWN_IF_ANY)
         )
         self.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
-
-    # --------------------------------------------------------------------------------- reporting
 
     def _report(
         self,
@@ -426,7 +420,6 @@ def _over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return figures
 
 
-# --------------------------------------------------------------------------------------------------
 # What a GRPO run works with, and which part rests if several have the same devices.
 
 
@@ -469,8 +462,6 @@ class PolicyParts:
         number = getattr(self.generator, "num_weight_fallbacks", None)
         return {} if number is None else {"performance/weight_transfer_fallbacks": float(number)}
 
-    # ------------------------------------------------------------------------------------ at rest
-
     @contextmanager
     def generator_at_rest(self, timers: Timers) -> Iterator[None]:
         """Free the generator's device memory while the context is open.
@@ -501,7 +492,6 @@ class PolicyParts:
             yield
 
 
-# --------------------------------------------------------------------------------------------------
 # Log-probabilities of many completions at once, under the policy or the reference.
 
 Logprobs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[TokenOutputs]]

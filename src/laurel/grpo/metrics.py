@@ -297,7 +297,6 @@ def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------
 # What is measured for the alarms, what they say, and whether the run ends. The arithmetic is in
 # `observe/health.py`; nothing here changes what is learned.
 
@@ -462,9 +461,6 @@ def _counts(line: str, *, until: int) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------ figures
-
-
 def completion_figures(
     groups: Sequence[RolloutGroup], figures: Mapping[str, float]
 ) -> dict[str, float]:
@@ -542,9 +538,6 @@ def length_correlation(groups: Sequence[RolloutGroup]) -> float | None:
         other_squares += float(lengths @ lengths)
     size = math.sqrt(squares) * math.sqrt(other_squares)
     return products / size if size > 0.0 else None
-
-
-# ----------------------------------------------------------------------------------------- evidence
 
 
 def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[str, Any]]:

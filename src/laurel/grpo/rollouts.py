@@ -258,8 +258,6 @@ class Rollouts:
                 )
             await asyncio.sleep(min(limit - quiet + 0.01, 5.0))
 
-    # ---------------------------------------------------------------------------------- playing
-
     async def _play(
         self, task: Task, index: int, batch: _Batch, on_group: Callable[[RolloutGroup], None]
     ) -> RolloutGroup:
@@ -465,8 +463,6 @@ class Rollouts:
             stats.end_unfinished(rollout, is_out_of_turns=False)
             return
         rollout.add_observation(rollout.observation, ids)
-
-    # ---------------------------------------------------------------------------------- judging
 
     async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
         # The conversations may be of several tasks.

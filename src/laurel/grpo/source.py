@@ -35,7 +35,6 @@ from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
 from laurel.types import RolloutGroup, SamplingParams, Task
 
-# --------------------------------------------------------------------------------------------------
 # How a batch is collected: the next tasks are taken, and some of their groups are kept.
 
 Tasks = Sequence[Task] | EndlessTasks

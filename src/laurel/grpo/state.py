@@ -84,8 +84,6 @@ class GRPORunState(PolicyRunState):
             self.alarms.load_state_dict(more["alarms"])
 
 
-# ---------------------------------------------------------------------- rollouts in a checkpoint
-
 _ARRAYS = ("ids_L", "mask_L", "logprobs_L")
 
 

@@ -122,8 +122,6 @@ class ChatFormat:
                 "(policy.tokenizer.chat_template=chatml), or a tokenizer with an EOS token"
             )
 
-    # ---------------------------------------------------------------------------------- sampling
-
     def prompt_ids(self, conversation: Conversation, *, tools: ToolSchemas = ()) -> TokenIds:
         """Tokenise a conversation and the opening of the assistant's next turn: int32 [L].
 
@@ -298,8 +296,6 @@ class ChatFormat:
         """Return the first control token that a text spells; None if it spells none."""
         return self._contents.control_token_in(text)
 
-    # --------------------------------------------------------------------------------- imitation
-
     def demonstration(
         self,
         conversation: Conversation,
@@ -427,8 +423,6 @@ class ChatFormat:
                     break
             found.append((start, end))
         return found
-
-    # ------------------------------------------------------------------------------ the template
 
     def _probe(self) -> tuple[str, str]:
         # The text that the template writes after an assistant's turn, and the end token in it.

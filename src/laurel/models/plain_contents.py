@@ -62,8 +62,6 @@ class PlainContents:
         self.tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
 
-    # ---------------------------------------------------------------------------------- to text
-
     def render(
         self, conversation: Conversation, *, prompt: bool = False, tools: ToolSchemas = ()
     ) -> PlainText:
@@ -187,8 +185,6 @@ class PlainContents:
                 start = inside[0] if inside else found.end()
         return PlainText(text, tuple(sorted({*cuts, *needed})))
 
-    # -------------------------------------------------------------------------------- to tokens
-
     def tokenize(
         self,
         rows: Sequence[PlainText],
@@ -263,8 +259,6 @@ class PlainContents:
                 of_piece = found["offset_mapping"][index][skipped:]
                 offsets += [(one + shift, other + shift) for one, other in of_piece]
         return ids, offsets
-
-    # ---------------------------------------------------------------------------- the tokenizer
 
     @cached_property
     def _before(self) -> str | None:

@@ -285,8 +285,6 @@ class ScoringContract:
         """Return a copy with some rules changed, such as reference statistics or golden scores."""
         return ScoringContract(self.tokenizer, self.rules.model_copy(update=changes))
 
-    # ------------------------------------------------------------------------------- to tokens
-
     def render(self, conversation: Conversation) -> str:
         """Render a conversation as the text that is scored.
 
@@ -657,8 +655,6 @@ class ScoringContract:
             return [rules.bos_id, *ids[len(ids) - rules.max_length + 1 :]], True
         return ids[len(ids) - rules.max_length :], True
 
-    # ------------------------------------------------------------------------------ to a scalar
-
     def scalar(self, values_K: Sequence[float]) -> float:
         """Combine the outputs of the head for a completion into one reward.
 
@@ -688,7 +684,6 @@ class ScoringContract:
         return tuple(sigmoid(one) if math.isfinite(one) else math.nan for one in values_K)
 
 
-# --------------------------------------------------------------------------------------------------
 # The steps of an answer, for process reward models.
 
 

@@ -215,7 +215,6 @@ def _object(call: ToolCall, key: str) -> str:
     return json.dumps({"name": call.name, key: dict(call.arguments)}, ensure_ascii=False)
 
 
-# --------------------------------------------------------------------------------------------------
 # The form that a template writes.
 
 _PROBE = ToolCall("laurel_probe", {"mark": 7})

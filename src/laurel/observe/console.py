@@ -424,9 +424,6 @@ def conversation_text(conversation: Conversation) -> str:
     return "\n".join(f"{message.role}: {message.content}" for message in conversation)
 
 
-# ------------------------------------------------------------------------------------------ parts
-
-
 def new_table(title: str, *columns: str) -> Table:
     """Create a table with a column of names and columns of numbers, for `print_table`."""
     table = Table(
@@ -522,7 +519,6 @@ def _conversation(conversation: Conversation, score: Score) -> Text:
     return lines
 
 
-# --------------------------------------------------------------------------------------------------
 # Completions with their rewards: a table on screen, a parquet file a step.
 
 
@@ -671,7 +667,6 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
             writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
 
 
-# --------------------------------------------------------------------------------------------------
 # Verbosity: `laurel --quiet` and `laurel --verbose`, for the whole process.
 
 Verbosity = Literal["quiet", "normal", "verbose"]

@@ -83,9 +83,6 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-# ------------------------------------------------------------------------------------- directories
-
-
 @contextlib.contextmanager
 def replace_directory(path: Path) -> Iterator[Path]:
     """Fill a directory that replaces an older one only when it is complete.

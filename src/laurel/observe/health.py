@@ -22,7 +22,6 @@ import yaml
 from laurel.config.grpo import Alarm, HealthConfig
 from laurel.observe.console import format_number
 
-# --------------------------------------------------------------------------------------------------
 # The history of a run that alarms keep: the first and the latest values of metrics, and a peak.
 
 REWARD = "train/reward"
@@ -205,8 +204,6 @@ class History:
         if self.peak is None or surely > self._surely:
             self.peak, self._surely = level, surely
 
-    # ---------------------------------------------------------------------------- what rules read
-
     def is_fresh(self, name: str) -> bool:
         """Report whether the last step, or validation, measured a metric."""
         series = self._series.get(name)
@@ -319,8 +316,6 @@ class History:
                 by_place.setdefault(found[1], set()).add(found[1] + found[2])
         yield from (sorted(stems) for stems in by_place.values() if len(stems) > 1)
 
-    # ------------------------------------------------------------------------------------ resuming
-
     def state_dict(self) -> dict[str, Any]:
         """Return the whole history as values that JSON can hold."""
         peak = self.peak
@@ -385,7 +380,6 @@ def is_of_validation(name: str) -> bool:
     return name.startswith("validation")
 
 
-# --------------------------------------------------------------------------------------------------
 # The rules of the alarms: from the history of a run's metrics to a finding, or to nothing.
 #
 # Drifts compare the median of the latest window with the first steps. Leaps compare the latest step
@@ -922,7 +916,6 @@ class Alarms:
         self._known = {name for name in wanted if name in state["known"]}
 
 
-# --------------------------------------------------------------------------------------------------
 # The gold metric of a run measures the real goal, besides the reward that the run learns from.
 #
 # Reports and alarms both use this definition.

@@ -34,7 +34,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# --------------------------------------------------------------------------------------------------
 # `--json`: standard output gets nothing but JSON, even if libraries write to it meanwhile.
 
 _kept: TextIO | None = None

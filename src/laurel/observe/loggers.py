@@ -268,9 +268,6 @@ def next_run_dir(log_dir: str | Path) -> Path:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------ parts
-
-
 def _switched_off(name: str, error: Exception) -> str:
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"logger '{name}' failed and is switched off for the rest of the run ({reason})"
@@ -348,7 +345,6 @@ def _number(value: object) -> float:
     raise TypeError(f"{value!r} is not a number")
 
 
-# --------------------------------------------------------------------------------------------------
 # Trackers: TensorBoard, Weights & Biases, MLflow.
 #
 # Each imports its library when it is created, and accepts a replacement for it in tests.
@@ -510,7 +506,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-# --------------------------------------------------------------------------------------------------
 # The loggers by name, as plug-ins.
 
 

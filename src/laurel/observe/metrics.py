@@ -277,9 +277,6 @@ def is_lower_better(metric_name: str) -> bool:
     return _LOWER_IS_BETTER.search(metric_name) is not None
 
 
-# ------------------------------------------------------------------------------- preference parts
-
-
 def _pairs(
     scores_BG: Sequence[Sequence[float]],
     ranks_BG: Sequence[Sequence[int]],
@@ -334,9 +331,6 @@ def _check_sizes(
         raise ValueError(f"group sizes of scores {scores_sizes} and {what} {other_sizes} differ")
 
 
-# ------------------------------------------------------------------------------------- statistics
-
-
 def _mean(values: Iterable[float]) -> float:
     numbers = [float(value) for value in values]
     return math.fsum(numbers) / len(numbers)
@@ -373,7 +367,6 @@ def _average_ranks(values: npt.ArrayLike) -> FloatArray:
     return np.asarray(ranks[inverse], dtype=np.float64)
 
 
-# --------------------------------------------------------------------------------------------------
 # The only definition of the length of an answer, and of the baseline that prefers the longer one.
 #
 # Data reports, validations, evaluations and model cards use it, so that their metrics of the same

@@ -337,7 +337,6 @@ class RowProgress:
             self._progress.stop()
 
 
-# --------------------------------------------------------------------------------------------------
 # Timers of the parts of a step.
 
 

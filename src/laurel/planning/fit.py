@@ -86,9 +86,6 @@ def larger_micro_batch(
     return found
 
 
-# ----------------------------------------------------------------------------------------- models
-
-
 def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
     """Return the models of a role whose shapes are known."""
     if name == "reward_model":
@@ -140,9 +137,6 @@ def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
     if keys % tp and not (repeats_heads and tp % keys == 0):
         found.append(f"{keys} key/value heads")
     return [*found, f"{wide} feed-forward channels"] if wide % tp else found
-
-
-# ----------------------------------------------------------------------------------------- memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from laurel.planning.request import (
 )
 from laurel.planning.roles import Mesh
 
-# --------------------------------------------------------------------------------------------------
 # The measures of a decoder, from which its memory is estimated.
 
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -345,9 +344,6 @@ def _on_own_slots(
         yield MemoryPhase(name="judging", slots_of="reward_model", parts=taken)
 
 
-# ------------------------------------------------------------------------------------------ roles
-
-
 def training_memory(
     training: TrainingRequest,
     shape: ModelShape,
@@ -481,9 +477,6 @@ def _drawing(
     if drawing.conversation_bytes:
         parts["keys and values between turns"] = drawing.conversation_bytes
     return parts
-
-
-# --------------------------------------------------------------------------------------- formulas
 
 
 def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | None:

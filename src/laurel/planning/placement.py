@@ -93,8 +93,6 @@ class _Board:
     def _refuse(self, problem: str, fix: str, *, is_fatal: bool = True) -> None:
         self.conflicts.append(Conflict(problem=problem, fix=fix, is_fatal=is_fatal))
 
-    # ------------------------------------------------------------------------------ what is asked
-
     def _labels(self) -> dict[str, set[int]]:
         found = {}
         for label, nodes in self.request.labels.items():
@@ -155,8 +153,6 @@ class _Board:
 
     def _counted_nodes(self) -> str:
         return f"cluster.num_nodes={self.num_nodes} are counted from 0 to {self.num_nodes - 1}"
-
-    # ----------------------------------------------------------------------------- what is chosen
 
     def _choose(self, name: RoleName, wish: RolePlacement) -> tuple[Slot, ...]:
         """Return the slots of a role that has its own; empty if there are not enough."""
@@ -304,8 +300,6 @@ class _Board:
                 return f"{_key(name)}.slots={_list(spare[: len(slots)])}"
         part = math.floor(1e4 / len(names)) / 1e4
         return " ".join(f"{_key(name)}.fraction={part:g}" for name in names)
-
-    # ----------------------------------------------------------------------------- what is shared
 
     def _share(
         self, name: RoleName, wish: RolePlacement, owned: tuple[Slot, ...]

@@ -114,7 +114,6 @@ def plan_run(request: ClusterRequest) -> Plan:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # How the batches of a run are divided among the ranks of its roles.
 
 
@@ -151,7 +150,6 @@ def _uneven(batch: BatchPlan, step: StepRequest | None) -> Conflict:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # How the rules divide a cluster between the roles. They are NeMo RL's.
 #
 # On one node its slots are divided; with several, the reward model and generation that is not
@@ -253,8 +251,6 @@ class _Rules:
         role = self.request.role(name)
         if role is not None and slots:
             yield RoleRequirement(role=role, slots=slots, is_placed=is_placed)
-
-    # ------------------------------------------------------------------------------- shortfalls
 
     def _check_judging_nodes(self, judge: OwnSlots, nodes: int) -> None:
         key, total = f"{judge.key}.gpus_per_node", self.request.slots_per_node

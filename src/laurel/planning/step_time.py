@@ -216,9 +216,6 @@ def step_time(
     )
 
 
-# --------------------------------------------------------------------------------------- counting
-
-
 def forward_operations(shape: ModelShape, workload: Workload, *, has_logits: bool) -> Operations:
     """Count the operations of one forward pass over all conversations of a step.
 
@@ -319,7 +316,6 @@ def _phase(name: PhaseName, role: RolePlan, shared: Cost, padded: Cost) -> Phase
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # Bytes of elementwise operations. `benchmarks/counted.py` counts them with the code itself.
 
 
@@ -363,9 +359,6 @@ def cast_bytes(shape: ModelShape, *, passes: float, trains: bool, frozen: bool) 
     """
     weights = shape.num_layers * shape.layer_parameters
     return passes * weights * (24 if trains and not frozen else 6)
-
-
-# ----------------------------------------------------------------------------------------- phases
 
 
 def _of_policy(

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from laurel.types import TokenIds
 
 
-# --------------------------------------------------------------------------------------------------
 # Cache of scores, keyed by token sequence.
 
 Key = bytes
@@ -84,7 +83,6 @@ class ScoreCache:
             self._scores.popitem(last=False)
 
 
-# --------------------------------------------------------------------------------------------------
 # Requests of many clients, as the token trees that a model computes.
 
 # Tokens. Sharing fewer does not repay a tree of its own.
@@ -218,9 +216,6 @@ def halve_trees(trees: Sequence[KeyedTree]) -> tuple[list[KeyedTree], list[Keyed
     return [tree.part(range(count // 2))], [tree.part(range(count // 2, count))]
 
 
-# ------------------------------------------------------------------------------------- to tokens
-
-
 def units_of(encoder: Backend, groups: Sequence[Group]) -> list[Unit]:
     """Tokenise groups; a completion that cannot be read fails alone.
 
@@ -314,7 +309,6 @@ def _messages(group: Group) -> Iterator[Message]:
         yield from one.messages
 
 
-# --------------------------------------------------------------------------------------------------
 # The queue of a batcher: its requests, limits and statistics.
 
 
@@ -528,8 +522,6 @@ class BatchingScorer:
         for thread in self._threads:
             thread.start()
 
-    # -------------------------------------------------------------------------------- callers
-
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """Score groups, which may be made by `rendered_group`; the protocol is `protocols.Scorer`.
 
@@ -677,8 +669,6 @@ class BatchingScorer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise BusyError("this scorer is closed", retry_after=5.0)
-
-    # ----------------------------------------------------------------------------- the threads
 
     def _run(self) -> None:
         while (jobs := self._wait_for_work()) is not None:

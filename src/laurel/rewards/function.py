@@ -239,7 +239,6 @@ class _Rate:
             return max(0.0, self._until - self._at_once - now)
 
 
-# --------------------------------------------------------------------------------------------------
 # The function in a worker process.
 
 
@@ -268,7 +267,6 @@ def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], An
     return score
 
 
-# --------------------------------------------------------------------------------------------------
 # Finding the function, its arguments and its results.
 
 Function = Callable[..., Any]
@@ -420,9 +418,6 @@ def _rollout_names(judges_groups: bool) -> tuple[str, ...]:
     return ("response_strs", *ROLLOUT_ARGUMENTS[1:]) if judges_groups else ROLLOUT_ARGUMENTS
 
 
-# ----------------------------------------------------------------------------------- its arguments
-
-
 def call_arguments(
     group: Group, kwargs: Mapping[str, Any], *, judges_groups: bool, data_source: str
 ) -> list[dict[str, Any]]:
@@ -461,9 +456,6 @@ def call_arguments(
         return [dict(zip(names, row, strict=True)) | last for row in rows]
     columns = [list(column) for column in zip(*rows, strict=True)]
     return [dict(zip(names, columns, strict=True)) | last] if rows else []
-
-
-# ------------------------------------------------------------------------------ its results
 
 
 def scores_of_call(

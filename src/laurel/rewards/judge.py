@@ -201,7 +201,6 @@ class _ChatCompletion(Body):
     choices: List[_Choice] = Field(min_length=1)
 
 
-# --------------------------------------------------------------------------------------------------
 # The judge's prompt, and the number in its reply.
 
 _CONVERSATION = """\

@@ -147,8 +147,6 @@ class ModelJudge:
             scores.append(tuple(of[completion] for completion in group.completions_G))
         return scores
 
-    # --------------------------------------------------------------------------------- questions
-
     def _questions(self, groups: Sequence[Group]) -> list[list[_Question]]:
         with self._one_at_a_time:
             return [
@@ -183,8 +181,6 @@ class ModelJudge:
                 f"{room:,} (max_model_len={self._max_length:,} with the verdict)",
             )
         return _Question(index=index, other=other, ids_L=ids_L)
-
-    # ---------------------------------------------------------------------------------- verdicts
 
     async def _verdicts(self, questions: Sequence[_Question]) -> list[Score]:
         if self.config.read_out == "written":
@@ -361,7 +357,6 @@ def _taught_ids(chat: ChatFormat, config: JudgeConfig, word: str, where: str) ->
     return ids_L[len(prompt_ids) : -1]
 
 
-# --------------------------------------------------------------------------------------------------
 # Loading a judge.
 
 

@@ -190,9 +190,6 @@ def _open_judge(
     return open_model_judge(judge, device=spec.device, where=where, say=say)
 
 
-# ------------------------------------------------------------------- ensembles and servers
-
-
 def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Scorer:
     # Keys are looked up first: a missing one is reported before a model is loaded.
     for member in spec.members:
@@ -325,8 +322,6 @@ def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     with ThreadPoolExecutor(1) as thread:
         thread.submit(context.run, lambda: asyncio.run(work())).result()
 
-
-# ----------------------------------------------------------------- a model, here or in processes
 
 C = TypeVar("C", bound=ModelScorer)
 
@@ -474,9 +469,6 @@ def _fitted(spec: ScorerSpec, place: ModelPlace, say: Say) -> ScorerSpec:
     elif directory.is_dir() and not any((directory / f).is_file() for f in TOKENIZER_FILES):
         tokenizer = tokenizer.model_copy(update={"name": spec.tokenizer_from})
     return replace(spec, model=replace(spec.model, tokenizer=tokenizer))
-
-
-# ---------------------------------------------------------------- loading one model, and its checks
 
 
 def load_scorer(

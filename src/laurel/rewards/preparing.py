@@ -104,7 +104,6 @@ class Preparers:
         self._threads.shutdown(cancel_futures=True)
 
 
-# --------------------------------------------------------------------------------------------------
 # Rendering a group: completions that cannot be rendered fail alone.
 
 Prepared = tuple[TokenGroup | None, tuple[str | None, ...]]
@@ -190,7 +189,6 @@ def is_text(text: str) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------------------
 # Conversations that clients have rendered, encoded as groups.
 #
 # Such a group has an empty prompt, and each of its completions is one message: of the role

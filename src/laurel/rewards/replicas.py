@@ -81,7 +81,6 @@ def _is_lost(scorer: ContractScorer, error: Exception) -> bool:
     return error.is_lost or scorer.is_ended
 
 
-# --------------------------------------------------------------------------------------------------
 # One replica, which may be sharded over ranks.
 
 
@@ -201,7 +200,6 @@ def divide_evenly(sizes: Sequence[int], shares: int) -> list[list[int]]:
     return [sorted(items) for items in taken]
 
 
-# --------------------------------------------------------------------------------------------------
 # One rank of a worker group that scores. It knows neither Ray nor its group.
 
 

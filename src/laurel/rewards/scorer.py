@@ -264,7 +264,6 @@ class ContractScorer(ModelScorer):
             )
 
 
-# --------------------------------------------------------------------------------------------------
 # A reward model in this process as a Scorer, and the checks at load.
 
 GOLDEN_TOLERANCE = {"float64": 1e-4, "float32": 1e-4}
@@ -470,9 +469,6 @@ def model_batch(
     return to_forest(groups) if model.path == "forest" else to_padded(groups, pad_id=pad_id)
 
 
-# ---------------------------------------------------------------------------------- before use
-
-
 def golden_scores(
     model: RewardModel, contract: ScoringContract, groups: Sequence[Group]
 ) -> tuple[GoldenScore, ...]:
@@ -587,7 +583,6 @@ def _score_alone(
         return score_tokens(model, groups, batch_tokens=1, pad_id=pad_id or 0)
 
 
-# --------------------------------------------------------------------------------------------------
 # The self-check at load: a batch must score as its sequences do one by one.
 
 SHAPES = ((11, (5, 1, 8)), (0, (7,)))

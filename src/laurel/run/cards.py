@@ -156,7 +156,6 @@ def _rows(report: RowReport) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # Tables of evaluations for model cards, from the reports of `laurel eval`.
 
 _SUFFIX = "-report.json"

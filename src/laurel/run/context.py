@@ -253,7 +253,6 @@ def make_services(
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # Benchmarks beside a run, of the trained reward model or of the one that scores in GRPO.
 
 # A server must answer all of a request within one time limit.

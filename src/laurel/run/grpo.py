@@ -400,9 +400,6 @@ def grpo_total_steps(config: GRPORun, num_tasks: int) -> int:
     return min(grpo.max_num_steps, max(1, grpo.num_epochs * num_tasks // grpo.num_prompts_per_step))
 
 
-# ------------------------------------------------------------------------------------------- parts
-
-
 def _parts(
     context: RunContext[GRPORun],
     data: TaskData,
@@ -513,7 +510,6 @@ def sampling_of(config: GRPORun, *, is_validation: bool = False) -> SamplingPara
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # The evaluation of a policy on validation tasks, without training or saving.
 
 

@@ -155,7 +155,6 @@ def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None
         console.print(note if note.startswith("warning: ") else f"note    {note}")
 
 
-# --------------------------------------------------------------------------------------------------
 # The model that a run starts from, resolved as in every command before anything heavy is loaded.
 
 _INSTEAD = (

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from laurel.rewards.spec import ScorerSpec
 
 
-# --------------------------------------------------------------------------------------------------
 # Completion at a Tab: keys of the configuration, data sets, environments.
 #
 # A shell appends a blank to a single completion, and inserts the prefix that all completions share.
@@ -137,9 +136,6 @@ def _kind(context: typer.Context) -> Kind:
         return command_of_file(Path(file) if file else None)
     except LaurelError:  # the command itself reports it
         return "rm"
-
-
-# ----------------------------------------------------------------------------- values of options
 
 
 def _keep(context: typer.Context, is_wanted: bool) -> bool:

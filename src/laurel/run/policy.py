@@ -76,7 +76,6 @@ def describe_policy(
     describe_output(context, run_dir)
 
 
-# --------------------------------------------------------------------------------------------------
 # The check that a policy fits beside what is loaded already, before it is loaded.
 
 

@@ -196,9 +196,6 @@ def _names_reward_model(config: GRPORun) -> bool:
     return config.env.reward_model.enabled or "reward_model" in named
 
 
-# ------------------------------------------------------------------------------------------ roles
-
-
 def _policy(config: Run) -> RoleRequest:
     policy, parallel = config.policy, config.policy.dtensor_cfg
     unit, sequences = "conversations", 1
@@ -309,9 +306,6 @@ def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
     roles: tuple[RoleName, ...] = get_args(RoleName)
     said = {name: getattr(placement, name) for name in roles}
     return {name: wish for name, wish in said.items() if wish is not None}
-
-
-# ----------------------------------------------------------------------------------------- memory
 
 
 def _training(config: Run) -> TrainingRequest:

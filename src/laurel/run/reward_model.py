@@ -173,9 +173,6 @@ def check_figure(setting: str, key: str | None, benchmarks: Mapping[str, Benchma
         )
 
 
-# ------------------------------------------------------------------------------------------- run
-
-
 def _train(
     context: RunContext[RewardTrainingRun],
     data: PreferenceData,
@@ -320,7 +317,6 @@ def _describe(
     describe_output(context, run_dir)
 
 
-# --------------------------------------------------------------------------------------------------
 # Data sets of a run: from the configuration to preferences, and from those to tokens.
 
 SHOWN_AFTER = 512

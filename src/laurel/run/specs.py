@@ -123,7 +123,6 @@ def change_notes(policy: PolicyConfig, num_steps: int) -> list[str]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------
 # The options of a command line that say which reward model is meant, and how it is loaded.
 
 OPTIONS = Terms(

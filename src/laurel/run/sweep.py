@@ -80,9 +80,6 @@ LONGEST_RUN = 30 * 24 * 3600.0
 _RANGE = re.compile(r"(?P<kind>log|range)\((?P<ends>[^()]*)\)")
 
 
-# ------------------------------------------------------------------------------ what is searched
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
     """A key with the values that are tried: a list of them, or a range."""
@@ -197,9 +194,6 @@ def _parse_range(override: Override, text: str) -> Dimension:
     return Dimension(
         override=override, low=low, high=high, is_log=form["kind"] == "log", is_whole=whole
     )
-
-
-# ---------------------------------------------------------------------------------- a single run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,8 +342,6 @@ class SweepWorker:
         run.train(lambda step, value: (run.directory / STOP).exists())
 
 
-# ------------------------------------------------------------------------------------- the sweep
-
 TrialState = Literal["complete", "pruned", "failed"]
 
 
@@ -484,8 +476,6 @@ class Sweep:
             + to_yaml(config)
         )
 
-    # -------------------------------------------------------------------------------- the directory
-
     def open(self, stack: ExitStack) -> None:
         """Open the study of the directory, or begin it.
 
@@ -564,8 +554,6 @@ class Sweep:
                 f"--output {path.parent} holds another sweep ({shown}). Name another directory, or "
                 "restore what changed"
             )
-
-    # --------------------------------------------------------------------------------------- trials
 
     def runs_of(self, trial: Trial, params: Mapping[str, str | float]) -> list[RunOfTrial]:
         """Return the runs of a trial: one for each fold and seed.

@@ -274,7 +274,6 @@ def fit_prompts(
         data.endless.fits = fits
 
 
-# --------------------------------------------------------------------------------------------------
 # The nodes that run the programs of the policy: this machine, or every node of a cluster.
 
 
@@ -291,7 +290,6 @@ def nodes_of(allocation: Allocation) -> ClusterNodes | None:
     return ClusterNodes(nodes_to_work_on, NodeGroup, is_on_the_only_node)
 
 
-# --------------------------------------------------------------------------------------------------
 # The scorers of a run on a cluster: models in slots, renderers spread over the nodes.
 
 

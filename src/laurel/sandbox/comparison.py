@@ -122,7 +122,6 @@ def _lines(text: str) -> list[str]:
     return lines
 
 
-# -------------------------------------------------------------------------------- other benchmarks
 #
 # Each follows its own grader, even where that is odd, so that verdicts here and published results
 # mean the same. `tests/unit/environments/test_code_graders.py` holds verdicts of those graders.

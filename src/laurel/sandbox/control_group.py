@@ -187,9 +187,6 @@ def find_place(folder: str | None = None, *, root: Path = Path("/")) -> tuple[Gr
     return place, f"{' and '.join(missing)} not delegated to this account" if missing else ""
 
 
-# ------------------------------------------------------------------------------------ directories
-
-
 def _own_folders(root: Path) -> Iterator[Hierarchy]:
     """Yield the mounted directories of this process's own groups, with their controllers."""
     paths: dict[str, str] = {}
@@ -279,7 +276,6 @@ def _write(path: Path, value: object) -> None:
         os.close(descriptor)
 
 
-# --------------------------------------------------------------------------------------------------
 # Trying whether control groups can be created here, and whether their limits hold.
 
 

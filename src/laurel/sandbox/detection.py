@@ -101,7 +101,6 @@ def detect(
         wanted = frozenset()
 
 
-# --------------------------------------------------------------------------------------------------
 # The canaries.
 
 Claim = Literal["files", "disk", "network", "processes", "time", "memory", "output"]

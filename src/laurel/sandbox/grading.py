@@ -97,9 +97,6 @@ def status_of(outcome: ProcessOutcome, limits: Limits) -> Status:
     return _STATUS_OF_EXIT_CODE.get(outcome.exit_code, Status.RUNTIME_ERROR)
 
 
-# ---------------------------------------------------------------------------------- script, stdio
-
-
 def _script(job: SandboxJob, runner: BoundedZygote) -> _Graded:
     outcome = _run_script(job, runner, job.stdin, job.limits)
     return _Graded(status_of(outcome, job.limits), (), [outcome], outcome)
@@ -169,9 +166,6 @@ def _overall(results: Sequence[TestResult]) -> Status:
     return next((one.status for one in results if one.status is not Status.OK), Status.OK)
 
 
-# -------------------------------------------------------------------------------------------- call
-
-
 def _call(job: SandboxJob, runner: BoundedZygote) -> _Graded:
     tests = [test for test in job.tests if isinstance(test, CallTest)]
     calls = plain_data.dumps([(list(test.args), dict(test.kwargs)) for test in tests])
@@ -226,9 +220,6 @@ def _status_named(name: Any) -> Status:
     """Return the status of a failure by its name; a name from the program never gives OK."""
     known = {status.value: status for status in _STATUS_OF_EXIT_CODE.values()}
     return known.get(name, Status.RUNTIME_ERROR) if isinstance(name, str) else Status.BAD_RESULT
-
-
-# ------------------------------------------------------------------------------------------- tests
 
 
 def _tests(job: SandboxJob, runner: BoundedZygote) -> _Graded:

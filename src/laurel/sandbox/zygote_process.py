@@ -306,8 +306,6 @@ class ZygoteProcess:
             self._closed = True
             self._stop()
 
-    # ------------------------------------------------------------------------- under the lock
-
     def _start(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._scratch = tempfile.mkdtemp(prefix="laurel-sandbox-", dir=self._parent_of_scratch)

@@ -155,7 +155,6 @@ def global_batches(
     return batches
 
 
-# --------------------------------------------------------------------------------------------------
 # The choice of the rows of a step.
 
 

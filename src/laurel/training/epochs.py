@@ -36,7 +36,6 @@ from laurel.training.losses import RewardLoss
 from laurel.training.stopping import Position
 from laurel.types import Preference, PreferenceSample, TokenGroup
 
-# --------------------------------------------------------------------------------------------------
 # Validating a reward model on ranked groups.
 
 
@@ -178,8 +177,6 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         self.loss = loss
         self.order = parts.order
 
-    # ------------------------------------------------------------------- what an algorithm fills in
-
     @abstractmethod
     def label(self, sample: Sample) -> Label:
         """Return the label of a row that the loss reads."""
@@ -201,8 +198,6 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         self, name: str, samples: Sequence[Sample], validation: Validation, *, step: int
     ) -> None:
         """Print the results of validating on a set; the caller logs the metrics."""
-
-    # ------------------------------------------------------------------------ the parts of a step
 
     def take(self, position: Position) -> StepResult[Sample]:
         """Train on the rows of the step that follows this position."""
@@ -252,8 +247,6 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         train_metrics = {f"train_{name}": value for name, value in taken.update.metrics.items()}
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
 
-    # --------------------------------------------------------------------------------- validating
-
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
         """Validate on all sets; return metrics by their names in logs, and in `metric_name`."""
         logged: dict[str, float] = {}
@@ -275,8 +268,6 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     def _validated(self, phase: ProgressPhase, count: int) -> None:
         phase.advance(count)
         self.check_stop()
-
-    # ------------------------------------------------------------------------------------- of both
 
     def info(self, position: Position) -> dict[str, object]:
         """Return the entries of `training_info.json` that describe a position."""

@@ -256,7 +256,6 @@ def add_up(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
             totals[name] = totals[name] + value
 
 
-# --------------------------------------------------------------------------------------------------
 # The learner of one process, which is the only one or one rank of many.
 
 
@@ -319,8 +318,6 @@ class LocalLearner:
     def dp_size(self) -> int:
         """The number of micro-batches computed concurrently, which is 1 for a single process."""
         return 1
-
-    # ------------------------------------------------------------------------------------- learning
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step, as `Learner.update` describes."""
@@ -403,8 +400,6 @@ class LocalLearner:
                 add_up(sums, result.sums)
         return losses
 
-    # --------------------------------------------------------------------------------- being asked
-
     def outputs(
         self,
         batches: Sequence[Inputs],
@@ -443,8 +438,6 @@ class LocalLearner:
         """Return the weights for a generator."""
         is_partly_frozen = any(not p.requires_grad for p in self.model.parameters())
         return weights_of(self, version, is_partly_frozen=is_partly_frozen)
-
-    # ----------------------------------------------------------------------------- saving, resting
 
     def export(
         self,

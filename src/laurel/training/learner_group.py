@@ -95,8 +95,6 @@ class LearnerGroup:
         """Return the number of bytes of weights that each rank holds."""
         return self.group.call("held_bytes")
 
-    # ------------------------------------------------------------------------ learning, being asked
-
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step, as `Learner.update` describes."""
         denominator = denominator_of(batch, loss)
@@ -153,8 +151,6 @@ class LearnerGroup:
 
     def _of_ranks(self, of_places: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return [arguments for arguments in of_places for _ in range(self.shape.each)]
-
-    # ------------------------------------------------------------------- weights, saving, resting
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield weights by name on the CPU, while the ranks gather the next ones."""
@@ -241,9 +237,6 @@ def _disk_errors() -> Iterator[None]:
         raise
 
 
-# -------------------------------------------------------------------------------------- dividing
-
-
 def divide_micro_batches(sizes: Sequence[int], places: int) -> list[list[int | None]]:
     """Divide micro-batches over data-parallel ranks, evenly in number and nearly in tokens.
 
@@ -289,7 +282,6 @@ def num_tokens_of(inputs: Inputs) -> int:
     return ids.numel()
 
 
-# --------------------------------------------------------------------------------------------------
 # The part of a learner's rank that exports weights, to the driver or directly to engines.
 
 
@@ -315,8 +307,6 @@ class WeightExporter(ABC):
         if self._link is not None:
             self._link.close()
 
-    # ------------------------------------------------------------------- weights, bucket by bucket
-
     def open_weights(self, changing_only: bool) -> None:
         """Restart `next_weights` at the first weight of `Learner.named_weights`."""
         self._weights = self.named_weights(changing_only)
@@ -335,8 +325,6 @@ class WeightExporter(ABC):
             if filled >= num_bytes:
                 break
         return bucket
-
-    # ------------------------------------------------------------- weights, in memory of each GPU
 
     def shared_memory(self, num_bytes: int) -> SharedMemory:
         """Return memory on this rank's GPU that engines on the same GPU can open."""
@@ -371,8 +359,6 @@ class WeightExporter(ABC):
     def close_handles(self) -> None:
         """Release the shared memory."""
         self._chunks = iter(())
-
-    # ----------------------------------------------------------------- weights, straight to engines
 
     @property
     def link(self) -> WeightLink:
@@ -436,7 +422,6 @@ def in_own_memory(value: Tensor) -> Tensor:
     return value.clone() if is_view else value
 
 
-# --------------------------------------------------------------------------------------------------
 # One rank of a learner in a worker group; it knows neither the group nor Ray.
 
 
@@ -600,8 +585,6 @@ class LearnerWorker(WeightExporter):
         """Learning rate of the next step (of the first parameter group)."""
         return self._learner.learning_rate
 
-    # ------------------------------------------------------------------------ learning, being asked
-
     def take_step(
         self,
         batch: Sequence[MicroBatch[Any]],
@@ -645,8 +628,6 @@ class LearnerWorker(WeightExporter):
     def _speaks(self) -> bool:
         return self._place.rank % self._shape.each == 0
 
-    # --------------------------------------------------------------------------------------- saving
-
     def export(
         self, directory: Path, card: str, contract: ScoringContract | None, in_background: bool
     ) -> None:
@@ -673,8 +654,6 @@ class LearnerWorker(WeightExporter):
         """Restore the saved state; return `extra` (on the first rank) and the learning rate."""
         extra = self._learner.load_state(directory)
         return (extra if self._place.rank == 0 else None), self._learner.learning_rate
-
-    # -------------------------------------------------------------------------------------- resting
 
     def sleep(self) -> None:
         """Move model and optimizer to the host until `wake`."""

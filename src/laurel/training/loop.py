@@ -149,8 +149,6 @@ class TrainingLoop(ABC):
             deadline=self.deadline,
         )
 
-    # ------------------------------------------------------------------- what an algorithm fills in
-
     @abstractmethod
     def step(self, position: Position) -> Position:
         """Take one step, and log and show its metrics.
@@ -175,8 +173,6 @@ class TrainingLoop(ABC):
     def info(self, position: Position) -> dict[str, object]:
         """Return the entries of `training_info.json` that describe a position."""
         return {"total_steps": position.step, **position.metrics}
-
-    # -------------------------------------------------------------------------------------- running
 
     def run(self, position: Position) -> RunOutcome:
         """Train from a position to the end, a signal or the deadline."""
@@ -359,8 +355,6 @@ class TrainingLoop(ABC):
         before += ["save"] if self.saving.is_under_way else []  # the next one waits for it
         return "deadline" if self.deadline.is_near(before=before) else "finished"
 
-    # ------------------------------------------------------------------------ validating and saving
-
     def _save_due(self, step: int) -> bool:
         is_last = step >= self.schedule.total_steps
         periodic = step % self.schedule.saving.save_period == 0
@@ -411,7 +405,6 @@ class TrainingLoop(ABC):
         self.timers.collect()  # discards the times of scoring for the checkpoint
 
 
-# --------------------------------------------------------------------------------------------------
 # The checkpoints of a run in its loop: they are begun, and then complete or missed.
 
 ALARM_AFTER_MISSES = 2

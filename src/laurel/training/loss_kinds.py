@@ -90,7 +90,6 @@ def _reinforce(given: TokenValues) -> Tensor:
     return -given.advantages_U * given.current_U
 
 
-# --------------------------------------------------------------------------------------------------
 # The losses of reward models. Their formulas are in `training.losses`.
 
 _OF_PAIRS = ("use_margin", "label_smoothing", "center_rewards_coefficient")

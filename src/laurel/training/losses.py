@@ -28,8 +28,6 @@ from laurel.errors import DataError
 from laurel.plugins import PreferenceLoss
 from laurel.types import Preference
 
-# -------------------------------------------------------------------------------- pure functions
-
 
 def bradley_terry(
     better_P: Tensor,
@@ -237,9 +235,6 @@ def _expected(
     target_P = target_P.to(win_P.dtype)
     right_P = target_P * (1.0 - label_smoothing) + (1.0 - target_P) * label_smoothing
     return right_P * win_P + (1.0 - right_P) * lose_P
-
-
-# ------------------------------------------------------------------- the loss of a configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -475,7 +470,6 @@ def like(values: Sequence[Any], scores: Tensor) -> Tensor:
     return torch.tensor(values, dtype=scores.dtype).to(scores.device, non_blocking=True)
 
 
-# --------------------------------------------------------------------------------------------------
 # The pairs of completions of a batch that are compared.
 
 

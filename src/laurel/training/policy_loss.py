@@ -326,7 +326,6 @@ def _full_precision(values: Tensor) -> Tensor:
     return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
-# --------------------------------------------------------------------------------------------------
 # Ratios of probabilities, their corrections and divergences, as functions of log-probabilities.
 #
 # Tensors are [U], with one value for each token that the policy generated (`PolicyTokens`).
@@ -441,7 +440,6 @@ def _k3(lead: Tensor) -> Tensor:
     return torch.expm1(lead) - lead
 
 
-# --------------------------------------------------------------------------------------------------
 # The labels that the losses of a policy read besides its outputs, by group and by batch.
 
 

@@ -77,8 +77,6 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         """Return the preference of a row."""
         return sample.preference
 
-    # ------------------------------------------------------------------------------------- a step
-
     def step(self, position: Position) -> Position:
         """Take one step; count a step that was not applied, and write its rows to a file."""
         taken = self.take(position)
@@ -109,8 +107,6 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             "performance/groups_per_second": len(taken.samples) / taken.seconds,
         }
         return self.log(position, taken, bad_steps=bad_steps, figures=figures)
-
-    # --------------------------------------------------------------------------------- validating
 
     def validate(
         self,
@@ -231,7 +227,6 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             self.state.remember_reference(validation.scores_BG, step=step)
 
 
-# --------------------------------------------------------------------------------------------------
 # A scorer over the model in training, wherever its ranks are, by the model's own contract.
 
 Rows = list[range]

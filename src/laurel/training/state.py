@@ -254,7 +254,6 @@ def write_bad_rows(
     return path
 
 
-# --------------------------------------------------------------------------------------------------
 # The contents of a checkpoint of reward-model training.
 
 NUM_REFERENCE_GROUPS = 64
@@ -426,7 +425,6 @@ def library_versions() -> dict[str, str]:
     }
 
 
-# --------------------------------------------------------------------------------------------------
 # Scores of many groups at once, by a learner that may be sharded over ranks.
 
 Scores = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
@@ -462,7 +460,6 @@ def reward_scores(
     return in_order(groups, parts, values, num_outputs=values[0].shape[1])
 
 
-# --------------------------------------------------------------------------------------------------
 # The contents of a checkpoint of a policy (supervised fine-tuning, GRPO).
 
 

@@ -264,9 +264,6 @@ def measure_products(
     return {dtype: 2 * size**3 / min(taken) / 1e9 for dtype, taken in times.items()}
 
 
-# ----------------------------------------------------------------------------------------- parts
-
-
 def _requirements() -> Iterator[tuple[str, Requirement]]:
     # What the installed distribution of Laurel asks for, each with its extra (or '').
     from packaging.requirements import Requirement

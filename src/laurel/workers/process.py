@@ -68,7 +68,6 @@ def give_back_freed_memory() -> None:
         mallopt(map_from, 2 * 2**20)
 
 
-# --------------------------------------------------------------------------------------------------
 # A group of processes of which the first tells and the others hear, beside all other groups.
 #
 # torch's own groups have every rank of a program, once and for all. This one has those that join:

@@ -285,8 +285,6 @@ class _Processes:
     def closed_error(self) -> EnvironmentFailedError:
         return EnvironmentFailedError(f"{self._spec.name} has been shut down")
 
-    # ------------------------------------------------------------------------- under the lock
-
     def _running(self) -> Connection:
         if self._closed:
             raise self.closed_error()
@@ -344,7 +342,6 @@ class _Processes:
         self._living.clear()
 
 
-# --------------------------------------------------------------------------------------------------
 # The zygote itself, and what runs in the processes that are forked from it.
 
 

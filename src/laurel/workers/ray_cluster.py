@@ -483,7 +483,6 @@ def _kept_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-# --------------------------------------------------------------------------------------------------
 # The processes of a Ray cluster of our own: whose end is theirs, and which are left over.
 
 

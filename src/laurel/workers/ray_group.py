@@ -318,7 +318,6 @@ def _state(actor: Any) -> str:
     return str(ray_state.actor_table(actor._actor_id.hex()).get("State", ""))
 
 
-# --------------------------------------------------------------------------------------------------
 # One worker on a node that was chosen, asked by several threads at a time.
 
 

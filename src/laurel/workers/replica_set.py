@@ -163,8 +163,6 @@ class ReplicaSet(Supervisor[T]):
             self._restarting = [t for t in self._restarting if t.is_alive()] + [thread]
             thread.start()
 
-    # ------------------------------------------------------------------------- whose turn it is
-
     def _take(self) -> Replica[T]:
         # The free replica that has done the fewest calls.
         with self._changed:
@@ -197,8 +195,6 @@ class ReplicaSet(Supervisor[T]):
 
     def _ended(self) -> EngineError:
         return EngineError(f"{self.replicas[0].name} has been shut down")
-
-    # ---------------------------------------------------------------------------------- restarts
 
     def _restart(self, replica: Replica[T], failure: Exception) -> None:
         loss = self.restart(replica, failure)

@@ -179,7 +179,6 @@ class _Asked:
         return [outcome.value]
 
 
-# --------------------------------------------------------------------------------------------------
 # The process of a `SpawnedGroup`: does what is asked, one after the other, until nobody asks.
 
 

@@ -61,9 +61,6 @@ def assert_values(found: Imported, values: dict[str, Any]) -> None:
     assert {path: at(found.config, path) for path in flat} == flat
 
 
-# ------------------------------------------------------------------------------------------- tables
-
-
 @pytest.mark.parametrize(
     ("system", "run"), [(system, run) for system, runs in TABLES.items() for run in runs]
 )
@@ -148,9 +145,6 @@ def test_nemo_rl_has_a_reason_for_every_key_that_is_ignored() -> None:
         walk(schema)
 
 
-# -------------------------------------------------------------------------------------- whole files
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_what_is_written_is_the_configuration_that_was_checked(tmp_path: Path, name: str) -> None:
     found = said_by(tmp_path, name)
@@ -186,8 +180,6 @@ def test_no_secret_is_shown_or_written(tmp_path: Path) -> None:
         secret = next(e for e in found.entries if e.key in ("hub_token", "logger.wandb.key"))
         assert secret.status != "carried"
 
-
-# --------------------------------------------------------------------------------- values, by hand
 
 BASES = {
     "trl": "model_name_or_path: a\ndataset_name: b\nreward_funcs: accuracy_reward\n{}\n",
@@ -578,9 +570,6 @@ def test_nemo_rl_loads_unchanged_and_says_what_it_ignores(tmp_path: Path) -> Non
     assert found.values["policy.tokenizer.name"] == "${policy.model_name}"
 
 
-# ------------------------------------------------------------------------ unknown, wrong, elsewhere
-
-
 def test_an_unknown_key_is_not_carried_and_the_one_meant_is_named(tmp_path: Path) -> None:
     found = imported(tmp_path, TRL_GRPO + "num_generationz: 4\nquite_different: 1\n").imported
     told = {entry.key: entry for entry in found.with_status("not carried")}
@@ -688,9 +677,6 @@ def test_an_example_of_trl_is_answered_with_the_command_for_it(tmp_path: Path) -
         line = f"python examples/scripts/{script}.py --model_name_or_path m"
         with pytest.raises(ConfigError, match=f"write `trl {run}` instead of it"):
             imported(tmp_path, line, "a.sh", system="trl")
-
-
-# -------------------------------------------------------------- Python programs; sums in the shell
 
 
 def test_sums_of_the_shell_are_calculated(tmp_path: Path) -> None:

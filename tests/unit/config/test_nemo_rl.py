@@ -25,8 +25,6 @@ from laurel.training.selection import (
     select_policy_by,
 )
 
-# ----------------------------------------------------------- keys and values of the shipped files
-
 FACTS = Path(__file__).with_name("nemo_rl_facts.txt")
 """Written by `python tools/nemo_rl_files.py CHECKOUT ... --facts FILE`, which says the form."""
 
@@ -182,9 +180,6 @@ def test_an_environment_of_ones_own_may_have_the_name_of_one_of_theirs(tmp_path:
         load(tmp_path, "grpo", tree)
 
 
-# ------------------------------------------------------------------------ what is said besides
-
-
 def test_settings_of_what_is_off_are_named_and_those_of_what_is_on_are_lost(
     tmp_path: Path,
 ) -> None:
@@ -258,9 +253,6 @@ def test_validation_sets_by_name_stand_beside_blocks_as_in_nemos_guide(tmp_path:
     data["val_data_paths"]["default"] = "other.jsonl"
     with pytest.raises(ConfigError, match="both have a set called default"):
         load(tmp_path, "rm", {"data": data})
-
-
-# ---------------------------------------------------------------------------------------- Megatron
 
 
 def megatron(**changes: Any) -> dict[str, Any]:
@@ -472,9 +464,6 @@ def test_an_import_writes_what_megatrons_settings_become(tmp_path: Path) -> None
         "policy.dtensor_cfg.tensor_parallel_size": 2
     }
     assert told["policy.megatron_cfg.pipeline_model_parallel_size"].status == "not carried"
-
-
-# ------------------------------------------------------------------------------------- asynchronous
 
 
 def test_asynchronous_training_is_carried_to_max_staleness(tmp_path: Path) -> None:

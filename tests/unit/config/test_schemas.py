@@ -188,9 +188,6 @@ def test_the_keys_of_pairs_are_refused_with_those_that_name_columns_here(
         load_config(schema, path, [])
 
 
-# -------------------------------------------------------------------------------- what is filled in
-
-
 @pytest.mark.parametrize("given", ["{kwargs: {lr: 1e-4}}", "{}"])
 @pytest.mark.parametrize("is_file", [True, False])
 def test_an_optimizer_without_a_name_changes_the_default(
@@ -306,9 +303,6 @@ def test_an_error_in_a_part_of_a_setting_has_the_place_of_that_part(tmp_path):
     override = "policy.optimizer.kwargs.lr=fast"
     with pytest.raises(ConfigError, match=rf"override '{override}': .*kwargs\.lr is 'fast'"):
         load_config(SFTRun, file, [override, "policy.optimizer.kwargs.eps=1e-8"])
-
-
-# ----------------------------------------------------------------------------- what is not imported
 
 
 def test_the_loader_is_light() -> None:

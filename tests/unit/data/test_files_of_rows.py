@@ -35,9 +35,6 @@ ROWS = [{"prompt": f"Question {i}?", "chosen": f"Answer {i}.", "rejected": "No."
 COLUMNS = {key: [row[key] for row in ROWS] for key in ROWS[0]}
 
 
-# ------------------------------------------------------------------------- one JSON text as a file
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
 @pytest.mark.parametrize(
     "held",
@@ -107,9 +104,6 @@ def test_the_index_that_pandas_writes_is_no_reason_to_refuse_a_table(tmp_path):
         list(read_rows(str(path)))
 
 
-# --------------------------------------------------------------------- what is wrong with a row
-
-
 @pytest.mark.parametrize(
     ("line", "kind", "said"),
     [
@@ -134,9 +128,6 @@ def test_a_key_twice_in_an_array_is_told_with_its_line(tmp_path):
     path.write_text('[\n{"a": 1},\n{"a": 1, "a": 2}\n]')
     with pytest.raises(DataError, match=r"rows\.json:.*the key 'a' is twice in one object"):
         list(read_rows(str(path)))
-
-
-# ----------------------------------------------------------------------- what is wrong with a file
 
 
 def parquet() -> bytes:
@@ -216,9 +207,6 @@ def test_a_pipe_of_the_shell_is_read(tmp_path):
     with os.fdopen(reading):
         loaded = load_config(SCHEMAS["rm"], Path(f"/proc/self/fd/{reading}"), [])
     assert loaded.config.rm.seed == 7
-
-
-# ------------------------------------------------------------------------- published sets of pairs
 
 
 @pytest.mark.parametrize(
@@ -306,8 +294,6 @@ def test_the_two_lines_for_helpsteer_2_make_pairs(load, tmp_path):
     (one,) = load(tmp_path / "pairs.jsonl")[0]
     assert one.ranks_G == (-4, -1)
 
-
-# ------------------------------------------------------------------------------- no row is lost
 
 KINDS = [
     {"prompt": "Where is {0}?", "chosen": "At {0}.", "rejected": "No."},

@@ -77,9 +77,6 @@ def judge(environment, text, metadata):
     return returned.rewards[0].item(), returned.metadata[0].get("verdict"), returned.failures[0]
 
 
-# ------------------------------------------------------------------------------------------ rewards
-
-
 @pytest.mark.parametrize(
     ("code", "metadata", "expected"),
     [
@@ -178,9 +175,6 @@ def test_weights_of_tests(make):
     assert judge(environment, code, CALLS)[0] == 0.5
 
 
-# ------------------------------------------------------------------------------------ more attempts
-
-
 def test_a_program_may_be_mended(make):
     environment = make(max_attempts=3, reward="fraction")
     wrong = block("def double(x):\n    return x * 2 if x != 1 else 3")
@@ -227,9 +221,6 @@ def test_what_is_told_of_a_failure_has_no_expected_value(make):
             assert returned.terminateds.tolist() == [False]
             assert "SECRET" not in returned.observations[0]["content"]
     assert "ZeroDivisionError" in returned.observations[0]["content"]
-
-
-# --------------------------------------------------------------------------------- code as a tool
 
 
 def turn(environment, said, metadata, log=()):
@@ -346,9 +337,6 @@ def test_what_was_said_after_the_tag_is_not_said_again(environment):
     assert said == "result>\n4\n</result>"
 
 
-# ---------------------------------------------------------------------------------- what goes wrong
-
-
 @pytest.mark.parametrize(
     ("metadata", "part"),
     [
@@ -450,9 +438,6 @@ def test_by_its_name(found):
     environment.shutdown()
 
 
-# ------------------------------------------------------------------------------------------ figures
-
-
 def test_figures(environment):
     answers = [block(RIGHT), block("def double(x): return 2"), "Sorry.", block("def double(")]
     logs = [log_of(answer) for answer in answers]
@@ -475,9 +460,6 @@ def test_figures(environment):
         logs, returned, ["a", "a", "b", "b"], is_end=torch.tensor([False, True, True, True])
     )
     assert environment.global_post_process_and_metrics(cut_off)[1]["accuracy"] == 0.0
-
-
-# ------------------------------------------------------------------------------------ where it is
 
 
 @pytest.mark.parametrize(
@@ -553,9 +535,6 @@ def test_a_session_is_plain_data():
     session = Session(blocks=("a = 1",), cpu_s=0.5, num_calls=2)
     assert Session.of(session.as_metadata()) == session
     assert Session.of(None) == Session()
-
-
-# -------------------------------------------------------------------------------------- real tasks
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,6 @@ def reward_of(environment, program, row, **metadata):
     return returned.rewards[0].item(), returned.metadata[0]["verdict"]
 
 
-# ------------------------------------------------------------------------------------ the 60 rows
-
-
 @pytest.mark.parametrize("kind", ["stdio", "function", "class"])
 def test_verdicts_are_those_of_the_benchmarks_graders(environment, kind):
     asked = code_graders.answers(kind)
@@ -62,7 +59,6 @@ def test_the_rows_have_right_and_wrong_answers_of_every_benchmark():
     assert len(otherwise) == 19
 
 
-# ------------------------------------------------------------------------------------ comparisons
 #
 # These, too, were put to the graders themselves.
 
@@ -172,9 +168,6 @@ def test_an_unknown_comparison_of_a_task_is_said(environment):
     task = Task(id="t", prompt=(), environment="code", metadata=metadata)
     [rejected] = environment.validate([task])
     assert "comparison is 'codeforces', not one of laurel, apps" in rejected.reason
-
-
-# --------------------------------------------------------------------------------------- programs
 
 
 def test_whoever_defines_solution_is_asked_for_its_method(environment):

@@ -390,9 +390,6 @@ def test_calls_beyond_the_bound_wait_for_their_turn(monkeypatch):
     assert most == 2
 
 
-# ------------------------------------------------------------------------------------- conducting
-
-
 def conducted(other, *, gate=None, last_turn=2, **settings):
     conductor = Says(lambda text: 0.5, last_turn=last_turn, stop_strings=("</code>",))
     parts = [{"env": "tool"}, {"env": "other"}]
@@ -479,9 +476,6 @@ def test_an_answer_that_took_code_is_graded_by_its_mathematics():
         assert wrong.terminateds.tolist() == [True]
         assert wrong.rewards["math"].tolist() == [0.0]
         assert wrong.answers == ["41"]
-
-
-# ------------------------------------------------------- conversations that a part has not ended
 
 
 class Keeps(EnvironmentInterface):

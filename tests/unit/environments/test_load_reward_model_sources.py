@@ -89,9 +89,6 @@ def asked_to_change(change: Any) -> Any:
     return lambda number, asked: Answer(change=of_reply)
 
 
-# ----------------------------------------------------------------------------------------- servers
-
-
 def test_servers_give_the_rewards_that_the_model_would(models, scorers):
     here = judged(model_name=str(models / "first"))
     with serving(scorers["first"]) as one, serving(scorers["first"]) as other:
@@ -277,9 +274,6 @@ def test_a_model_name_that_is_none_is_told_before_a_server_is_asked(tmp_path):
     assert server.asked == []
 
 
-# ------------------------------------------------------------------------------ a judge, a function
-
-
 def test_a_judge_gives_rewards_and_its_parts_are_figures():
     said: list[str] = []
     with judge_server(by_length) as server:
@@ -392,9 +386,6 @@ def test_an_environment_can_be_made_inside_an_event_loop():
     asyncio.run(directly())
 
 
-# ----------------------------------------------------------------------------------------- several
-
-
 @pytest.mark.slow
 def test_several_models_are_each_normalised_by_their_own_statistics(models, file):
     alone = [judged(model_name=str(models / name)) for name in ("first", "second")]
@@ -495,9 +486,6 @@ class WordScorerWithEnd(WordScorer):
 
     def close(self) -> None:
         self.ended += 1
-
-
-# ------------------------------------------------------- what is quoted stays as it was written
 
 
 def refusal(**settings: Any) -> str:

@@ -183,9 +183,6 @@ def test_after_shutdown_nothing_can_be_checked():
         environment.step([log_of(r"\boxed{\sqrt{16}}")], known("4"))
 
 
-# --------------------------------------------------------------------------------------- real data
-
-
 def rows_of(name):
     path = Path(os.environ.get("LAUREL_DATA", "../shared/data")) / name
     if not path.exists():

@@ -82,9 +82,6 @@ def rewards(environment, logs, infos=None):
     return found.rewards.tolist()
 
 
-# ---------------------------------------------------------------------------------- the interface
-
-
 def test_d24_the_documented_settings_work_as_printed(tmp_path):
     """Only the hub's name is a directory here."""
     name = str(write_foreign_model(tmp_path))
@@ -221,9 +218,6 @@ def test_rewards_are_the_scores_of_the_model(environment):
     assert len(set(found)) == 5
 
 
-# ------------------------------------------------------------------------- what the model reads
-
-
 def test_d5_the_model_reads_its_own_template_on_the_raw_messages(environment):
     data = environment.preprocess_data(LOGS)
     tokenizer = environment.tokenizer
@@ -273,9 +267,6 @@ def test_a_model_without_a_contract_takes_its_length_and_template_from_the_setti
         text = made.tokenizer.decode(data["input_ids"][0])
         assert text.startswith("User: Where?\n\nAssistant: By the gate.")
         assert data["input_lengths"][1] == 60
-
-
-# ------------------------------------------------------------------------------ sizes and sharing
 
 
 @pytest.mark.parametrize(
@@ -347,9 +338,6 @@ def test_a_scorer_from_elsewhere_is_asked_from_threads_and_from_a_running_loop()
     made.shutdown()
 
 
-# ----------------------------------------------------------------------------------------- failures
-
-
 BROKEN = [
     ([], "has no message"),
     (log("Where?"), "ends with a message of 'user'"),
@@ -377,9 +365,6 @@ def test_what_cannot_be_judged_fails_alone(environment, broken, why):
 def test_a_reward_that_leaves_the_range_of_float32_is_a_failure():
     with RewardModelEnvironment({"transform": {"scale": 1e39}}, scorer=WordScorer()) as made:
         assert judge(made, LOGS[:1]).failures == ["the reward is not finite"]
-
-
-# --------------------------------------------------------------------------------------- transforms
 
 
 def test_transforms_reach_the_rewards(checkpoint):
@@ -413,9 +398,6 @@ def test_the_score_of_the_reference_is_subtracted(environment, checkpoint):
     assert [failure is None for failure in found.failures] == [True, True, False, False]
     assert "no text 'ground_truth'" in found.failures[2]
     assert found.rewards[2:].isnan().all()
-
-
-# ------------------------------------------------------------------------------------------ figures
 
 
 def test_d25_the_figures_are_those_of_the_batch_under_the_documented_names():
@@ -457,9 +439,6 @@ def test_figures_of_nothing_are_absent():
     assert none == {"reward_model_env/num_samples": 0.0, "reward_model_env/num_failures": 4.0}
     assert one["reward_model_env/mean_reward"] == 2.0
     assert "reward_model_env/std_reward" not in one
-
-
-# ------------------------------------------------------------------------------- bad configuration
 
 
 def test_d18_what_the_settings_get_wrong_is_told_before_anything_is_loaded(tmp_path, checkpoint):
@@ -505,9 +484,6 @@ def test_a_language_model_is_refused_at_once(tmp_path):
         make(tmp_path)
 
 
-# ------------------------------------------------------------------------------------ where from
-
-
 def test_the_tokenizer_of_a_run_is_that_of_its_best_checkpoint(tmp_path):
     """Files repeat the model's name in the tokenizer block, whatever it means."""
     run = write_run(tmp_path / "run", {1: 0.6, 2: 0.9})
@@ -532,9 +508,6 @@ def test_checkpoint_path_without_a_tokenizer_uses_that_of_the_model(tmp_path):
     (weights / "chat_template.jinja").unlink()
     with make(name, checkpoint_path=str(weights)) as made, make(name) as plain:
         assert rewards(made, LOGS) == rewards(plain, LOGS)
-
-
-# ------------------------------------------------------------------------------ noise, and the end
 
 
 def test_the_noise_is_that_of_the_precision_in_units_of_the_reward(checkpoint):

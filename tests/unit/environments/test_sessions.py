@@ -168,9 +168,6 @@ def test_what_it_cannot_play_is_a_failure(environment, metadata, said, reason):
     assert reason in environment.step([said], [metadata]).failures[0]
 
 
-# ------------------------------------------------------------------------------- what is lost
-
-
 def test_a_lost_session_is_begun_anew_where_it_answers_as_before(environment, talks):
     talks.losses = 1
     environment.step([log("a")], [named("x")])
@@ -210,9 +207,6 @@ def test_a_server_that_is_not_there_at_the_start_is_said(talks):
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 has not answered .*the server started"):
         SessionEnvironment(talks, CONFIG)
     assert talks.is_closed
-
-
-# ----------------------------------------------------------------------- closed whatever happens
 
 
 def test_closing_ends_a_turn_that_still_runs(talks):

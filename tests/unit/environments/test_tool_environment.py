@@ -159,9 +159,6 @@ def test_metrics_are_shares_of_all_calls(tools):
     assert set(shares) >= {"malformed", "timeout", "over_limit"}
 
 
-# ------------------------------------------------------------------------------------------ set up
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_form_is_the_templates(name):
     form = FORMS[FORM_OF[name]]

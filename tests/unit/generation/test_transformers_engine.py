@@ -68,9 +68,6 @@ def test_a_prompt_is_computed_once_for_all_its_completions():
         assert seen == [50, 8, 8, 3, 3]
 
 
-# ---------------------------------------------------------------------------------- conversations
-
-
 PROMPT = [20 + i % 150 for i in range(60)]
 
 

@@ -27,9 +27,6 @@ def group(prompt: str, *rollouts: Rollout) -> RolloutGroup:
     return rollout_group(*rollouts, prompt=prompt)
 
 
-# ------------------------------------------------------------------------------------------ figures
-
-
 def test_repeated_grams_by_hand() -> None:
     assert repeated_share(ids_of("abc")) is None, "no 4-gram"
     assert repeated_share(ids_of("abcd")) == 0.0
@@ -82,8 +79,6 @@ def test_only_what_the_policy_wrote_is_looked_at() -> None:
     assert completion_figures([group("p", one)], {})["train/completions/repetition"] == 0.0
 
 
-# ----------------------------------------------------------------------------------------- evidence
-
 GROUPS = [
     group("p", rollout("aa", 1.0), rollout("bbbbbb", 2.0, truncated=True), rollout("c", 3.0)),
     group("q", rollout("dddd", 0.5), rollout("eeeee", 0.5), rollout("f", None)),
@@ -120,9 +115,6 @@ def test_a_sample_is_not_longer_than_people_read() -> None:
     (sample,) = samples_of([group("p", rollout("x" * 20_000, 1.0))], "best")
     assert len(sample["completion"]) <= 4_100
     assert sample["num_tokens"] == 20_000
-
-
-# --------------------------------------------------------------------------------------------- file
 
 
 def watch(directory: Path, said: list[str]) -> HealthWatch:

@@ -254,9 +254,6 @@ def test_the_end_of_a_batch_is_for_who_has_a_state_and_samples_in_it() -> None:
         end_batch([rollout_group(rollout("x", -1.0), name="one")], {"one": one})
 
 
-# -------------------------------------------------------------------------------------- validation
-
-
 def test_d26_accuracy_is_said_of_zeros_and_ones_only() -> None:
     binary = [
         rollout_group(rollout("x", 1.0), rollout("xx", 0.0)),

@@ -89,9 +89,6 @@ def learn(source: RolloutSource, generator: ScriptedGenerator, steps: range) -> 
     return batches
 
 
-# -------------------------------------------------------------------------------------- staleness
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 2, 5])
 def test_a_batch_is_drawn_so_many_weights_ahead_of_its_step(staleness: int) -> None:
     generator = ScriptedGenerator(saying("a", "b"))
@@ -138,9 +135,6 @@ def test_every_task_comes_once_in_an_epoch_and_epochs_differ() -> None:
     assert len(set(groups)) == 20
 
 
-# ------------------------------------------------------------------------------- going on
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_source_goes_on_where_another_was(staleness: int, stop: int) -> None:
@@ -163,9 +157,6 @@ def test_a_source_goes_on_where_another_was(staleness: int, stop: int) -> None:
         after = learn(source, second, range(stop, 7))
     assert seen(before + after) == seen(expected)
     assert len(first.requests) + len(second.requests) == len(straight.requests)
-
-
-# -------------------------------------------------------------------------------- being interrupted
 
 
 class Stop(Exception):
@@ -318,9 +309,6 @@ def test_what_goes_wrong_in_the_background_is_raised_where_it_is_needed(dies_at:
             source.take(dies_at)
 
 
-# -------------------------------------------------------------------------------- dynamic sampling
-
-
 def by_task(rewards: dict[str, tuple[float | None, ...]]) -> Any:
     """A generator and a judge: completion `i` of a task gets the `i`-th reward; None fails."""
     generator = ScriptedGenerator(
@@ -434,9 +422,6 @@ def test_what_counts_as_a_signal(
     assert has_signal(generator, judge, shuffle=False, **options) is keeps
 
 
-# -------------------------------------------------------------------------- tasks that are used up
-
-
 FEW = {name: rewards for name, rewards in SIGNAL.items() if name != "task 9"}
 
 
@@ -481,9 +466,6 @@ def test_fewer_tasks_than_a_step_needs_are_enough_for_one() -> None:
     options: dict[str, Any] = {"num_prompts_per_step": 14, "use_dynamic_sampling": True}
     with source_of(generator, judge=judge, **options) as source:
         assert len(source.take(0).groups) == 14
-
-
-# ------------------------------------------------------------------------- what is given up
 
 
 class Counts(Judge):

@@ -80,9 +80,6 @@ def threads_called(name: str) -> list[threading.Thread]:
     return found
 
 
-# ------------------------------------------------------------------------------------------ turns
-
-
 def test_one_turn_becomes_a_rollout_with_its_tokens_reward_and_origin() -> None:
     generator = ScriptedGenerator(saying("yes", "no!"), weight_version=5)
     judge = Judge(lambda text, m: {"reward": len(text) + m["extra"], "answer": text.upper()})
@@ -314,9 +311,6 @@ def test_metadata_of_a_task_is_not_shared_between_its_completions() -> None:
     assert asked.metadata == {"truth": "x"}
 
 
-# ------------------------------------------------------------------------------------------- seeds
-
-
 def seeds_of(
     seed: int, batch: tuple[int, ...], num_tasks: int, num_generations: int, turns: int = 1
 ) -> dict[tuple[int, int, int], int]:
@@ -352,9 +346,6 @@ def test_seeds_are_the_same_again_and_all_different() -> None:
     assert all(0 <= seed < 2**63 for seed in everything)
     # More tasks or completions change nothing about those that were there.
     assert {k: v for k, v in seeds_of(7, (0, 3, 0), 6, 7, turns=3).items() if k in one} == one
-
-
-# --------------------------------------------------------------------------------------- streaming
 
 
 def test_a_completion_judged_alone_goes_on_while_others_of_its_group_are_drawn() -> None:
@@ -419,9 +410,6 @@ def test_waiting_for_a_thread_is_not_held_against_a_call() -> None:
     rollouts = rollouts_of(generator, judge=slow, num_threads=1, environment_timeout=1.5)
     groups = play(rollouts, [task(str(i)) for i in range(8)])
     assert [r.failure for g in groups for r in g.rollouts_G] == [None] * 16
-
-
-# --------------------------------------------------------------------------- environments that fail
 
 
 def fails_for(text: str, raise_it: Any, **options: Any) -> Judge:
@@ -615,9 +603,6 @@ def test_a_share_of_failures_is_that_of_each_environment() -> None:
         play(rollouts, [task("1", name="bad"), *(task(str(i), name="good") for i in range(9))])
 
 
-# -------------------------------------------------------------------------------- engines that fail
-
-
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_engine_that_dies_in_a_later_turn_ends_everything(alone: bool) -> None:
     def script(request: Any) -> Any:
@@ -778,9 +763,6 @@ def test_what_ends_against_its_environments_will_is_judged_marked_and_counted(
         assert counts == ((0, 0) if over else expected)
         room = limits.get("max_length", 64) - len(generator.requests[-1].prompt_ids)
         assert generator.requests[-1].sampling.max_new_tokens == min(8, room)
-
-
-# -------------------------------------------------------- conversations that no environment ended
 
 
 def cut_off(request: GenerationRequest) -> Sequence[Any]:

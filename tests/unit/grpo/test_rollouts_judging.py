@@ -42,9 +42,6 @@ def by_length(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
     return {"reward": float(len(text))}
 
 
-# ------------------------------------------------------------------------------------- at the end
-
-
 def test_nothing_is_judged_before_the_last_completion_of_the_batch() -> None:
     drawn: list[int] = []
     generator = ScriptedGenerator(
@@ -117,9 +114,6 @@ def test_a_whole_batch_may_take_as_long_as_its_groups() -> None:
     never.set()
     reason = groups[0].rollouts_G[0].failure
     assert reason == "timeout: no verdict within 0.3 s (env.timeout_seconds)"
-
-
-# --------------------------------------------------------------------------------------- in parts
 
 
 @given(st.integers(1, 40), st.sampled_from(get_args(JudgingUnit)))
@@ -204,9 +198,6 @@ def test_agreeing_keeps_components_apart() -> None:
     rollouts[1].components["a"] = 5.0
     assert (rollouts[0].components, rollouts[1].reward) == ({"a": 1.0}, 0.0)
     assert rollouts[1].steps == [StepReward(4, 0.5)], "its own tokens, the first's reward"
-
-
-# ---------------------------------------------------------------------------------------- the clock
 
 
 def test_the_time_of_calls_side_by_side_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,9 +184,6 @@ def test_the_order_of_completions_changes_no_bit(
     assert [straight[i] for i in order] == shuffled
 
 
-# ---------------------------------------------------------------------------------- in the loss
-
-
 def test_each_token_is_learned_by_its_own_advantage() -> None:
     row = labels([9.0, 9.0], [[-1.0, -1.0, -1.0], [-1.0]])
     own = (np.array([2.0, 0.0, -1.0]), np.array([4.0]))
@@ -199,9 +196,6 @@ def test_each_token_is_learned_by_its_own_advantage() -> None:
     # The advantage of an observation is ignored.
     heard = replace(row.subset([0]), masks_GL=(np.array([False, True, False]),))
     assert not loss.has_signal(heard)
-
-
-# ------------------------------------------------------------------ from the environment to a step
 
 
 def played(*texts: str, per_step: bool = True, **verdict: Any) -> tuple[Rollout, ...]:
@@ -303,9 +297,6 @@ def test_a_checkpoint_holds_the_steps() -> None:
     tasks: dict[str, Task] = {THREE.task.id: THREE.task}
     (found,) = batch_from_dict(batch_to_dict(batch), tasks).groups
     assert [r.steps for r in found.rollouts_G] == [*(r.steps for r in THREE.rollouts_G), None]
-
-
-# --------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

@@ -393,8 +393,6 @@ def test_no_blank_slips_in_between_the_pieces():
     assert chat.tokenizer.convert_ids_to_tokens(more.tolist()) == ["o", "k"]
 
 
-# ------------------------------------------------------------------------------------------- tools
-
 TOOLS = [
     {
         "type": "function",
@@ -450,9 +448,6 @@ def test_a_demonstration_with_tools_is_learned_in_the_assistants_turns(name):
     assert "add_up" in text_of(chat, learned.tokens.trunk_ids)
     assert text_of(chat, ids[learned.mask_L]) == f"call it{end}It is 4.{end}"
     assert learned.tokens.trunk_ids.tolist() == chat.prompt_ids(ASK, tools=TOOLS).tolist()
-
-
-# ------------------------------------------------------------- places in a turn's text, as tokens
 
 
 def pieces_of(tokenizer):

@@ -215,7 +215,6 @@ def test_the_lengths_of_a_step_are_those_of_its_run():
     assert (workload_of(pairs).num_prompts, workload_of(pairs).per_prompt) == (8, 2)
 
 
-# --------------------------------------------------------------------------------------------------
 # The bytes of elementwise operations, against those that the code itself moves.
 
 ELEMENTWISE = (

@@ -63,9 +63,6 @@ def written(tmp_path: Path, text: str, name: str = "rewards.py") -> str:
     return str(path)
 
 
-# ----------------------------------------------------------------------------- what it is given
-
-
 def test_it_is_called_as_verl_calls_it():
     calls = []
 
@@ -164,9 +161,6 @@ def test_of_a_rollout_of_several_turns_it_gets_what_it_asks_for():
     calls.clear()
     score(scorer_of(with_text, kwargs={"validate": "never"}), TURNS)
     assert calls == [(whole, "never")]
-
-
-# ------------------------------------------------------------------------ what its results mean
 
 
 @pytest.mark.parametrize(
@@ -310,8 +304,6 @@ def test_when_too_many_hang_in_threads_no_more_are_begun(monkeypatch):
     assert [one.value for one in after] == [1.0] * 3
 
 
-# ------------------------------------------------------------------------------------ processes
-
 TEXT = """
 import os, time
 
@@ -425,9 +417,6 @@ def test_closing_kills_the_processes_in_mid_call(in_processes, tmp_path):
     scorer.close()
 
 
-# ------------------------------------------------------------------------------- wrong settings
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -502,9 +491,6 @@ def test_a_call_that_ends_as_it_is_given_up_has_not_hung():
         return scorer._hung
 
     assert asyncio.run(check()) == 0
-
-
-# ------------------------------------------------------------- functions that ask a model
 
 
 GENRM = '''

@@ -176,9 +176,6 @@ def test_whoever_asks_while_it_rests_waits(two, fails):
     assert asked == ["sleep", "wake", "score"]
 
 
-# ------------------------------------------------------------------------------------- failures
-
-
 def test_a_worker_that_fails_is_named():
     broken = crew_scorer(2)
     broken._group.workers[1].score = lambda *_: 1 / 0
@@ -201,9 +198,6 @@ def test_ranks_that_make_no_whole_replicas_are_refused():
         with pytest.raises(WorkerError, match="does not make replicas of whole models") as caught:
             LocalGroup("reward_model", ScoringWorker, load, shape=shape, device="cpu")
         assert isinstance(caught.value.__cause__, ConfigError)
-
-
-# ------------------------------------------------------------------------------ in the environment
 
 
 def test_the_environment_uses_contract_noise_and_exact_scores_of_a_group(alone):

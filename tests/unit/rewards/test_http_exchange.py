@@ -60,9 +60,6 @@ def raw_server(say):
     threads[0].join()
 
 
-# ------------------------------------------------------------------------------ whose fault it is
-
-
 def test_an_answer_is_its_json():
     with RewardServer(answer=lambda _: {"b": [1.5, None]}) as server:
         answer = asked(server.url + "/x", value={"a": "\u00e9"})
@@ -162,9 +159,6 @@ def test_a_probe_takes_any_answer_of_who_is_well():
         asyncio.run(look(server))
 
 
-# -------------------------------------------------------------------- what it does not let happen
-
-
 def test_redirects_are_not_followed():
     with RewardServer(answer=lambda _: {"stolen": 1}) as elsewhere:
         answer = Answer(status=307, headers={"Location": elsewhere.url})
@@ -253,9 +247,6 @@ def test_only_addresses_of_http_are_taken(url):
         HttpExchange(url)
 
 
-# ------------------------------------------------------------------------------------------ secrets
-
-
 @pytest.mark.parametrize(
     "url",
     [f"http://me:{KEY}@h/", f"ftp://me:{KEY}@h/", f"me:{KEY}@h:80", f"gopher://h/?key={KEY}"],
@@ -311,9 +302,6 @@ def test_what_a_server_says_is_shortened():
     with answering(answer) as server, pytest.raises(RefusedError) as caught:
         asked(server.url)
     assert len(str(caught.value)) < 400
-
-
-# ------------------------------------------------------------------------------------- connections
 
 
 def test_connections_are_kept_and_a_new_loop_gets_its_own():

@@ -49,9 +49,6 @@ def config_of(**settings):
     return JudgeConfig(**{"urls": ["http://127.0.0.1:1"], "model": "judge"} | settings)
 
 
-# -------------------------------------------------------------------------------- what it is asked
-
-
 def test_every_completion_is_asked_about_once_and_gets_its_number():
     with judge_server(by_length) as server:
         config = judge_config(server, max_tokens=99, extra_body={"top_p": 0.5}, system="Be fair.")
@@ -176,9 +173,6 @@ def test_marks_of_chat_templates_are_not_sent_to_a_server_that_renders(mark):
     assert good.value is not None
 
 
-# --------------------------------------------------------------------------- reading its verdict
-
-
 @pytest.mark.parametrize(
     ("reply", "settings", "value"),
     [
@@ -238,9 +232,6 @@ def test_whatever_a_judge_says_is_a_number_within_the_limits_or_none():
                 continue
 
 
-# -------------------------------------------------------------------------------- several replies
-
-
 def replying(*texts):
     """A judge that gives its replies by the seed."""
     return judge_server(lambda asked: texts[asked.value["seed"] % len(texts)])
@@ -297,9 +288,6 @@ def test_a_reply_that_was_cut_off_or_is_empty_has_no_score(answer, why):
     with RewardServer(answer=lambda asked: answer) as server:
         ((score,),), _ = judged(judge_config(server), group("a"))
     assert score.failure == f"reply: 0 of 1 replies have a score: {why}"
-
-
-# ------------------------------------------------------------------------------------- its servers
 
 
 def first(answer):

@@ -70,9 +70,6 @@ def assert_same(found, expected):
         assert one == pytest.approx(other, rel=3e-7, abs=3e-7)
 
 
-# --------------------------------------------------------------- the conversation, nothing besides
-
-
 @pytest.mark.parametrize("path", ["forest", "padded"])
 def test_any_number_of_groups_scores_as_one_by_one(path):
     """D6: every size from 1 to 17, whatever a batch holds."""
@@ -118,9 +115,6 @@ def test_a_cpu_computes_what_stays_in_its_cache_at_a_time(monkeypatch):
     assert_same(scored, whole)
 
 
-# -------------------------------------------------------------------------------- what a score says
-
-
 def test_several_attributes_become_one_number():
     rules = {"attributes": ("a", "b", "c"), "attribute_weights": (1.0, 0.5, -2.0)}
     scorer = scorer_of("qwen3", num_labels=3, rules=rules)
@@ -138,12 +132,6 @@ def test_progress_is_told_of_all_groups_and_tokens():
     assert sum(done for done, _ in seen) == 9
     encoded = scorer.contract.encode(groups)
     assert sum(tokens for _, tokens in seen) == sum(tokens.num_tokens for tokens in encoded)
-
-
-# ----------------------------------------------------------------------------------------- failures
-
-
-# ------------------------------------------------------------------------------ the model after
 
 
 def test_scoring_leaves_dropout_as_it_was_and_without_effect():
@@ -207,9 +195,6 @@ def test_micro_batches_are_what_the_path_reads():
             batch = model_batch(model, [groups[i] for i in part], pad_id=0)
             assert size(batch) <= 300 or len(part) == 1
             assert batch.num_completions == sum(len(groups[i].branches_ids_G) for i in part)
-
-
-# ------------------------------------------------------------------------------------ golden scores
 
 
 @pytest.fixture

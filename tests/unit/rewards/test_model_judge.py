@@ -91,9 +91,6 @@ def values(scores_G):
     return [score.value for score in scores_G]
 
 
-# ------------------------------------------------------------------------- by log-probability
-
-
 def test_the_probability_is_that_of_plain_transformers_for_words_of_several_tokens(directory):
     words = ("Well done", "Nonsense")
     group = group_of(PROMPT, ["4", "It is five, I am sure.", "4"], group_id="g")
@@ -231,9 +228,6 @@ def test_a_template_that_prompts_with_what_no_answer_begins_with_is_refused():
         judged(engine, ["a", "b"], read_out="log_probability")
 
 
-# ------------------------------------------------------------------------------------- written
-
-
 def test_written_comparisons_are_read_in_brackets_and_averaged_over_samples_and_positions():
     end = "stop"
     replies = {
@@ -283,9 +277,6 @@ def test_the_last_word_in_brackets_wins_unless_the_first_is_wanted():
     assert read_verdict("[[A]] [[B]]", config_of(compares=True, which="first")) == 1.0
     with pytest.raises(NoScoreError, match=r"neither \[\[A\]\] nor \[\[B\]\]"):
         read_verdict("A", config_of(compares=True))
-
-
-# ------------------------------------------------------------------------------------ failures
 
 
 def test_what_is_too_long_fails_and_the_others_are_compared_without_it():
@@ -442,9 +433,6 @@ def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_starts(direc
 def test_a_template_shows_what_is_judged(settings, said):
     with pytest.raises(ConfigError, match=said):
         JudgePrompt(config_of(**settings), where=HERE)
-
-
-# ------------------------------------------------------------------------- training, and GRPO
 
 
 def test_verdicts_to_learn_from_are_asked_as_the_judge_asks_and_balanced():

@@ -29,8 +29,6 @@ from scripted_replicas import (
 )
 from virtual_time import in_virtual_time, now
 
-# -------------------------------------------------------------------------------------- choosing
-
 
 def test_the_replica_with_the_fewest_outstanding_tokens_is_asked():
     replicas = [ScriptedReplica("a", [20.0]), ScriptedReplica("b")]
@@ -83,9 +81,6 @@ def test_equal_completions_are_asked_once():
     scores, _ = routed([replica], groups)
     assert scores == right_scores(groups)
     assert [len(g.completions_G) for (g,) in replica.asked] == [2]
-
-
-# ---------------------------------------------------------------------------------------- faults
 
 
 @pytest.mark.parametrize(

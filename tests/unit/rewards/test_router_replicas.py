@@ -49,9 +49,6 @@ def test_a_probe_that_hangs_keeps_nobody_waiting_for_long():
     assert in_virtual_time(main()) < 0.6
 
 
-# --------------------------------------------------------------------------------------- hedging
-
-
 def slow_now_and_then(when):
     return lambda number, _: 1.0 if number % 25 == when else 0.01
 
@@ -137,9 +134,6 @@ def test_hedging_asks_under_the_same_id_and_counts_one_verdict():
     assert len(ids) > 100
 
 
-# ----------------------------------------------------------------------------- versions, canaries
-
-
 @pytest.mark.parametrize("other", [{"version": "2"}, {}], ids=["another", "none"])
 def test_who_does_not_say_the_version_that_is_wanted_is_never_believed(other):
     replicas = [ScriptedReplica("a", version="1"), ScriptedReplica("b", **other)]
@@ -204,9 +198,6 @@ def test_a_canary_that_finds_a_full_queue_ends_no_trust():
     scores, router = routed([replica], canary=CanaryGroup(), probe_seconds=0.0)
     assert scores == right_scores(FOUR)
     assert router.counts["fault_canary"] == 0
-
-
-# --------------------------------------------------------------------------- coming, going, ending
 
 
 def test_one_that_is_added_takes_over_at_once():

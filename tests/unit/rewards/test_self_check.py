@@ -48,9 +48,6 @@ def test_the_model_is_as_it_was_afterwards():
     assert windows == [24, None, 24]
 
 
-# ------------------------------------------------------------------------------- planted faults
-
-
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("std", [0.02, 0.2])
 def test_an_attention_that_ignores_the_plan_is_refused(precision, std):

@@ -36,9 +36,6 @@ def null_rendered(row):
     return backend.score_tokens([backend.prepare_rendered(row)])[0]
 
 
-# ---------------------------------------------------------------------------------- protocols
-
-
 def test_our_own(plain):
     response = plain.score("a", "b", "a", request_id="r", model_version="1")
     assert response.status_code == 200
@@ -223,9 +220,6 @@ def test_each_body_is_described_once_and_by_its_own_model():
     assert "HTTPBearer" not in str(described(needs_key=False))
 
 
-# ----------------------------------------------------------------------- failures of single items
-
-
 def test_a_bad_item_never_fails_its_batch():
     with Running(ScriptedBackend(fails=holds("poison")), limits=RequestLimits(characters=99)) as it:
         response = it.score("a", "poison", "b" * 100, "\ud800", "c")
@@ -249,9 +243,6 @@ def test_a_bad_item_never_fails_its_batch():
         assert error(it.post("/classify", {"input": [""]})) == (422, "failed")
         metrics = it.client.get("/metrics").text
         assert "laurel_completions_failed_total 5.0" in metrics
-
-
-# --------------------------------------------------------------- now, later and not at all
 
 
 def test_a_full_queue():
@@ -306,9 +297,6 @@ def test_a_client_that_leaves_takes_its_request_along():
         assert found[0].status_code == 200
         wait_until(lambda: 'status="499"' in it.client.get("/metrics").text)
     assert not any(holds("leaves")(batch) for batch in backend.batches)
-
-
-# ------------------------------------------------------------------------------- request ids
 
 
 def test_a_request_that_is_repeated_is_computed_once():
@@ -373,9 +361,6 @@ def test_what_failed_is_not_remembered():
         assert (await memory.once("4", b"d", make)).body == b"x"
 
     asyncio.run(check())
-
-
-# ------------------------------------------------------------------------------------- states
 
 
 def test_it_refuses_until_the_model_is_there():

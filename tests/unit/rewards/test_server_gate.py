@@ -30,9 +30,6 @@ def exchange(running, sent, *, rest=b""):
         return connection.recv(65536)
 
 
-# --------------------------------------------------------------------------------- other pages
-
-
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example", "", "evil:8000", "[::1"]
 )
@@ -49,9 +46,6 @@ def test_no_page_of_another_origin_is_let_in(plain):
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         response = plain.client.post("/v1/score", content=b"{}", headers={"Content-Type": kind})
         assert error(response) == (415, "type")
-
-
-# -------------------------------------------------------------------------------------- limits
 
 
 def test_a_large_body_is_refused_before_it_is_read(plain):
@@ -233,9 +227,6 @@ def test_more_connections_than_it_has_room_for_are_closed(monkeypatch):
         assert it.score("a").status_code == 200
         for connection in idle:
             connection.close()
-
-
-# ------------------------------------------------------------------------ what it says, and to whom
 
 
 def test_an_error_of_its_own_has_no_traceback(monkeypatch, caplog):

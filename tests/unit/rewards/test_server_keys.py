@@ -168,9 +168,6 @@ def test_only_the_answer_to_a_wrong_key_is_slow_and_still_says_why(monkeypatch):
         assert it.score("a").status_code == 200
 
 
-# ------------------------------------------------------------------------------------ this machine
-
-
 def asked_from(client, method, path, *, key=KEY):
     """Status and body of a request that comes from an address, without a network."""
 

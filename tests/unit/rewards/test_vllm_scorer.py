@@ -95,9 +95,6 @@ def several(tmp_path_factory):
     scorer.close()
 
 
-# ----------------------------------------------------------------------------------------- scores
-
-
 def test_scores_are_those_of_hugging_face_one_by_one(pair):
     scorer, here, directory = pair
     network = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
@@ -189,12 +186,6 @@ def test_progress_is_told_and_there_is_no_higher_precision(several):
         scorer.score_exactly(GROUPS[:1])
 
 
-# ----------------------------------------------------------------------------------- in a batcher
-
-
-# --------------------------------------------------------------------------------- golden scores
-
-
 def test_scores_that_went_through_a_sigmoid_are_found(pair, monkeypatch):
     """As from a vLLM that has renamed `use_activation` and heeds neither word of it."""
     scorer, *_ = pair
@@ -238,9 +229,6 @@ def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkey
 def test_without_golden_scores_nothing_is_started(tmp_path):
     with pytest.raises(ScoringContractError, match="no golden scores"):
         VllmScorer(ModelSpec(name=str(tmp_path)), small_model().contract)
-
-
-# ------------------------------------------------------------------------------------ start and end
 
 
 def test_a_vllm_of_other_words_does_not_start(tmp_path, monkeypatch):
@@ -340,9 +328,6 @@ def test_without_vllm_the_error_says_how_to_install_it(tmp_path):
     said = rf"in vLLM: .*{re.escape(install_command('vllm'))}"
     with pytest.raises(MissingDependencyError, match=said):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
-
-
-# ------------------------------------------------------------------------------------------ judges
 
 
 def test_a_judge_in_vllm_gives_the_probabilities_of_transformers(tmp_path):

@@ -153,9 +153,6 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
         check_same_settings(tmp_path, run_of("+env.custom.mine.name=m.C"))
 
 
-# ------------------------------------------------------ a configuration in which every part exists
-
-
 def dumped(config):
     return config.model_dump(mode="json", warnings=False)
 

@@ -121,9 +121,6 @@ def test_a_trial_is_one_line_of_the_table(width):
     assert line.split() == ["12", "0.0001230", "0.6000", "1.2706", "2", "complete", "123"]
 
 
-# ------------------------------------------------------------------- a sweep whose runs are fakes
-
-
 @pytest.fixture
 def rows(tmp_path):
     return write_rows(tmp_path / "rows.jsonl", pairs(20))

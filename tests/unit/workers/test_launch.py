@@ -39,9 +39,6 @@ def backend(*overrides: str) -> str:
     return backend_of(planned(config), config.cluster)
 
 
-# ------------------------------------------------------------------------------------------ backend
-
-
 def test_one_rank_of_each_role_on_one_slot_stays_in_this_process() -> None:
     assert backend() == "local"
     assert backend("cluster.backend=ray") == "ray"
@@ -82,8 +79,6 @@ def test_several_nodes_need_an_address() -> None:
         open_cluster(planned(config), config.cluster)
 
 
-# --------------------------------------------------------------------------------- nodes and needs
-
 LABELS = st.frozensets(st.sampled_from("ab"))
 NODES = st.lists(st.tuples(st.integers(0, 3), LABELS), max_size=5)
 
@@ -119,9 +114,6 @@ def test_as_many_needs_are_met_as_trying_every_way_finds(
 def test_alike_nodes_are_taken_in_their_order() -> None:
     needs = [NodeNeed(slots=8)] * 3
     assert match(needs, [8, 0, 8, 8, 8], [frozenset()] * 5) == {0: 0, 1: 2, 2: 3}
-
-
-# ----------------------------------------------------------------------------- a described cluster
 
 
 class Described:
@@ -255,9 +247,6 @@ def test_nodes_that_are_still_joining_are_waited_for() -> None:
     cluster: Any = Described(node("a", 2), growing=[node("b", 2)])
     roles = reserve_roles(plan_of(*TWO_NODES), cluster, "cuda", patience=30)
     assert roles["reward_model"].node_ids == ["b", "b"]
-
-
-# ------------------------------------------------------------------------------------ real clusters
 
 
 @pytest.mark.slow

@@ -157,9 +157,6 @@ def test_nodes_of_groups_beside_each_other(rooms, groups, size, nodes):
     assert ray_actor.assign_nodes(rooms, groups, size) == nodes
 
 
-# ---------------------------------------------------------------------------------- what is left
-
-
 def actor_process():
     """The process of the one math environment there is, with those that it started."""
     found = []

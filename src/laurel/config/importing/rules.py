@@ -91,8 +91,6 @@ class Work:
     def translate(self) -> None:
         """Translate every key that has a meaning here; each system's class says how."""
 
-    # ----------------------------------------------------------------------------------- the source
-
     def __getitem__(self, key: str) -> Any:
         """Return the value that the other system would use: the source's, or the default."""
         key = self.table.full(key)
@@ -166,8 +164,6 @@ class Work:
         stands = "" if self.has(key) else f" (the default of {self.system})"
         value = shown(self.table.full(key), self[key])
         return ConfigError(f"{self.system}'s {self.table.full(key)}={value}{stands}: {what}")
-
-    # --------------------------------------------------------------------------------- what becomes
 
     def put(self, to: str, value: Any, *by: str, how: str = "", origin: str = "") -> None:
         """Set a key of Laurel.
@@ -294,7 +290,6 @@ def shown(key: str, value: Any) -> str:
     return text if len(text) <= 72 else text[:69] + "..."
 
 
-# --------------------------------------------------------------------------------------------------
 # The result of an import.
 
 WHOLE = ("policy.optimizer", "policy.scheduler")
@@ -408,7 +403,6 @@ def _nested(values: Mapping[str, YamlNode], place: str) -> YamlNode:
     return YamlNode(tree, place)
 
 
-# --------------------------------------------------------------------------------------------------
 # Reads what is known of the keys of another system's programs from YAML.
 #
 # A file says for each of its sections, whose name lists the runs that it is for:

@@ -123,9 +123,6 @@ def import_configuration(request: ImportRequest) -> ImportReport:
     )
 
 
-# ------------------------------------------------------------------------------------------ reading
-
-
 def _read(request: ImportRequest, name: str) -> _Read:
     text = request.text if request.text is not None else _text(request.path)
     suffix = request.path.suffix.lower()
@@ -182,9 +179,6 @@ def _mapping(values: Any, name: str) -> Mapping[str, Any]:
             f"is known: {PROGRAMS}"
         )
     return values
-
-
-# ------------------------------------------------------------------------------------- which system
 
 
 def _system(request: ImportRequest, read: _Read, name: str) -> tuple[System, str]:
@@ -268,9 +262,6 @@ def _run(request: ImportRequest, read: _Read, system: System, name: str) -> tupl
     return found[0], f"read as a file for laurel {found[0]}: {keys_of[found[0]][0]}"
 
 
-# ------------------------------------------------------------------------------------- what is said
-
-
 def _said(table: MappingTable, read: _Read) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values by the table's keys, and the keys whose values cannot be determined."""
     names = table.other_names
@@ -335,7 +326,6 @@ def _flat(
     return found
 
 
-# --------------------------------------------------------------------------------------------------
 # NeMo RL's files, whose keys Laurel shares.
 
 

@@ -160,7 +160,6 @@ def _compiles(prefix: str) -> bool:
     return True
 
 
-# --------------------------------------------------------------------------------------------------
 # Code as a tool: variables last from turn to turn, and no process runs in between.
 #
 # Only the code itself is kept. Every turn is a fresh process that runs the earlier blocks again,

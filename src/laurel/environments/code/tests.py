@@ -150,9 +150,6 @@ def _hint(result: SandboxResult, most: int) -> str:
     return "\n".join(lines)
 
 
-# --------------------------------------------------------------------------------------- metadata
-
-
 def has_tests(metadata: Mapping[str, Any]) -> bool:
     """Report whether a task has tests."""
     return any(metadata.get(form) is not None for form in FORMS)

@@ -213,8 +213,6 @@ def _with_numbers_bare(text: str) -> str:
     return text.replace(r"\frac", "")  # of a fraction with something left to evaluate
 
 
-# ------------------------------------------------------------------------------------- inequalities
-
 _RELATION = re.compile(
     r"(\\(?:leqslant|geqslant|leqq|geqq|leq|geq|le|ge|lt|gt)(?![a-zA-Z])|<=|>=|<|>)"
 )
@@ -278,7 +276,6 @@ def _is_or_equal(relation: str) -> bool:
     return relation not in ("<", ">", r"\lt", r"\gt")
 
 
-# --------------------------------------------------------------------------------------------------
 # Comparing answers without a parser, exactly and in microseconds.
 
 LARGEST_EXPONENT = 99_999
@@ -374,8 +371,6 @@ def _digits(text: str) -> str:
     return text.replace("{,}", "").replace(",", "")
 
 
-# ------------------------------------------------------------------------------------------- towers
-
 _POWER = re.compile(r"\*\*|\^")
 _GROUP = {"{": "}", "(": ")"}
 _PLAIN_POWER = re.compile(r"(\d+)(?:\*\*|\^)(.+)", re.DOTALL)
@@ -431,7 +426,6 @@ def _size(exponent: str) -> float:
     return float(int(power[1]) ** int(above))
 
 
-# --------------------------------------------------------------------------------------------------
 # The letter of a multiple-choice answer. The last "Answer: X" of a response counts.
 
 # The word for "Answer" in multilingual prompts.
@@ -503,7 +497,6 @@ def check_choice(response: str, gold: str, *, multilingual: bool) -> Checked:
     return Checked(verdict="correct" if letter == right else "incorrect", answer=letter)
 
 
-# --------------------------------------------------------------------------------------------------
 # The values of answer checking.
 
 Verdict = Literal["correct", "incorrect", "unparseable", "timeout", "error"]

@@ -337,7 +337,6 @@ class ContinuousBatch:
         self._partial = self._known = None
 
 
-# --------------------------------------------------------------------------------------------------
 # The keys and values of earlier turns of conversations that may go on.
 
 
@@ -413,7 +412,6 @@ class ConversationCache:
         self.remove(list(self._kept))
 
 
-# --------------------------------------------------------------------------------------------------
 # The state of each running completion, as columns, so that a step handles all at once.
 
 Slots = npt.NDArray[np.int64]
@@ -538,7 +536,6 @@ class RowTable:
         self._uniforms = np.concatenate((self._uniforms, more), axis=1)
 
 
-# --------------------------------------------------------------------------------------------------
 # Stop strings, which end a completion because of its text, checked token by token.
 
 

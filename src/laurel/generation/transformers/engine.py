@@ -256,7 +256,6 @@ def _settle(future: asyncio.Future[None], error: BaseException | None = None) ->
         future.set_exception(error)
 
 
-# --------------------------------------------------------------------------------------------------
 # The thread that samples, which receives requests and delivers completions.
 
 
@@ -287,8 +286,6 @@ class GenerationWorker:
         self._thread: threading.Thread | None = None
         self._gone: deque[Callable[[], None]] = deque()
         """Callbacks to call as soon as the model is free; only the thread uses them."""
-
-    # ------------------------------------------------------------------------- from other threads
 
     def arrive(self, ticket: Ticket) -> None:
         """Register a request; it begins at the next `hand_over`."""
@@ -355,8 +352,6 @@ class GenerationWorker:
             self._thread = threading.Thread(target=self._run, name="laurel-generation", daemon=True)
             self._thread.start()
         self._changed.notify_all()
-
-    # ----------------------------------------------------------------------------- in the thread
 
     def _run(self) -> None:
         try:
@@ -480,7 +475,6 @@ class GenerationWorker:
         self._batch.clear()
 
 
-# --------------------------------------------------------------------------------------------------
 # A copy of the policy for generation, and its updates.
 
 

@@ -107,8 +107,6 @@ class VllmEngine(VllmProcesses):
         self._has_stages = generation.vllm_cfg.pipeline_parallel_size > 1
         self._start("laurel-vllm", f"from {model_dir}", lambda: arguments)
 
-    # ------------------------------------------------------------------------------- start and end
-
     async def _prepare(self) -> None:
         self._tokenizer = self._llm.get_tokenizer()
         self._vocab_size = self._llm.model_config.get_vocab_size()
@@ -137,8 +135,6 @@ class VllmEngine(VllmProcesses):
     def transfer(self) -> WeightLoading:
         """How vLLM gets new weights, and why so."""
         return self._loader.loading
-
-    # ---------------------------------------------------------------------------------- generation
 
     @property
     def weight_version(self) -> int:
@@ -220,8 +216,6 @@ class VllmEngine(VllmProcesses):
 
     def end_conversations(self, names: Sequence[str]) -> None:
         """Do nothing: vLLM's prefix cache drops by itself what has not been used for longest."""
-
-    # ------------------------------------------------------------------------------------- weights
 
     async def update_weights(self, weights: Weights) -> None:
         """Load new weights into vLLM, or set only the version if the values are unchanged.
@@ -344,8 +338,6 @@ class VllmEngine(VllmProcesses):
             await self._set_memory(is_given_back=is_asleep)
             self._is_asleep = is_asleep
 
-    # ------------------------------------------------------------------------------ in the engine
-
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Hold new requests back, and wait until none is running."""
@@ -359,7 +351,6 @@ class VllmEngine(VllmProcesses):
                     self._gate.open()
 
 
-# --------------------------------------------------------------------------------------------------
 # Requests and completions in vLLM's words and back.
 
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}

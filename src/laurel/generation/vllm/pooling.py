@@ -101,8 +101,6 @@ class VllmPooling(VllmProcesses):
     async def _prepare(self) -> None:
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
 
-    # --------------------------------------------------------------------------------------- values
-
     def submit(self, rows: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """Start to compute the head's outputs for some conversations, given as token ids.
 
@@ -149,8 +147,6 @@ class VllmPooling(VllmProcesses):
         if isinstance(error, self._vllm.VLLMClientError):
             return DataError(f"vLLM refuses a conversation: {error}")
         return super()._as_error(error)
-
-    # --------------------------------------------------------------------------------------- memory
 
     def sleep(self) -> None:
         """Release GPU memory and keep the weights on the host.

@@ -193,7 +193,6 @@ def _absent() -> Iterator[tuple[str, Tensor]]:
     raise EngineError("weights came without those that do not change, which this engine never had")
 
 
-# --------------------------------------------------------------------------------------------------
 # Weights on their way to another process of this machine.
 #
 # They travel as safetensors files in a directory that only this user can read, in memory where the

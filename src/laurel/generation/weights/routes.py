@@ -366,7 +366,6 @@ class BroadcastTransfer(DirectTransfer):
         return None
 
 
-# --------------------------------------------------------------------------------------------------
 # Giving several engines the same weights at once.
 
 

@@ -182,9 +182,6 @@ def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------- parts
-
-
 def _render(template: str, **values: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

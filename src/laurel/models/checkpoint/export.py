@@ -114,7 +114,6 @@ def _handed_out(files: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         yield files.pop(0)
 
 
-# --------------------------------------------------------------------------------------------------
 # Writing a policy as a directory that Hugging Face loads with the same logits.
 
 
@@ -146,7 +145,6 @@ def save_policy(
     write_model(directory, model, write_rest, background=background)
 
 
-# --------------------------------------------------------------------------------------------------
 # What plain transformers makes of a directory that was written here: the test of an export.
 #
 # Nothing here asks Laurel's own models, attention or contract: text is rendered, tokenised, padded

@@ -217,7 +217,6 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-# --------------------------------------------------------------------------------------------------
 # Finding and checking the checkpoints in a directory, without a lock and without torch.
 
 INFO_NAME = "training_info.json"

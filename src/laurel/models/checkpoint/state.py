@@ -277,9 +277,6 @@ def _read_tensors(
     )
 
 
-# -------------------------------------------------------------------------- scheduler, tensors
-
-
 def _class_names(scheduler: LRScheduler) -> str:
     # The class, and in brackets those it is made of.
     inner = [_class_names(part) for part in getattr(scheduler, "_schedulers", [])]
@@ -298,7 +295,6 @@ def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return separate
 
 
-# --------------------------------------------------------------------------------------------------
 # The state of an optimizer by the names of its parameters: what is saved, checked and put back.
 
 STATE = "optimizer/state/"
@@ -458,7 +454,6 @@ def _first_differences(was: Any, now: Any) -> str:
     return "; ".join(parts)
 
 
-# --------------------------------------------------------------------------------------------------
 # The states of the global random generators, taken and put back as plain values.
 
 _log = logging.getLogger(__name__)
@@ -496,7 +491,6 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
 # Nested Python values as JSON and tensors, so that they come back equal in value *and* in type.
 #
 # JSON alone would turn a tuple into a list, an integer key into text, and has no NaN; a resumed
@@ -620,7 +614,6 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
 # Sharded tensors in safetensors files: each rank writes and reads its own shards.
 #
 # The files are those of torch's distributed checkpoints in their safetensors form; the header of
@@ -723,7 +716,6 @@ def _said(error: Any) -> str:
     return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
-# --------------------------------------------------------------------------------------------------
 # Which rank writes which part of a sharded state, as torch plans it, and writing the file.
 
 

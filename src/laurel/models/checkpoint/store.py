@@ -294,8 +294,6 @@ class CheckpointStore:
             with suppress(Exception):
                 save.finish()
 
-    # ------------------------------------------------------------------------- stages of a save
-
     def _require_space(self) -> None:
         needed = math.ceil(_FREE_SPACE_FACTOR * self._bytes_of_one(self._sound()))
         free = shutil.disk_usage(self.root).free
@@ -364,8 +362,6 @@ class CheckpointStore:
             delete_directory(doomed)
         self._on_phase("pruned")
 
-    # -------------------------------------------------------------------------- what is there
-
     def _sound(self) -> dict[int, Manifest]:
         # Checkpoints whose files have the right sizes; others are neither ranked nor deleted.
         sound = {}
@@ -383,7 +379,6 @@ class CheckpointStore:
         }
 
 
-# --------------------------------------------------------------------------------------------------
 # Cleaning up after a writer that was killed: it left names that begin with a dot.
 
 _LEFTOVER = re.compile(
@@ -418,7 +413,6 @@ def clear_up(root: Path) -> None:
         (root / name).unlink(missing_ok=True)
 
 
-# --------------------------------------------------------------------------------------------------
 # One writer per directory: a lock that the kernel frees when its holder dies, however it dies.
 
 LOCK_NAME = ".lock"
@@ -491,7 +485,6 @@ class DirectoryLock:
         self._descriptor = None
 
 
-# --------------------------------------------------------------------------------------------------
 # A checkpoint that is being saved: its owner checks on it now and then, or waits.
 
 Written = Callable[[bool], float | None]
@@ -598,7 +591,6 @@ class SaveUnderWay:
             self._path = path
 
 
-# --------------------------------------------------------------------------------------------------
 # Work in the background of a program: one piece after the other, in a thread.
 
 

@@ -251,7 +251,6 @@ class RewardModel(Decoder):
             return nn.functional.linear(hidden_ND.to(dtype), head.weight.to(dtype), bias)
 
 
-# --------------------------------------------------------------------------------------------------
 # The residual stream.
 
 
@@ -296,7 +295,6 @@ def _widen_hidden(norm: Any, given: tuple[Any, ...]) -> Any:
     return (given[0].to(dtype), *given[1:])
 
 
-# --------------------------------------------------------------------------------------------------
 # The last layer of a decoder, for the tokens whose hidden states are read.
 
 
@@ -363,7 +361,6 @@ class UnreadTokens:
         return (rows, *rest) if isinstance(output, tuple) else rows
 
 
-# --------------------------------------------------------------------------------------------------
 # A model computed in a higher precision than its weights are held, or gathered, in.
 
 
@@ -411,7 +408,6 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
             layer._compiled_call_impl = call
 
 
-# --------------------------------------------------------------------------------------------------
 # Offloading models and their optimizer to the host while others need the memory of the device.
 
 

@@ -28,7 +28,6 @@ from laurel.models.forest.attention import (
 )
 from laurel.types import Span, Tree
 
-# --------------------------------------------------------------------------------------------------
 # Memory for keys and values: sequences of about the same length side by side in one tensor.
 
 
@@ -454,7 +453,6 @@ def _stack(halves: Sequence[_Half]) -> _Half:
     return _Half(*(torch.cat(tensors) for tensors in zip(*halves, strict=True)))
 
 
-# --------------------------------------------------------------------------------------------------
 # The KV cache during generation, which holds each prompt once for all its completions.
 #
 # Sequences of about the same length share a block. A completion that outgrows its block moves to

@@ -186,9 +186,6 @@ def _is_reward_model(name: str, evidence: str) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------- before use
-
-
 def check_policy_paths(model: PolicyModel) -> float:
     """Check that the model computes a batch as Hugging Face's class computes single sequences.
 
@@ -239,7 +236,6 @@ def _alone(model: PolicyModel, ids_L: Tensor, start: int) -> tuple[Tensor, Tenso
     return hidden_LD.double(), logits_LV.log_softmax(dim=-1).gather(1, targets_L)[:, 0]
 
 
-# --------------------------------------------------------------------------------------------------
 # A small batch for which every loaded model must give the results of its sequences one by one.
 
 TOLERANCE = 1e-4

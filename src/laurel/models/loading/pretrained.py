@@ -34,8 +34,6 @@ REWARD_HEADS = ("score.", "classifier.")
 PLAIN_ATTENTION = {"full_attention", "sliding_attention"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# ------------------------------------------------------------------------- tokenizer and weights
-
 
 def start_of(spec: ModelSpec) -> tuple[str, list[str]]:
     """Return the name of the model that training starts from, and remarks for the user.
@@ -238,9 +236,6 @@ def _not_loadable(name: str, error: Exception) -> str:
     return f"{setting_of('policy.model_name', name)} cannot be loaded: {first}{hint}"
 
 
-# ----------------------------------------------------------------------------- fitting it together
-
-
 def refuse_large_tokenizer(network: Any, tokenizer: Any) -> None:
     """Check that the network has an embedding for every token of the tokenizer.
 
@@ -348,9 +343,6 @@ def _leave_file(network: nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-# ------------------------------------------------------------------------------- path and positions
-
-
 def take_path(
     network: Any, spec: ModelSpec, notes: list[str], *, pools_itself: bool = False
 ) -> Path:
@@ -408,7 +400,6 @@ def num_positions(hf_config: Any) -> int | None:
     return positions
 
 
-# --------------------------------------------------------------------------------------------------
 # The shape of a Hugging Face model, read from its configuration; no weight is loaded.
 
 
@@ -492,7 +483,6 @@ def _count(module: Any) -> int:
     return int(sum(parameter.numel() for parameter in module.parameters()))
 
 
-# --------------------------------------------------------------------------------------------------
 # Small new models: a byte-level BPE tokenizer of the training texts, and a random decoder. They
 # serve demos, tests and training from scratch, where no model is loaded.
 

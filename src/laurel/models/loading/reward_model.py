@@ -47,7 +47,6 @@ from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import first_line, render, settle_padding
 from laurel.types import Message
 
-# --------------------------------------------------------------------------------------------------
 # Reward models of OpenRLHF, LLaMA-Factory and TRL, whose heads and rules differ from Laurel's.
 #
 # What they save, and how they score:
@@ -263,9 +262,6 @@ def foreign_heads(unexpected: Iterable[str]) -> list[str]:
     return sorted(key for key in unexpected if not key.startswith("lm_head."))
 
 
-# ---------------------------------------------------------------------------------------- OpenRLHF
-
-
 def _of_openrlhf(directory: Path, config: dict[str, Any], *, safetensors_only: bool) -> ValueHead:
     prefix = str(config.get("value_head_prefix", "score"))
     names = weight_names(directory)
@@ -318,9 +314,6 @@ def _end_as_openrlhf(tokenizer: Any) -> None:
             f"{key_of('policy.tokenizer.chat_template')}=chatml, "
             "or a path ending in .jinja"
         )
-
-
-# ------------------------------------------------------------------------------------------- files
 
 
 def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:
@@ -498,9 +491,6 @@ def load_contract(
     return contract, notes
 
 
-# -------------------------------------------------------------------------------------- weights
-
-
 @dataclass(frozen=True, slots=True)
 class _Read:
     """A classifier that was created or loaded, and where its reward head comes from.
@@ -636,9 +626,6 @@ def _init_head(classifier: Any, seed: int) -> None:
         head.weight.copy_(weight)
         if head.bias is not None:
             head.bias.zero_()
-
-
-# ------------------------------------------------------------------------------------- contract
 
 
 def _step_rules(spec: ModelSpec) -> StepRules | None:

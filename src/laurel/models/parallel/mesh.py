@@ -221,9 +221,6 @@ def _split_layers(
             parameter.requires_grad_(trained[parameter_name])
 
 
-# ------------------------------------------------------------------------------- the vocabulary
-
-
 def _split_vocabulary(network: nn.Module, mesh: DeviceMesh) -> None:
     parted: list[tuple[nn.Parameter, nn.Parameter]] = []  # whole and divided: tied ones stay one
     for name in vocabulary_layers(network, mesh.size()):
@@ -279,9 +276,6 @@ def _as_plain(module: nn.Module) -> Iterator[None]:
             cast(Any, module).padding_idx = padding
 
 
-# ---------------------------------------------------------------------------------------- tensors
-
-
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -315,7 +309,6 @@ def held_bytes(model: nn.Module) -> int:
     return sum(share.untyped_storage().nbytes() for share in storages.values())
 
 
-# --------------------------------------------------------------------------------------------------
 # Values that the ranks of a mesh agree on: denominators, sums, gradient norms, failures.
 #
 # All ranks must call the same methods in the same order.

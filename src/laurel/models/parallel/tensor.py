@@ -129,9 +129,6 @@ def vocabulary_layers(network: Any, size: int) -> list[str]:
     return [name for name, module in network.named_modules() if any(module is f for f in found)]
 
 
-# ----------------------------------------------------------------------------------- from the names
-
-
 def derived_plan(network: nn.Module) -> dict[str, Split]:
     """Return how tensor parallelism splits each linear layer, by the name of the layer.
 
@@ -194,9 +191,6 @@ def is_norm(module: nn.Module) -> bool:
     return bool(shapes) and max(shapes) == 1
 
 
-# -------------------------------------------------------------------------------------- by the user
-
-
 def _written_plan(network: nn.Module, plan: str | Mapping[str, Any]) -> dict[str, Split]:
     mapping = _imported(plan, network) if isinstance(plan, str) else plan
     names = [name for name, _ in network.named_modules() if name]
@@ -247,9 +241,6 @@ def _imported(path: str, network: nn.Module) -> Mapping[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------ fitting
-
-
 def _refuse_remainders(network: nn.Module, splits: Mapping[str, Split], size: int) -> None:
     # A head or a neuron must not be split.
     counts: dict[str, int] = {}
@@ -276,14 +267,10 @@ def _refuse_remainders(network: nn.Module, splits: Mapping[str, Split], size: in
         )
 
 
-# ----------------------------------------------------------------------------------------- adapters
-
-
 def _plain(module: nn.Module) -> Any:
     return getattr(module, "base_layer", module)
 
 
-# --------------------------------------------------------------------------------------------------
 # Sequence parallelism: between blocks, every tensor-parallel rank has its share of the tokens.
 #
 # Each rank takes its share before the first layer. Norms and the residual stream compute on it. A
@@ -361,9 +348,6 @@ def _impossible(what: str) -> ConfigError:
     )
 
 
-# ------------------------------------------------------------------------------------ of one block
-
-
 class _AllTokens(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # With a distributed tensor all linear layers of the block sum their gradients at once, but
@@ -403,9 +387,6 @@ def _hidden(
     if args:
         return args[0], lambda other: ((other, *args[1:]), kwargs)
     return kwargs["hidden_states"], lambda other: ((), {**kwargs, "hidden_states": other})
-
-
-# -------------------------------------------------------------------------------- of the whole row
 
 
 class _Filling:

@@ -233,7 +233,6 @@ def has_conversions(network: Any) -> bool:
     return bool(get_model_conversion_mapping(network, add_legacy=False) if known is None else known)
 
 
-# --------------------------------------------------------------------------------------------------
 # Loading models over a mesh, directly from their files into shards if the files allow it.
 #
 # If they do, the network is created on the meta device, without memory. It gets the weights that

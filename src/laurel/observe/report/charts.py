@@ -239,7 +239,6 @@ def _inline(svg: str, name: str) -> str:
     return re.sub(r"\n\s*", "\n", svg).strip()
 
 
-# --------------------------------------------------------------------------------------------------
 # Long curves, shortened without losing peaks.
 #
 # A curve of many points is plotted twice: as a line of rolling means in a band of rolling
@@ -335,7 +334,6 @@ def over_seeds(several: Sequence[Series]) -> Smoothed | None:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # The charts of a page: of one run, and of several runs compared.
 
 
@@ -445,9 +443,6 @@ def _process_charts(record: RunRecord) -> Iterator[Chart]:
         lines=(Line(label="tokens/s", series=series("performance/tokens_per_second")),),
         left="tokens/s",
     )
-
-
-# ---------------------------------------------------------------------------------- several runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

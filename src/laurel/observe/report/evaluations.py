@@ -94,7 +94,6 @@ def _figures(report: Mapping[str, Any], final: Mapping[str, Any]) -> PageTable:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # The tables of the diagnostics, from templates of their values: rows whose values a report lacks
 # are left out, as are tables without rows.
 

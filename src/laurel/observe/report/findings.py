@@ -69,7 +69,6 @@ def _both_ends(series: Series) -> tuple[float, float] | None:
     return fmean(beginning(series)), fmean(ending(series))
 
 
-# --------------------------------------------------------------------------------------------------
 # Rules for policies that learn from rewards: failures, spread, entropy, lengths, and hacking.
 
 _IN_WORDS = {"other": "for reasons of the environment's own, which stand in completions/"}
@@ -293,7 +292,6 @@ def sampler_mismatch(record: RunRecord) -> Iterator[RunFinding]:
         )
 
 
-# --------------------------------------------------------------------------------------------------
 # Rules for reward models: what they learned besides length, and how far scores can be trusted.
 
 
@@ -354,7 +352,6 @@ def scores_follow_length(record: RunRecord) -> Iterator[RunFinding]:
             )
 
 
-# --------------------------------------------------------------------------------------------------
 # Rules for any training: alarms, values that are not finite, gradients, validation, data.
 
 SOLVED = ("zero_spread_groups", "no_updates")
@@ -561,7 +558,6 @@ def data_left_out(record: RunRecord) -> Iterator[RunFinding]:
             yield RunFinding(weight=weight, text=f"Data '{name}': {note}.")
 
 
-# --------------------------------------------------------------------------------------------------
 # All rules over the metrics of a run.
 #
 # A rule reports nothing if its metrics are missing. It names what a person should look at, and what
@@ -601,7 +597,6 @@ def findings(record: RunRecord) -> list[RunFinding]:
     return sorted(found, key=lambda finding: _WEIGHTS.index(finding.weight))
 
 
-# --------------------------------------------------------------------------------------------------
 # The alarms of a run, read from `health.jsonl`.
 
 MAX_SAMPLES = 3
@@ -671,7 +666,6 @@ def _number(value: object) -> float | None:
         return None
 
 
-# --------------------------------------------------------------------------------------------------
 # Where the reward of a run lies in the range of its rewards: solved, hopeless, or between.
 #
 # Groups with equal rewards are a success if all completions are right, and a problem if none is.
@@ -709,7 +703,6 @@ def standing(record: RunRecord) -> Standing | None:
     return None
 
 
-# --------------------------------------------------------------------------------------------------
 # The course of the gold metric of a run: did it fall by more than chance?
 
 LEAST_FALL = 0.02
@@ -778,7 +771,6 @@ def _gold_by_chance(
     return FALL_OF_FEW * abs(peak)
 
 
-# --------------------------------------------------------------------------------------------------
 # The last words of a finished run: its results, and the first findings, in a few lines.
 
 MAX_RESULTS = 3

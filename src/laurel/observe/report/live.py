@@ -241,7 +241,6 @@ def _said(record: RunRecord, state: RunActivity) -> str:
     return f"{name} goes on: step {record.num_steps:,}"
 
 
-# --------------------------------------------------------------------------------------------------
 # Finding out from outside whether a run still goes on, without disturbing it.
 
 LOCK_FILE = ".lock"

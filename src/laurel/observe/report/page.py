@@ -50,7 +50,6 @@ from laurel.observe.report.samples import (
 )
 from laurel.observe.run_record import RunRecord, read_run_record
 
-# --------------------------------------------------------------------------------------------------
 # The settings of a run compared with the defaults, and with those of other runs.
 
 # The kind of a logged run may be any text.
@@ -306,9 +305,6 @@ def _source(name: str) -> Any:
     return Markup((folder / name).read_text(encoding="utf-8"))
 
 
-# --------------------------------------------------------- explanations that are shown on hover
-
-
 @cache
 def _terms() -> Mapping[str, str]:
     found: Mapping[str, str] = yaml.safe_load(_source("terms.yaml"))
@@ -333,9 +329,6 @@ def explain_setting(schema: type[ConfigSection] | None, key: str) -> str:
         text = (known.field.description or "") if known.field else ""
         kinds = known.kinds
     return " ".join(text.split())
-
-
-# ----------------------------------------------------------------------------------------- summary
 
 
 def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
@@ -421,9 +414,6 @@ def _findings(
     return [(compared.name_of(record), findings(record)) for record in records]
 
 
-# ----------------------------------------------------------------------------------------- a run
-
-
 def _section(
     record: RunRecord, name: str, compared: SideBySide, samples: Sequence[SampleTable]
 ) -> dict[str, Any]:
@@ -470,7 +460,6 @@ def _explained(term: str, terms: dict[str, str]) -> str:
     return about
 
 
-# --------------------------------------------------------------------------------------------------
 # The comparison of several runs: their curves, last values, and different settings.
 
 _FIGURES = ("accuracy", "loss", "reward_mean", "perplexity", "reward", "truncation_rate")
@@ -593,7 +582,6 @@ def _joined(letters: Sequence[str]) -> str:
     return f"{', '.join(letters[:-1])} and {letters[-1]}"
 
 
-# --------------------------------------------------------------------------------------------------
 # The time of a run by its parts.
 
 _PARTS = {

@@ -174,9 +174,6 @@ def _finite(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-# ------------------------------------------------------------------------------------------ tables
-
-
 def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
     """Return the table of the selected rows.
 
@@ -370,7 +367,6 @@ def _size(rows: Sequence[Sequence[str | float | None]]) -> int:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # The tables of samples of a run, from the files of its directory.
 
 _NUM_COMPARED = 300
@@ -468,7 +464,6 @@ def stamps_of(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
     return stamps
 
 
-# --------------------------------------------------------------------------------------------------
 # Texts of models and data sets made safe for a page: no markup takes effect, nothing is hidden.
 
 _JOINERS = frozenset("\u200c\u200d")
@@ -514,7 +509,6 @@ def _shown(text: str) -> str:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # Answers of a policy to the same prompt, before and after its training.
 
 _PROMPT_LENGTH = 240

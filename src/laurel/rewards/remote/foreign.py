@@ -77,9 +77,6 @@ REMOTE_RM_PATH = "/remote_rm"
 """Path at which Laurel's server answers slime, whose own servers take any path."""
 
 
-# ----------------------------------------------------------------- common parts
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
     """Holds the scores of a request's conversations, and the facts of the answer."""
@@ -274,9 +271,6 @@ def check_count(found: int, wanted: int) -> None:
         raise ProtocolError(f"{found} scores came back for {wanted} conversations", kind="count")
 
 
-# -------------------------------------------------------------------------------------- /classify
-
-
 class ClassifyEntry(Body):
     """The score of one conversation."""
 
@@ -347,9 +341,6 @@ class ClassifyRequest(_OneForm, _Activated):
             for score, count in zip(scored.scores, scored.num_tokens, strict=True)
         ]
         return found if _rows_of(getattr(self, self.form))[1] else found[0]
-
-
-# -------------------------------------------------------------------- vLLM's /pooling and /score
 
 
 class PoolingEntry(Body):
@@ -472,9 +463,6 @@ class PairsRequest(_Activated):
         return PairsReply(data=data, **_about("score", scored))
 
 
-# --------------------------------------------------------------------------------- /v1/embeddings
-
-
 class EmbeddingsEntry(Body):
     """The score of one conversation, encoded as the request asks."""
 
@@ -517,9 +505,6 @@ class EmbeddingsRequest(_Encoded):
             for index, score in enumerate(scored.scores)
         ]
         return EmbeddingsReply(data=data, **_about("", scored))
-
-
-# ------------------------------------------------------------------------------------ /get_reward
 
 
 class GetRewardScores(Body):
@@ -585,9 +570,6 @@ class GetRewardRequest(_FromTrainer):
         """Answer with the scores under both keys."""
         scores = list(scored.scores)
         return GetRewardReply(rewards=scores, scores=scores, extra_logs={})
-
-
-# -------------------------------------------------------------------------------- slime's remote_rm
 
 
 class RemoteRmRequest(_FromTrainer):

@@ -22,7 +22,6 @@ from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import VERSION_HEADER, dump, parse, read_error
 from laurel.types import Conversation, Group
 
-# --------------------------------------------------------------------------------------------------
 # JSON over HTTP to an untrusted server: limits of its answers, and which side is at fault.
 
 MAX_BYTES = 16 * 2**20
@@ -228,7 +227,6 @@ def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-# --------------------------------------------------------------------------------------------------
 # A reward server as a replica, and servers of one model as a scorer.
 
 NOT_TEXT = "text: the conversation contains an unpaired UTF-16 surrogate"

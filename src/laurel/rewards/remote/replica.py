@@ -152,7 +152,6 @@ def failure_reason(failure: str) -> str:
     return word if word in REASONS else "other"
 
 
-# --------------------------------------------------------------------------------------------------
 # The health of one replica: its running requests, and whether it is trusted.
 #
 # A replica is trusted once a probe of it has succeeded. Faults in a row, or a conclusive one, end

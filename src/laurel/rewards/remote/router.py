@@ -78,8 +78,6 @@ class Router:
         for replica in replicas:
             self.add(replica)
 
-    # ------------------------------------------------------------------------------ replicas
-
     def add(self, replica: Replica) -> None:
         """Use one more replica, once a probe of it has succeeded.
 
@@ -110,8 +108,6 @@ class Router:
         replica_health, self.replica_health = self.replica_health, {}
         for health in replica_health.values():
             await health.replica.aclose()
-
-    # --------------------------------------------------------------------------------- scoring
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """Score groups; failures begin with one of `replica.REASONS`.
@@ -200,8 +196,6 @@ class Router:
         left = max(0.0, job.deadline - self._clock())
         await asyncio.sleep(0 if elsewhere else min(left, self._random.uniform(0, bound)))
 
-    # ------------------------------------------------------------------------------- one try
-
     async def _ask(self, job: RouterJob) -> ReplicaReply:
         health = await self._take(job)
         began = self._clock()
@@ -276,8 +270,6 @@ class Router:
             self._last_success = self._clock()
             return reply
 
-    # ------------------------------------------------------------------------------- choosing
-
     async def _take(self, job: RouterJob) -> ReplicaHealth:
         """Wait for a replica for the next attempt.
 
@@ -344,8 +336,6 @@ class Router:
             if not future.done():
                 future.set_result(None)
 
-    # -------------------------------------------------------------------------------- probing
-
     def _begin_probes(self) -> None:
         for health in self.replica_health.values():
             is_old = health.probed_at + self.options.probe_seconds <= self._clock()
@@ -387,7 +377,6 @@ def _worker_error_in(group: BaseExceptionGroup[BaseException]) -> WorkerError | 
     return None
 
 
-# --------------------------------------------------------------------------------------------------
 # Concurrent attempts at the same request.
 
 
@@ -417,7 +406,6 @@ def succeeded(task: asyncio.Task[ReplicaReply]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-# --------------------------------------------------------------------------------------------------
 # Checks of a reply: complete, finite, of the right model, and in time.
 
 T = TypeVar("T")
@@ -513,7 +501,6 @@ async def _in_time(asked: Awaitable[T], replica: Replica, limit: float) -> T:
         raise ReplicaFault("error", message, in_mid_request=True) from error
 
 
-# --------------------------------------------------------------------------------------------------
 # Groups as requests: divided, retried, halved, and put together again.
 
 FAULTS_TO_SPLIT = 2
@@ -700,7 +687,6 @@ def scatter_scores(
     return tuple(of[completion] for completion in group.completions_G)
 
 
-# --------------------------------------------------------------------------------------------------
 # Options of a router.
 
 CANARY = group_of(

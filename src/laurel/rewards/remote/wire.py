@@ -55,9 +55,6 @@ VERSION_HEADER = "X-Model-Version"
 """Header of every answer of a reward server."""
 
 
-# -------------------------------------------------------------------------------------------- JSON
-
-
 def parse(body: bytes) -> Any:
     """Parse a JSON text without NaN, infinities, repeated keys, or bytes that are not UTF-8.
 
@@ -145,8 +142,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise ProtocolError("an object has the same key twice")
     return found
 
-
-# ---------------------------------------------------------------------------------------- models
 
 Wanted = TypeVar("Wanted")
 Item = TypeVar("Item")
@@ -246,9 +241,6 @@ _WORDS = {
 }
 _KEY_SHOWN = 64
 """Limit of characters of a client's key in a message."""
-
-
-# ------------------------------------------------------------------------------------- /v1/score
 
 
 # A dictionary and no model: 65,536 models are made in one step of 160 ms, in which no other thread
@@ -439,9 +431,6 @@ class ScoreReply(Body):
                     kind="count",
                 )
         return [tuple(one.as_score() for one in group.scores) for group in self.groups]
-
-
-# ---------------------------------------------------------------------------------------- errors
 
 
 class ErrorFacts(Body):

@@ -75,7 +75,6 @@ from laurel.rewards.server.service import (
 )
 from laurel.types import Group, Score
 
-# --------------------------------------------------------------------------------------------------
 # The gate of every request: host, key, size and time, and the line of the access log.
 
 _log = logging.getLogger(__name__)
@@ -420,7 +419,6 @@ async def _not_served(request: Request, error: Exception) -> Response:
 
 _SHOWN_PATH = 80  # characters of an unknown path in a message
 
-# --------------------------------------------------------------------------------------------------
 # Metrics of a reward server for Prometheus.
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -499,7 +497,6 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
 
-# --------------------------------------------------------------------------------------------------
 # Bodies of admitted requests, and their answers.
 
 # Failures that another attempt at the same request would not change.
@@ -679,7 +676,6 @@ def _without_too_long(group: Group, most: int) -> tuple[Group, tuple[str | None,
     return filter_readable(group, why_not)
 
 
-# --------------------------------------------------------------------------------------------------
 # The endpoints. /docs and /openapi.json show their signatures and docstrings.
 
 

@@ -202,7 +202,6 @@ class ReplicaProcess:
             raise error.__cause__ from None
 
 
-# --------------------------------------------------------------------------------------------------
 # The worker inside a replica process.
 
 

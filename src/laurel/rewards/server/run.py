@@ -241,7 +241,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-# --------------------------------------------------------------------------------------------------
 # uvicorn's HTTP protocol, with limits that it lacks.
 
 MAX_CONNECTIONS = 8192

@@ -390,7 +390,6 @@ class AnswerMemory:
             )
 
 
-# --------------------------------------------------------------------------------------------------
 # Opening the model of a directory: found, loaded, checked, and named by a version.
 
 NULL_NAME, NULL_VERSION = "null", "null"
@@ -448,7 +447,6 @@ def open_served(spec: ServingSpec, *, say: Say) -> ServedModel:
     return ServedModel(name=name, version=version, scorer=scorer)
 
 
-# --------------------------------------------------------------------------------------------------
 # The access log: one line of JSON for each request, written by a thread of its own.
 
 _MOST_WAITING = 20_000
@@ -513,7 +511,6 @@ class AccessLog:
             self._say(f"warning: the access log loses lines: {why}")
 
 
-# --------------------------------------------------------------------------------------------------
 # A server without a model, to measure the cost of everything else.
 
 

@@ -173,9 +173,6 @@ def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
     return columns
 
 
-# --------------------------------------------------------------------------------------- reading
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResult:
     """The results of one evaluation, read back from those of its files that exist."""

@@ -327,9 +327,6 @@ def _column(pairs: Sequence[Any]) -> list[tuple[float | None, float | None]]:
     return [(pair.score_chosen, pair.score_rejected) for pair in pairs]
 
 
-# ---------------------------------------------------------------------------------------- showing
-
-
 def show_evaluation(evaluation: Evaluation) -> None:
     """Print the tables of an evaluation to standard output."""
     console, details = make_console(), evaluation.details
@@ -354,7 +351,6 @@ def say_failures(evaluation: Evaluation, console: Console) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
 # The scores of the rows of an evaluation, from a model that is loaded here or from a server.
 
 CHUNK = 256
@@ -514,7 +510,6 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # The request for an evaluation of a reward model.
 
 
@@ -552,7 +547,6 @@ class EvaluationRequest(BenchmarkOptions):
         )
 
 
-# --------------------------------------------------------------------------------------------------
 # `laurel eval all`: every benchmark whose rows are given, one after the other, and a summary.
 
 FILE_NAME = "all-report.json"

@@ -131,7 +131,6 @@ def _add(table: Table, evaluation: Evaluation, figure: Figure, *, ends: bool) ->
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # The tables of a `diagnostics_report`.
 
 
@@ -149,7 +148,6 @@ def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
         print_table(console, table)
 
 
-# --------------------------------------------------------------------------------------------------
 # Two results of the same evaluation side by side, and whether they differ by more than chance.
 
 ALL = "all rows"

@@ -242,9 +242,6 @@ def _outcome(name: str, check: Check, trial: Trial) -> Outcome:
     )
 
 
-# -------------------------------------------------------------------------------------- exactness
-
-
 def exactness(trial: Trial, *, precision: Precision) -> Found:
     """Check that a forest's scores and gradients are as exact as those of single sequences.
 
@@ -304,9 +301,6 @@ def _judge(
 
 def _distance(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
-
-
-# ------------------------------------------------------------------------------- speed and memory
 
 
 def peak_of(device: torch.device, precision: Precision) -> tuple[float, str]:
@@ -417,9 +411,6 @@ def memory(trial: Trial) -> Found:
     if not predicted / 2 <= used <= MEMORY_ROOM * predicted:
         raise CheckFailed(f"{said}; half to {MEMORY_ROOM:g} times that is allowed")
     return Found(detail=said, figures={"used": used, "predicted": predicted, "parts": parts})
-
-
-# -------------------------------------------------------------------- several processes, and vLLM
 
 
 def spread(trial: Trial, *, tp: int) -> Found:

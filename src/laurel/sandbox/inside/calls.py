@@ -182,7 +182,6 @@ def _write(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-# --------------------------------------------------------------------------------------------------
 # A program in this process: its names, its code, and the statuses of its exceptions.
 
 FILE_NAME = "program.py"

@@ -148,7 +148,6 @@ def _set_limit(which: int, soft: int, hard: int) -> None:
     resource.setrlimit(which, (soft, hard))
 
 
-# --------------------------------------------------------------------------------------------------
 # Landlock limits the files that a program may open, even without a root of its own.
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8

@@ -168,8 +168,6 @@ class Meter:
         self._reply(call_id, value=len(piece))
         return full
 
-    # ------------------------------------------------------------------------------ measuring
-
     def _measure(self) -> str:
         """Stop the program, and replace the charges by the real size; return what `answer` does."""
         stopped = self._stop()
@@ -250,8 +248,6 @@ class Meter:
                         size += self._limit
                         files += 1
         return size, files
-
-    # ------------------------------------------------------------------ calls made for it
 
     def _change(self, folder: int, path: int | None, mode: int) -> None:
         with self._own(folder, path) as (name, found):

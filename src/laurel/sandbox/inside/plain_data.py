@@ -58,9 +58,6 @@ def loads(text: bytes, object_of: Callable[[int], Any] | None = None) -> Any:
         raise NotPlainDataError(f"not plain data: {type(error).__name__}") from error
 
 
-# ----------------------------------------------------------------------------------------- writing
-
-
 class _Writing:
     def __init__(self, number_of: Callable[[Any], int | None] | None) -> None:
         self.number_of = number_of
@@ -134,9 +131,6 @@ _TYPES: Mapping[str, type] = {
 }
 _SEQUENCES: Mapping[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "z", deque: "Q"}
 _MAPPINGS: Mapping[type, str] = {dict: "d", OrderedDict: "o", defaultdict: "e", Counter: "k"}
-
-
-# ----------------------------------------------------------------------------------------- reading
 
 
 def _decode(read: Any, object_of: Callable[[int], Any] | None, depth: int) -> Any:

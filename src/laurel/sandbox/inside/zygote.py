@@ -158,9 +158,6 @@ def _hand_over(
             os.close(descriptor)
 
 
-# -------------------------------------------------------------------------------------- the layers
-
-
 def _take_layers(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dict[str, str]]:
     """Set up the wanted layers as far as possible, and return why the others are missing."""
     # A user of its own: programs of one sandbox cannot reach those of another.
