@@ -541,7 +541,8 @@ def test_only_the_end_of_a_batch_changes_its_state(case, request):
     assert (after != before) == ("with a state" in name)
     with made(name, request).environment as other:
         other.load_state_dict(after)
-        assert saved(other.state_dict()) == after
+        # The version of a reward model names its directory, and each of these has one of its own.
+        assert saved(other.state_dict()) | {"version": ""} == after | {"version": ""}
         rewards = total(judge(Case(environment=other, good=[], bad=case.bad), case.good))
     assert total(judge(own, case.good)) == near(rewards, case)
     assert (rewards != near(batch["rewards"].tolist(), case)) == ("with a state" in name)
