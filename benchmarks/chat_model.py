@@ -1,9 +1,9 @@
 """What does a real chat model learn on a CPU? The recipes with SmolLM2-135M-Instruct, row by row.
 
-    python benchmarks/real_model.py --list
-    python benchmarks/real_model.py --row grpo --seeds 1 2 3
-    python benchmarks/real_model.py --row reward-ukp reward-hh --model DIRECTORY
-    python benchmarks/real_model.py --markdown             # what is there, as tables
+    python benchmarks/chat_model.py --list
+    python benchmarks/chat_model.py --row grpo --seeds 1 2 3
+    python benchmarks/chat_model.py --row reward-ukp reward-hh --model DIRECTORY
+    python benchmarks/chat_model.py --markdown             # what is there, as tables
 
 Each row runs a recipe of recipes/ in processes of its own, and writes its figures below `--work`. A
 row that is there is not run again, and one that was stopped goes on from its last checkpoint. The
@@ -88,7 +88,7 @@ def read_options() -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of GRPO")
     add("--validation", type=int, default=400, help="held-out pairs")
     add("--threads", type=int, default=1)
-    add("--work", type=Path, default=Path("benchmark_results/real_model"))
+    add("--work", type=Path, default=Path("benchmark_results/chat_model"))
     add("--markdown", action="store_true", help="print tables for docs/benchmarks.md")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="changes of the recipes")
     return parser.parse_args()
