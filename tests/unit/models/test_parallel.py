@@ -308,7 +308,7 @@ def test_bfloat16_is_that_of_one_process_and_gradients_are_float32():
     for way in found.values():
         assert way["kinds"] == {(torch.float32, torch.float32)}
         # So the planner counts the stream between layers (`planning/memory.py`).
-        assert way["streams"] == {torch.float32}
+        assert way["streams"] == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi"])
