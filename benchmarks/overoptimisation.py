@@ -13,8 +13,8 @@ composite environment. Whether there is a box at all is measured, too (`format_m
 learns to answer from demonstrations, of which some are wrong, some begin with idle words, some with
 a flattering word and some leave the box empty. GRPO then runs from these weights with one reward
 after another. With `--model` a model that is there already learns so, from demonstrations of which
-a tenth is wrong; its runs have 4 prompts a step with 8 completions each, and no penalty on the
-divergence.
+a tenth is wrong; its runs have 4 prompts a step with 8 completions each, unless `--prompts` and
+`--completions` say otherwise, and no penalty on the divergence.
 
 Loopholes: the reward pays for something else, too, and the rule has weight 0.
 
@@ -66,7 +66,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from itertools import pairwise, product
 from pathlib import Path
@@ -653,6 +653,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--warm-up", type=int, default=500, help="steps of fine-tuning")
     parser.add_argument("--rm", type=int, default=200, help="steps of the reward model")
+    parser.add_argument("--prompts", type=int, help="of a step")
+    parser.add_argument("--completions", type=int, help="of each prompt")
     parser.add_argument("--keep", type=Path, help="directory for the models and the logs")
     parser.add_argument("--quick", action="store_true", help="one seed, a few steps")
     parser.add_argument("--markdown", action="store_true")
@@ -660,7 +662,12 @@ def read_options() -> argparse.Namespace:
         "--json", type=Path, default=Path("benchmark_results/overoptimisation.json")
     )
     options = parser.parse_args()
-    options.scale = TINY if options.model is None else REAL
+    scale = TINY if options.model is None else REAL
+    options.scale = replace(
+        scale,
+        prompts=options.prompts or scale.prompts,
+        completions=options.completions or scale.completions,
+    )
     if options.model is not None and "length" in (options.rewards or SETS[options.set][0]):
         parser.error("--model: name the --rewards; `length` has a reward model of a tiny policy")
     if options.quick:

@@ -3,7 +3,6 @@
 import asyncio
 
 import numpy as np
-import torch
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import BatchLimits, NamedCall, ScratchConfig
@@ -16,9 +15,10 @@ from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import GenerationRequest, Message, SamplingParams, TokenGroup
+from laurel.workers.process import choose_device
 
 PROMPTS = [f"Write the number {i}." for i in range(4)]
-CPU = torch.device("cpu")
+DEVICE = choose_device("auto")
 
 
 def reward(text: str) -> float:
@@ -28,7 +28,7 @@ def reward(text: str) -> float:
 async def train(steps: int = 24, group_size: int = 8) -> list[float]:
     scratch = ScratchConfig(hidden_size=32, vocab_size=320)  # name="Qwen/..." for a real model
     spec = ModelSpec(scratch=scratch, precision="float32")
-    loaded = load_policy(spec, seed=0, max_length=64, device=CPU, texts=PROMPTS)
+    loaded = load_policy(spec, seed=0, max_length=64, device=DEVICE, texts=PROMPTS)
     chat = ChatFormat(loaded.tokenizer)
     engine = TransformersEngine(loaded.model, chat.tokenizer, end_ids=chat.end_ids)
     adam = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 2e-2})

@@ -1,7 +1,5 @@
 """A Bradley-Terry reward model from rows, without a configuration file, a run or a worker."""
 
-import torch
-
 from laurel.config.policy import BatchLimits, NamedCall, RewardModelConfig, ScratchConfig
 from laurel.config.reward_model import LossConfig
 from laurel.models.loading.reward_model import load_reward_model
@@ -10,9 +8,10 @@ from laurel.training.batches import Batcher, StepOrder
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
 from laurel.types import Completion, Group, Message, Preference
+from laurel.workers.process import choose_device
 
 PAIRS = [(f"Is {i} + 1 = {i + 1}?", f"I say {i}: yes.", f"I say {i}: no.") for i in range(128)]
-CPU = torch.device("cpu")
+DEVICE = choose_device("auto")
 
 
 def preference(prompt: str, *best_first: str) -> Preference:
@@ -30,7 +29,7 @@ def train(steps: int = 24) -> list[dict[str, float]]:
     )
     texts = [text for pair in PAIRS for text in pair]  # for the tokenizer of the new model
     loaded = load_reward_model(
-        spec, seed=0, max_length=64, truncation_side="left", device=CPU, texts=texts
+        spec, seed=0, max_length=64, truncation_side="left", device=DEVICE, texts=texts
     )
     adam = NamedCall(name="torch.optim.AdamW", kwargs={"lr": 3e-3})
     learner = LocalLearner(loaded.model, optimizer=adam, max_grad_norm=1.0)
