@@ -60,6 +60,7 @@ from laurel.rewards.open import (
 from laurel.rewards.replicas import ROLE
 from laurel.rewards.scorer import ContractScorer, ModelScorer, conversation_group
 from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec
+from laurel.rewards.version import content_of
 from laurel.types import (
     Completion,
     Conversation,
@@ -149,7 +150,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             scorer = opened.scorer if isinstance(opened, BlockingScorer) else opened
         self._say = say or _log
         # Read now: the files may be replaced while the run goes on.
-        self._version = _version_of(scorer)
+        self._version: str = getattr(scorer, "version", "")
         self._names_components: bool = getattr(scorer, "names_components", False)
         self._reads_metadata: bool = getattr(scorer, "reads_metadata", False)
         self._judges_groups: bool = getattr(scorer, "judges_groups", False)
@@ -426,7 +427,7 @@ class RewardModelEnvironment(EnvironmentInterface):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state, and say so if it is that of another reward model."""
         before = state.get("version", "")  # older checkpoints have none
-        if before and self._version and before != self._version:
+        if before and self._version and content_of(before) != content_of(self._version):
             self._say(
                 f"warning: env.reward_model: this is another reward model than before: {before} "
                 f"until this checkpoint, {self._version} from here on. Rewards and the best "
@@ -468,14 +469,6 @@ class RewardModelEnvironment(EnvironmentInterface):
         if not isinstance(scorer, ModelScorer):
             raise ConfigError("the scorer in use renders by itself: its tokens are not seen here")
         return scorer
-
-
-def _version_of(scorer: object) -> str:
-    """Return the version of a model, or those of the members of an ensemble, if they tell it."""
-    if isinstance(scorer, EnsembleScorer):
-        return " + ".join(filter(None, (_version_of(one.scorer) for one in scorer.members)))
-    version: str = getattr(scorer, "version", "")
-    return version
 
 
 def _log(line: str) -> None:

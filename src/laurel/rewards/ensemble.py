@@ -13,6 +13,7 @@ from laurel.protocols import Scorer
 from laurel.rewards.blocking import afresh
 from laurel.rewards.remote.replica import REASONS, close_scorer, failed
 from laurel.rewards.scorer import ModelScorer
+from laurel.rewards.version import JOINED
 from laurel.types import Group, Score
 
 Combine = Literal["weighted_sum", "min", "mean_minus_std"]
@@ -65,6 +66,12 @@ class EnsembleScorer:
         declared = [noise for one in scorers if (noise := getattr(one, "noise", None)) is not None]
         # Members that declare no noise could only be measured together with the others.
         self.noise: float | None = max(declared, default=None)
+
+    @property
+    def version(self) -> str:
+        """The versions of the members that have one, for which their files may be read."""
+        versions = (getattr(member.scorer, "version", "") for member in self.members)
+        return JOINED.join(filter(None, versions))
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """Score groups with every member at once."""

@@ -312,15 +312,19 @@ def _checked(
         version=scorer.options.version,
     )
     replicas = [health.replica for health in scorer.replica_health.values()]
-    _run(lambda: check.check_all(replicas))
+    versions = _run(lambda: check.check_all(replicas))
+    scorer.expect(next(filter(None, versions), ""))
     return scorer
 
 
-def _run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+T = TypeVar("T")
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     # In a thread of its own, since the caller may be inside an event loop.
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(context.run, lambda: asyncio.run(work())).result()
+        return thread.submit(context.run, lambda: asyncio.run(work())).result()
 
 
 C = TypeVar("C", bound=ModelScorer)

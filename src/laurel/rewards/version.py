@@ -9,6 +9,10 @@ from pathlib import Path
 
 from laurel.models.scoring import ScoringRules
 
+JOINED = " + "
+"""Stands between the versions of an ensemble's members."""
+
+_NAME = re.compile(r"[^/]*-(?=[0-9a-f]{16}$)")
 _READ_BYTES = 2**20
 _OF_THE_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt")
 
@@ -16,8 +20,9 @@ _OF_THE_MODEL = (".json", ".safetensors", ".jinja", ".model", ".txt")
 def model_version(name: str, rules: ScoringRules) -> str:
     """Name the version of a model's weights, tokenizer and scoring contract.
 
-    Equal files have equal versions, whatever their directory; a name on the hub is its own version.
-    A date that was pinned when the model was loaded is a part of it.
+    It is the directory's own name and a hash, e.g. `rm-0123456789abcdef`; `content_of` leaves the
+    hash alone. A name on the hub is its own version. A date that was pinned when the model was
+    loaded is a part of it.
 
     Args:
         name: The directory or the name on the hub.
@@ -37,6 +42,15 @@ def model_version(name: str, rules: ScoringRules) -> str:
     measured = {"golden", "golden_dtype", "versions", "mean", "std", "num_reference"}
     digest.update(rules.model_dump_json(exclude=measured).encode())
     return f"{_in_a_header(os.path.basename(os.path.realpath(name)))}-{digest.hexdigest()}"
+
+
+def content_of(version: str) -> str:
+    """Return what a version says of the model's content, without the name of its directory.
+
+    That is the hash of `model_version`, and any other version as it is; of the versions of an
+    ensemble, those of its members.
+    """
+    return JOINED.join(_NAME.sub("", one) for one in version.split(JOINED))
 
 
 def _in_a_header(text: str) -> str:

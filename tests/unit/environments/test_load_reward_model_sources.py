@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,27 @@ def test_a_server_of_ours_answers_every_question_of_every_run(models, monkeypatc
                 assert "golden scores agree" in said.pop()
         with opened(said, url_protocol="vllm", **{**settings, "model_name": None}):
             assert not said
+
+
+def test_a_resumed_run_hears_of_another_model_in_an_ensemble_or_on_a_server(models, tmp_path):
+    def state_of(version: str, local: Path, state: Any = None) -> tuple[Any, list[str]]:
+        said: list[str] = []
+        with RewardServer(version=version) as server:
+            parts = [{"model_name": str(local)}, {"urls": [server.url]}]
+            for name, part in zip("ab", parts, strict=True):
+                part |= {"name": name, "normalize": "none"}
+            with opened(said, models=parts) as environment:
+                if state is not None:
+                    environment.load_state_dict(state)
+                state = environment.state_dict()
+        return state, [line for line in said if "another reward model" in line]
+
+    copied = Path(shutil.copytree(models / "first", tmp_path / "copied"))
+    state, _ = state_of("rm-0123456789abcdef", models / "first")
+    assert state_of("moved-0123456789abcdef", copied, state)[1] == []
+    for version, directory in (("rm-fedcba9876543210", "first"), ("rm-0123456789abcdef", "second")):
+        (told,) = state_of(version, models / directory, state)[1]
+        assert f"{state['version']} until this checkpoint" in told
 
 
 @pytest.mark.slow

@@ -550,6 +550,10 @@ def test_a_resumed_run_hears_of_another_reward_model(checkpoint, tmp_path):
     with RewardModelEnvironment(options, device="cpu", say=lines.append) as first:
         state, before = first.state_dict(), first._scorer.version
         first.load_state_dict(state)
+    copied = {**options, "model_name": str(shutil.copytree(directory, tmp_path / "copied"))}
+    with RewardModelEnvironment(copied, device="cpu", say=lines.append) as elsewhere:
+        assert elsewhere._scorer.version != before, "it has the directory's name"
+        elsewhere.load_state_dict(state)
     weights = load_file(directory / "model.safetensors")
     save_file({name: 1.01 * one for name, one in weights.items()}, directory / "model.safetensors")
     (directory / "scoring.json").write_text(

@@ -100,6 +100,10 @@ class Router:
         """Version of the accepted model; empty before the first answer that has one."""
         return self._checks.version
 
+    def expect(self, version: str) -> None:
+        """Accept no other version from here on, as if the first answer had this one."""
+        self._checks.version = self._checks.version or version
+
     async def aclose(self) -> None:
         """Close the replicas. Idempotent."""
         for probe in self._probes:

@@ -54,22 +54,25 @@ class ServerCheck:
     clock: Callable[[], float] = time.monotonic
     """Returns monotonic seconds."""
 
-    async def check_all(self, replicas: Sequence[Replica]) -> None:
+    async def check_all(self, replicas: Sequence[Replica]) -> list[str]:
         """Check servers concurrently, so that several absent ones are waited for once.
+
+        Returns:
+            The version of each server's model; empty where its answers do not say.
 
         Raises:
             UserError: The first error of `check`.
         """
         checks = [asyncio.ensure_future(self.check(replica)) for replica in replicas]
         try:
-            await asyncio.gather(*checks)
+            return await asyncio.gather(*checks)
         finally:
             for one in checks:
                 one.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
 
-    async def check(self, replica: Replica) -> None:
-        """Check one server, and close its connections.
+    async def check(self, replica: Replica) -> str:
+        """Check one server, close its connections, and return the version of its model, if said.
 
         Raises:
             ConfigError: It cannot be reached, or cannot score.
@@ -88,7 +91,8 @@ class ServerCheck:
             ]
         finally:
             await replica.aclose()
-        if self.version and (found := replies[0].version) != self.version:
+        found = replies[0].version
+        if self.version and found != self.version:
             has = repr(found[:80]) if found else "an unknown one: its answers do not say"
             raise ConfigError(
                 f"{setting_of(f'{self.where}.model_version', self.version)}: {replica.name} has "
@@ -97,7 +101,7 @@ class ServerCheck:
         if self.contract is not None and golden:
             worst = _compare(replica.name, self.contract, replies)
             self.say(f"checked golden scores agree with {replica.name} (at most {worst:.1e} off)")
-            return
+            return found
         failure = replies[0].scores[0][0].failure
         if failure is not None:
             problem = f"{replica.name} has no score for a plain question: {failure}"
@@ -106,6 +110,7 @@ class ServerCheck:
             self.say(f"warning: {problem}")
         if self.contract is not None:
             self.say(f"note    there are no golden scores to compare with those of {replica.name}")
+        return found
 
     async def _ask(self, replica: Replica, group: Group) -> ReplicaReply:
         async with asyncio.timeout(self.limit):
