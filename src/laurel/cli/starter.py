@@ -10,6 +10,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -73,6 +74,8 @@ class Chosen:
     """The place of the first malformed row, at which training would stop; empty without one."""
     longest: float = math.inf
     """The longest sequence that the model accepts, in tokens; infinite if it is unknown."""
+    num_parameters: int = 0
+    """The number of the model's parameters; 0 if it is unknown."""
 
 
 def run_init(
@@ -239,15 +242,16 @@ def _model(said: str, *, trainer: str) -> Chosen:
     is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
     if not is_gguf(said):
         check_not_missing(f"./{said}" if is_path else said, key="--model")
+    quiet_libraries()
     if not (is_gguf(said) or Path(said).expanduser().is_dir()):
         note = f"{said} is no directory here, so it is read from the Hugging Face hub; unchecked"
-        return Chosen(settings={"policy.model_name": json.dumps(said)}, notes=[note])
+        chosen = Chosen(settings={"policy.model_name": json.dumps(said)}, notes=[note])
+        with suppress(ModelError):  # the hub need not be reached before the run
+            return _sized(replace(chosen, notes=[f"{note} but for its configuration"]), said)
+        return chosen
     with speaking(Terms({"policy.model_name": "--model"})):
-        from laurel.models.loading.pretrained import read_config
-        from laurel.models.spec import ModelSpec
         from laurel.models.tokenizer import load_tokenizer
 
-        quiet_libraries()
         found = find_model(said)
         is_model = (Path(said).expanduser() / "config.json").is_file()
         name = said if is_model or found.gguf is not None else os.path.relpath(found.name)
@@ -260,9 +264,20 @@ def _model(said: str, *, trainer: str) -> Chosen:
         except ModelError:
             settings["policy.tokenizer.chat_template"] = "chatml"
             notes.append(f"{name} has no chat template: the configuration chooses chatml")
-        network = read_config(ModelSpec(), found.name).get_text_config()
-        longest = getattr(network, "max_position_embeddings", None) or math.inf
-        return Chosen(settings=settings, notes=notes, longest=longest)
+        return _sized(Chosen(settings=settings, notes=notes), found.name)
+
+
+def _sized(chosen: Chosen, name: str) -> Chosen:
+    """Add what the configuration of a model says of its size, for which no weight is read."""
+    from laurel.models.loading.pretrained import count_parameters, read_config
+    from laurel.models.spec import ModelSpec
+
+    network = read_config(ModelSpec(), name).get_text_config()
+    return replace(
+        chosen,
+        longest=getattr(network, "max_position_embeddings", None) or math.inf,
+        num_parameters=count_parameters(ModelSpec(name=name)),
+    )
 
 
 def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:
@@ -366,14 +381,18 @@ def _write(
         own["env.reward_model.precision"] = own["policy.precision"]
     chosen = {**model.settings, **rows.settings}
     is_new = chosen["policy.model_name"] == "null"
-    new = _TABLE["scratch"][device] | table["scratch"] if is_new else {}
-    settings = {key: json.dumps(value) for key, value in (own | new).items()} | chosen
+    scratch, small = _TABLE["scratch"], _TABLE["small"]
+    special: dict[str, Any] = {}
+    about: dict[str, str] = {}
+    if is_new:
+        special, about = scratch[device] | table["scratch"], scratch["about"]
+    elif 0 < model.num_parameters < small["max_parameters"]:
+        special, about = table["small"], small["about"]
+    settings = {key: json.dumps(value) for key, value in (own | special).items()} | chosen
     overrides = [f"{key}={value}" for key, value in settings.items()]
     config = load_config(SCHEMAS[table["trainer"]], None, overrides).config
-    keys = {*_TABLE["common_keys"], *table.get("grpo_keys", ()), *table["keys"], *chosen, *new}
-    text = to_yaml(
-        config, describe=True, keys=keys, more=_TABLE["scratch"]["about"] if is_new else {}
-    )
+    keys = {*_TABLE["common_keys"], *table.get("grpo_keys", ()), *table["keys"], *chosen, *special}
+    text = to_yaml(config, describe=True, keys=keys, more=about)
     if rows.columns:
         names = visible(", ".join(rows.columns))
         asked = (

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import constants
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
@@ -43,7 +44,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty directory to work in, but for data of each task."""
+    """An empty directory to work in, but for data of each task; the hub is never asked."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     for task, rows in ROWS.items():
         write(tmp_path / f"{task}.jsonl", rows)
@@ -120,6 +122,52 @@ def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task, here):
     text = " ".join((here / f"{task}.yaml").read_text(encoding="utf-8").replace("#", "").split())
     assert "The model is new, and policy.scratch describes it." in text
     assert "This learning rate (lr) suits a small, newly initialized model." in text
+
+
+def config_directory(directory, **sizes):
+    """The configuration of a model alone."""
+    directory.mkdir(parents=True)
+    sizes = {"model_type": "llama", "vocab_size": 512, "num_hidden_layers": 2} | sizes
+    (directory / "config.json").write_text(json.dumps(sizes))
+    return directory
+
+
+@pytest.mark.parametrize(("task", "rate"), [("rm", 3e-5), ("grpo-math", 1e-5)])
+def test_a_small_pretrained_model_has_a_learning_rate_of_its_own(task, rate, here, model, capsys):
+    def written(name):
+        init(task, name, force=True)
+        path = here / f"{task}.yaml"
+        config: Any = load_config(SCHEMAS[TASKS[task]["trainer"]], path).config
+        text = " ".join(path.read_text(encoding="utf-8").replace("#", "").split())
+        return config.policy, "No sweep chose it" in text
+
+    default: Any = load_config(SCHEMAS[TASKS[task]["trainer"]], None, ["policy.scratch={}"]).config
+    default_kwargs = default.policy.optimizer.kwargs
+    policy, is_said = written(model)
+    assert policy.optimizer.kwargs == {**default_kwargs, "lr": rate}
+    assert is_said
+    large = config_directory(here / "large", hidden_size=4096, intermediate_size=16384)
+    assert written(str(large))[0].optimizer.kwargs == default_kwargs
+    assert not written(str(large))[1]
+    policy, is_said = written("someone/unknown")
+    assert (policy.optimizer.kwargs, is_said) == (default_kwargs, False)
+    assert "so it is read from the Hugging Face hub; unchecked\n" in capsys.readouterr().err
+
+
+def test_the_configuration_of_a_model_on_the_hub_is_read(here, monkeypatch, capsys):
+    """As huggingface_hub keeps what it has fetched."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here))
+    commit = "0" * 40
+    config_directory(
+        here / "models--owner--name" / "snapshots" / commit, max_position_embeddings=96
+    )
+    (here / "models--owner--name" / "refs").mkdir()
+    (here / "models--owner--name" / "refs" / "main").write_text(commit)
+    init("rm", "owner/name")
+    config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
+    assert config.policy.max_total_sequence_length == 96
+    assert config.policy.optimizer.kwargs["lr"] == 3e-5
+    assert "hub; unchecked but for its configuration" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_for_training_does_not_stop_at_a_malformed_row(here, model, capsys):
