@@ -2,7 +2,7 @@
 
 import pytest
 
-from laurel.observe.report.findings import alarms_of, findings
+from laurel.observe.report.findings import accuracy_words, alarms_of, findings
 from report_runs import record
 
 UP = [i / 100 for i in range(100)]
@@ -21,6 +21,17 @@ def held(accuracy, longer, count=1_000):
         "validation-default/longer_wins_baseline": [longer],
         "validation-default/num_valid_samples": [count],
     }
+
+
+def test_an_accuracy_says_that_it_counts_completions_that_were_cut_off():
+    """Beside it stands that of the environment, which does not."""
+    figures = {"accuracy": 0.205, "num_valid_samples": 200.0, "truncation_rate": 0.0}
+    assert accuracy_words(figures) == "accuracy 0.2050 of 200 completions"
+    figures["truncation_rate"] = 0.01
+    assert accuracy_words(figures) == "accuracy 0.2050 of 200 completions, with those cut off"
+    pairs = accuracy_words(figures | {"longer_wins_baseline": 0.5})
+    assert pairs is not None
+    assert "cut off" not in pairs
 
 
 def test_one_curve_under_several_names_is_told_once():

@@ -798,6 +798,9 @@ def accuracy_words(figures: Mapping[str, float]) -> str | None:
         said += f" of {counted(round(count), 'pair' if has_pairs else 'completion')}"
     elif rows is not None:
         said += f" of {counted(round(rows), 'row')}"
+    if not has_pairs and figures.get("truncation_rate"):
+        # Environments count these as wrong in an accuracy of their own, whatever their reward is.
+        said += ", with those cut off"
     beside = [
         f"{label} {figures[name]:.4f}" for name, label in BASELINES.items() if name in figures
     ]
