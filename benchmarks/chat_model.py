@@ -38,31 +38,22 @@ LAUREL = (sys.executable, "-m", "laurel.cli.main")
 SET = "validation-default"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pairs:
     """Preferences to learn from, and how much of them is learned from."""
 
-    train: str
-    validation: str
+    files: str
+    """What the names of the files have before `train` and `validation`."""
     tokens: int
     """The longest conversation; longer ones lose their beginning."""
     steps: int = 40
 
 
 PAIRS = {
-    "ukp": Pairs(train="ukp_convarg1/train", validation="ukp_convarg1/validation", tokens=256),
-    "hh": Pairs(
-        train="hh_rlhf_harmless/train", validation="hh_rlhf_harmless/validation", tokens=160
-    ),
-    "ultrafeedback": Pairs(
-        train="ultrafeedback_1k/train", validation="ultrafeedback_1k/validation", tokens=384
-    ),
-    "gsm8k": Pairs(
-        train="gsm8k_model_solutions/pairs_train",
-        validation="gsm8k_model_solutions/pairs_validation",
-        tokens=384,
-        steps=100,
-    ),
+    "ukp": Pairs("ukp_convarg1/", tokens=256),
+    "hh": Pairs("hh_rlhf_harmless/", tokens=160),
+    "ultrafeedback": Pairs("ultrafeedback_1k/", tokens=384),
+    "gsm8k": Pairs("gsm8k_model_solutions/pairs_", tokens=384, steps=100),
 }
 RATES = (2e-6, 1e-5, 5e-5)
 """Learning rates of the row `rates`: that of Laurel's defaults first."""
@@ -161,8 +152,8 @@ def reward_row(options: argparse.Namespace, name: str, *changes: str, run_name: 
         f"policy.model_name={options.model}",
         f"policy.max_total_sequence_length={pairs.tokens}",
         f"rm.max_num_steps={pairs.steps}",
-        f"data.train_data_path={data(pairs.train)}",
-        f"data.val_data_path={sample(options, pairs.validation)}",
+        f"data.train_data_path={data(pairs.files + 'train')}",
+        f"data.val_data_path={sample(options, pairs.files + 'validation')}",
         *changes,
     )
     lines = metrics(run)

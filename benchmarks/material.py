@@ -179,6 +179,14 @@ def missing_data(names: Iterable[str]) -> list[str]:
     return [name for name in names if not DATA_SETS[name].path.is_file()]
 
 
+def data_set(name: str) -> DataSet:
+    """A data set whose file is there; without it the program ends."""
+    if missing_data([name]):
+        path = DATA_SETS[name].path
+        raise SystemExit(f"skipped: {path} not found in {DATA_DIR} (set LAUREL_DATA)")
+    return DATA_SETS[name]
+
+
 def load_rows(dataset: DataSet) -> list[Preference]:
     """The usable training rows of a data set."""
     from laurel.config.data import DatasetConfig

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from material import DATA_DIR, DATA_SETS, choose, load_rows, write_conversational
+from material import DATA_SETS, choose, data_set, load_rows, write_conversational
 from rounds import machine, table, write_json
 
 HERE = Path(__file__).parent
@@ -30,9 +30,7 @@ BETAS, EPS, CLIP = (0.9, 0.98), 1e-5, 1.0
 
 def main() -> None:
     options = read_options()
-    dataset = DATA_SETS[options.data]
-    if not dataset.path.is_file():
-        raise SystemExit(f"skipped: {dataset.path} not found in {DATA_DIR} (set LAUREL_DATA)")
+    dataset = data_set(options.data)
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     rows, model = work / "rows.jsonl", work / "model"

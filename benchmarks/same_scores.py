@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from material import DATA_DIR, DATA_SETS, choose, load_rows
+from material import DATA_SETS, choose, data_set, load_rows
 from reward_server import KEY, free_port, laurel_serve, server
 from rounds import machine, table, write_json
 
@@ -35,9 +35,7 @@ activations to 8 bits of mantissa in bfloat16, whose share of a score grows with
 
 def main() -> None:
     options = read_options()
-    dataset = DATA_SETS[options.data]
-    if not dataset.path.is_file():
-        raise SystemExit(f"skipped: {dataset.path} not found in {DATA_DIR} (set LAUREL_DATA)")
+    dataset = data_set(options.data)
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     exported = work / "exported"
