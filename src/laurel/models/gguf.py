@@ -127,7 +127,7 @@ def cache_folder() -> Path:
 def _find(name: str, key: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
-        return Path(os.path.realpath(path))
+        return Path(os.path.abspath(path))  # not where a link leads: the hub's cache has no names
     asked = setting_of(key, name)
     on_hub = re.fullmatch(r"(?P<model>[\w-][\w.-]*/[\w.-]+)[/:](?P<file>.+)", name)
     if on_hub and not Path(name.split("/")[0]).exists():

@@ -162,7 +162,8 @@ def test_a_file_on_the_hub(made, tmp_path, monkeypatch):
 
     snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
-    shutil.copy(made.file, snapshot / "m.gguf")
+    # The file is there under its hash, and its name is a link.
+    (snapshot / "m.gguf").symlink_to(shutil.copy(made.file, tmp_path / "0123abcd"))
     refs = tmp_path / "models--owner--name" / "refs"
     refs.mkdir()
     (refs / "main").write_text("0" * 40)
@@ -170,6 +171,7 @@ def test_a_file_on_the_hub(made, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     found = local_files("owner/name/m.gguf")
+    assert local_files(str(snapshot / "m.gguf")) == found, "by its path, too"
     assert local_files("owner/name:m.gguf") == found
     assert Path(found).name.startswith("m-")
     with pytest.raises(ModelError, match=r"owner/name/n\.gguf cannot be fetched from the hub"):
