@@ -354,10 +354,14 @@ def component_weights(
     names, given = sorted(set[str]().union(*each)), estimator.reward_weights
     chosen = sorted(given) if isinstance(given, dict) else names
     where = "grpo.adv_estimator"
-    if not names or any(not own.issuperset(set(chosen) & set(names)) for own in each):
+    missing = [name for name in names if name in chosen and any(name not in own for own in each)]
+    if not names or missing:
+        found = ", ".join(names) or "none"
+        if missing:
+            found += f"; some samples have no {missing[0]}, or one that is not finite"
         raise ConfigError(
             f"{where}.name={estimator.name} needs an environment that gives every sample the same "
-            f"named components of its reward (found: {', '.join(names) or 'none'}): a composite "
+            f"named components of its reward (found: {found}): a composite "
             "(env.composite), a function that returns a dictionary of numbers, or an environment "
             f"that returns a dictionary of rewards. Use {where}.name=grpo otherwise"
         )

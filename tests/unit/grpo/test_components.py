@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +25,7 @@ from laurel.errors import ConfigError
 from laurel.grpo.advantages import component_weights
 from laurel.grpo.metrics import rollout_metrics
 from laurel.rewards.ensemble import EnsembleScorer, Member
-from laurel.rewards.function import FunctionScorer
+from laurel.rewards.function import FunctionScorer, score_of_result
 from laurel.run.grpo import check_components
 from laurel.types import RolloutGroup
 from policy_fakes import SAMPLING, Judge, ScriptedGenerator, rollouts_of, saying, task
@@ -184,6 +185,13 @@ def test_weights_that_fit() -> None:
         [{"b": 2.0}, {"b": 1.0, "length": 9.0}],
         chosen.model_copy(update={"reward_weights": {"b": 1.0}}),
     ) == {"b": 1.0}
+
+
+def test_a_component_that_a_sample_lacks_is_named() -> None:
+    """A function's numbers that are not finite are none."""
+    samples = [score_of_result({"score": 1.0, "a": 1.0, "b": b}).parts for b in (0.0, math.nan)]
+    with pytest.raises(ConfigError, match=r"found: a, b; some samples have no b, or one that is"):
+        component_weights(samples, AdvantageConfig(name="gdpo"))
 
 
 def test_weights_of_nothing_are_refused() -> None:
