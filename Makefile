@@ -66,8 +66,9 @@ PYTEST := $(BIN)/python $(SIDE_BY_SIDE)
 test: $(STAMP)
 	$(PYTEST) -m 'not slow'
 
+# Without those of `make test-real`, which would run twice where both are made.
 test-all: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) --ignore=tests/real
 
 # vLLM pins other versions than the rest, so it has an environment of its own. Its CPU build wants
 # torch's CPU build, and pulls three packages built for another torch, which break its import.

@@ -201,6 +201,9 @@ def laurel(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 class WarmPython:
     """Forks processes from one that has loaded torch (`warm_cli.py`), which takes seconds."""
 
+    patience = 300.0
+    """Seconds until a process is killed."""
+
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="laurel-warm-")
         self._server = subprocess.Popen(
@@ -229,10 +232,13 @@ class WarmPython:
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
         process = int(self._server.stdout.readline())
-        patience = threading.Timer(300, os.kill, (process, signal.SIGKILL))
-        patience.start()
+        begun = time.monotonic()
+        killer = threading.Timer(self.patience, os.kill, (process, signal.SIGKILL))
+        killer.start()
         status = int(self._server.stdout.readline())
-        patience.cancel()
+        killer.cancel()
+        if time.monotonic() >= begun + self.patience:
+            raise subprocess.TimeoutExpired(command, self.patience)
         texts = (file.read_text(encoding="utf-8") for file in files.values())
         return subprocess.CompletedProcess(command, status, *texts)
 

@@ -196,6 +196,14 @@ def test_no_file_is_divided_by_banners(house: list[Source]) -> None:
     assert banners(house) == []
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_figure_shows_the_rooms_of_today(theme: str) -> None:
+    """`python docs/make_figures.py` draws it anew."""
+    figure = (ROOT / "docs" / "assets" / f"rooms-{theme}.svg").read_text(encoding="utf-8")
+    shown = ([room for room in layer if room != "__main__"] for layer in LAYERS[1:])
+    assert f"low to high: {'; '.join(', '.join(layer) for layer in shown)}</title>" in figure
+
+
 def test_the_house_is_easy_to_find_ones_way_in() -> None:
     form = House()
     assert form.circles() == []

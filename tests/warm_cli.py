@@ -13,9 +13,8 @@ import sys
 import traceback
 import types
 
-from laurel.cli.main import main as laurel  # noqa: F401  what most programs import
-
 HEAVY = (
+    "laurel.cli.main",
     "transformers.models.qwen3.modeling_qwen3",
     "laurel.grpo.loop",
     "laurel.training.reward_model",

