@@ -235,6 +235,7 @@ def prediction(
         "env.reward_model.enabled=true",
         "env.reward_model.model_name=judge",
         f"env.reward_model.precision={precision}",
+        f"env.reward_model.compile={compiles}",
         f"env.reward_model.batch_tokens={budget}",
     ]
     request = request_of(load_config(GRPORun, None, changes).config)

@@ -127,7 +127,9 @@ def computed(
     if way == "float64":
         network.double()
     elif way == "weights in bfloat16":
-        network.bfloat16()
+        # As a model is loaded: rotary frequencies, which are buffers, stay float32.
+        for parameter in network.parameters():
+            parameter.data = parameter.data.bfloat16()
     network.set_attn_implementation(FOREST)
     if way == "float32 weights, stream in float32":
         network.rounds_residual_stream = False  # so that the model leaves it as it is

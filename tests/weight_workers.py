@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ def from_shared_memory(handle: GpuHandle, device: int) -> Tensor:
     return torch.from_file(path, shared=True, size=handle.num_bytes, dtype=torch.uint8)
 
 
+def shared_blocks() -> int:
+    """How many blocks of shared memory this process has open, its own and those of others."""
+    return Path("/proc/self/maps").read_text().count("/memfd:block")
+
+
 def one_gpu() -> dict[str, torch.device]:
     return {"GPU-1": torch.device("cpu")}
 
@@ -80,6 +86,9 @@ class Giving(WeightExporter):
 
     def shared_memory(self, num_bytes: int) -> SharedMemory:
         return SharedMemory(one_gpu(), num_bytes=num_bytes, share=in_shared_memory)
+
+    def shared_blocks(self) -> int:
+        return shared_blocks()
 
     def learn(self, seed: int) -> None:
         self._seed = seed
@@ -156,6 +165,9 @@ class KeepingWorker(EngineWorker):
     def see_no_gpu(self) -> None:
         self._opened = OpenedMemory(visible=dict, open_handle=from_shared_memory)
 
+    def shared_blocks(self) -> int:
+        return shared_blocks()
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -173,6 +185,10 @@ class GivingOnGpu(Giving):
 
     def shared_memory(self, num_bytes: int) -> SharedMemory:
         return WeightExporter.shared_memory(self, num_bytes)
+
+    def allocated(self) -> int:
+        torch.cuda.ipc_collect()
+        return torch.cuda.memory_allocated()
 
 
 class OpeningOnGpu:

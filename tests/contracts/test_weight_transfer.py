@@ -281,6 +281,19 @@ def test_an_engine_on_another_gpu_gets_its_weights_through_rays_store(play):
     assert said.endswith("through Ray's object store, and all later ones too")
 
 
+@pytest.mark.parametrize("ends", ["well", "refused", "by another way"])
+def test_shared_memory_is_closed_however_a_transfer_ends(play, ends):
+    playing = play("ipc")
+    if ends == "refused":
+        playing.groups[0].call("expect", refuses="small")
+    if ends == "by another way":
+        playing.groups[1].call("see_no_gpu")
+    with pytest.raises(EngineError) if ends == "refused" else contextlib.nullcontext():
+        playing.give(1)
+    everybody = (playing.learner, *playing.groups.values())
+    assert [one.call_one(0, "shared_blocks") for one in everybody] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("way", ["broadcast", "ipc"])
 def test_weights_that_nobody_can_send(play, way):
     playing = play(way)

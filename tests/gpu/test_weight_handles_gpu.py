@@ -22,13 +22,20 @@ def test_another_process_reads_a_chunk():
         ProcessGroup("generation", 1, OpeningOnGpu) as engine,
     ):
         learner.call("learn", 1)
+        before = learner.call("allocated")
         for _ in range(2):
             found = {}
             learner.call("open_handles", False, held, 1024)
             while (chunk := learner.call("next_handles")[0]) is not None:
                 found |= engine.call("copied", chunk)[0]
             engine.call("close")
+            learner.call("close_handles")
             assert list(found) == list(expected)
             for name, tensor in expected.items():
                 assert found[name].dtype == tensor.dtype
                 assert torch.equal(found[name], tensor), name
+        # A block that nobody opens is given back as well.
+        learner.call("open_handles", False, held, 1024)
+        assert learner.call("next_handles")[0] is not None
+        learner.call("close_handles")
+        assert learner.call("allocated") == before

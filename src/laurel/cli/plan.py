@@ -397,12 +397,12 @@ def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator
             f"              activations of {tokens} tokens in {shape.num_layers} layers of width "
             f"{shape.hidden_size}, {shape.intermediate_size} / tp {role.mesh.tp}: {how}"
         )
-    judge = plan.role("reward_model")
-    if judge is not None:
-        for precision, shape in zip(request.judging, shapes.reward_models, strict=False):
+    role = plan.role("reward_model")
+    if role is not None:
+        for judge, shape in zip(request.judging, shapes.reward_models, strict=False):
             yield (
-                f"reward model  {_count(shape.num_parameters)} parameters in {precision} / "
-                f"{judge.mesh.group_size} ranks of each of {judge.mesh.dp} replicas"
+                f"reward model  {_count(shape.num_parameters)} parameters in {judge.precision} / "
+                f"{role.mesh.group_size} ranks of each of {role.mesh.dp} replicas"
             )
 
 

@@ -236,12 +236,15 @@ class EngineWorker:
         try:
             bucket = self._opened.copy(chunk)
         except (BroadcastError, RuntimeError) as error:
-            self._opened.close()
             return torch_error_text(error) if isinstance(error, RuntimeError) else str(error)
         stream.put(bucket)
         if update.done():
             update.result()
         return None
+
+    def close_handles(self) -> None:
+        """Close the memory that `take_handles` has opened."""
+        self._opened.close()
 
     def repeat_weights(self) -> None:
         """Prepare for all buckets to be sent again; tensors that arrived before are skipped."""
@@ -255,7 +258,6 @@ class EngineWorker:
             EngineError: The engine refuses the weights.
         """
         stream, update = self._under_way()
-        self._opened.close()
         stream.complete()
         self._stream = self._update = None
         update.result()

@@ -180,8 +180,9 @@ def _changes(
         if request.drawing is not None and request.drawing.uses_vllm:
             yield from _larger_groups(request, plan, shapes, "generation")
     else:
-        if request.judging == ("float32",):
-            narrow = replace(request, judging=("bfloat16",))
+        if [judge.precision for judge in request.judging] == ["float32"]:
+            judges = (replace(request.judging[0], precision="bfloat16"),)
+            narrow = replace(request, judging=judges)
             yield _Change(setting="env.reward_model.precision=bfloat16", request=narrow, plan=plan)
         yield from _larger_groups(request, plan, shapes, "reward_model")
 

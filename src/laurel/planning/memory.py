@@ -441,8 +441,8 @@ def _judging(
         return {}
     tokens = plan.batch("reward_model").tokens
     found = [
-        judging_memory(precision, shape, role.mesh, tokens=tokens)
-        for precision, shape in zip(request.judging, shapes.reward_models, strict=True)
+        judging_memory(judge.precision, shape, role.mesh, tokens=tokens)
+        for judge, shape in zip(request.judging, shapes.reward_models, strict=True)
     ]
     return {name: sum(parts[name] for parts in found) for name in found[0]}
 

@@ -146,6 +146,16 @@ class DrawingRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgingRequest:
+    """The settings of a loaded reward model, which scores (judges) completions."""
+
+    precision: Precision
+    """Dtype of its weights."""
+    compiles: Literal["auto"] | bool = "auto"
+    """Whether its layers are compiled; `auto`: on a GPU that has the whole model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest:
     """The roles of a run, the needs of each, and the size of the cluster."""
 
@@ -156,8 +166,8 @@ class ClusterRequest:
     training: TrainingRequest
     drawing: DrawingRequest | None = None
     """How completions are generated; None if the run generates none."""
-    judging: tuple[Precision, ...] = ()
-    """Dtype of the weights of each loaded reward model, which scores (judges) completions."""
+    judging: tuple[JudgingRequest, ...] = ()
+    """The settings of each loaded reward model."""
     step: StepRequest | None = None
     """Completions of a training step, to be divided evenly; None if there is no such constraint."""
     placement: Mapping[RoleName, RolePlacement] | None = None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -27,7 +27,13 @@ from laurel.planning.memory import (
     key_value_bytes,
 )
 from laurel.planning.plan import Plan
-from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest, Workload
+from laurel.planning.request import (
+    ClusterRequest,
+    JudgingRequest,
+    RoleName,
+    TrainingRequest,
+    Workload,
+)
 from laurel.planning.roles import Mesh, RolePlan
 
 PhaseName = Literal["generation", "scoring", "log-probs", "training", "weight transfer"]
@@ -37,9 +43,9 @@ HOST_RATE = 1e9
 """Bytes per second of a broadcast over gloo: `benchmarks/weight_transfer.py` measured 474 MB to two
 replicas in 0.46 s."""
 COMPILED = 0.25
-"""The part of the elementwise bytes of layers that is left where they are compiled. The compiler of
-torch 2.11 counted 0.23 in training and 0.28 in scoring; `benchmarks/counted.py --of compiled` asks
-it."""
+"""The part of the elementwise bytes of layers that is left where they are compiled, until a GPU has
+shown one. `benchmarks/counted.py --of compiled` asks torch's compiler: that of torch 2.11 counted
+0.23 in training and 0.28 in scoring, that of torch 2.13 for CPUs 0.16 and 0.21 (docs/gpu.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,16 +193,16 @@ def step_time(
         device: Peak rates of each device.
         efficiency: Fractions of the peak rates that kernels reach.
     """
-    clock = _Clock(device, efficiency)
+    run = _Run(request, plan, _Clock(device, efficiency))
     phases: list[PhaseTime] = []
     policy, shape = plan.role("policy"), shapes.policy
     if policy is not None and shape is not None:
-        phases += _of_policy(request, plan, policy, shape, workload, clock)
+        phases += _of_policy(run, policy, shape, workload)
     judge = plan.role("reward_model")
     if judge is not None and shapes.reward_models:
         # A group that is larger than a pass is scored in one all the same.
         shared, padded = (
-            _scoring(request, plan, judge, shapes, work, clock)
+            _scoring(run, judge, shapes, work)
             for work in (_on(judge.mesh, workload), workload.padded())
         )
         phases.append(_phase("scoring", judge, shared, padded))
@@ -298,6 +304,14 @@ class _Clock:
         return self.device.link if len(nodes) == 1 else self.device.network
 
 
+class _Run(NamedTuple):
+    """A run, its plan, and the clock of its devices."""
+
+    request: ClusterRequest
+    plan: Plan
+    clock: _Clock
+
+
 def _together(costs: list[Cost]) -> Cost:
     """Return the cost of several costs in sequence; the longest one determines the limit."""
     longest = max(costs, key=lambda cost: cost.seconds)
@@ -362,29 +376,23 @@ def cast_bytes(shape: ModelShape, *, passes: float, trains: bool, frozen: bool) 
 
 
 def _of_policy(
-    request: ClusterRequest,
-    plan: Plan,
-    policy: RolePlan,
-    shape: ModelShape,
-    workload: Workload,
-    clock: _Clock,
+    run: _Run, policy: RolePlan, shape: ModelShape, workload: Workload
 ) -> Iterator[PhaseTime]:
+    request, plan, _ = run
     step = request.step
     divided = workload if step is None else workload.divided(plan.batch("policy").tokens)
     works = (_on(policy.mesh, divided), workload.padded())
-    shared, padded = (_training(request, plan, policy, shape, work, clock) for work in works)
+    shared, padded = (_training(run, policy, shape, work) for work in works)
     yield _phase("training", policy, shared, padded)
     generation = plan.role("generation")
     if step is None or generation is None or request.drawing is None:
         return
-    shared, padded = (
-        _generation(request, plan, shape, work, clock) for work in (workload, workload.padded())
-    )
+    shared, padded = (_generation(run, shape, work) for work in (workload, workload.padded()))
     yield _phase("generation", generation, shared, padded)
     if step.logprob_passes:
-        shared, padded = (_logprobs(request, plan, policy, shape, work, clock) for work in works)
+        shared, padded = (_logprobs(run, policy, shape, work) for work in works)
         yield _phase("log-probs", policy, shared, padded)
-    transfer = _transfer(request, policy, generation, shape, clock)
+    transfer = _transfer(run, policy, generation, shape)
     yield _phase("weight transfer", policy, transfer, transfer)
 
 
@@ -398,31 +406,22 @@ def _passes(clock: _Clock, precision: Precision, flops: float, mesh: Mesh) -> Co
     return clock.cost(precision, flops=flops / mesh.size)
 
 
-def _logprobs(
-    request: ClusterRequest,
-    plan: Plan,
-    role: RolePlan,
-    shape: ModelShape,
-    workload: Workload,
-    clock: _Clock,
-) -> Cost:
+def _logprobs(run: _Run, role: RolePlan, shape: ModelShape, workload: Workload) -> Cost:
+    request, _, clock = run
     assert request.step is not None
-    precision, times = request.training.precision, request.step.logprob_passes
+    training, times = request.training, request.step.logprob_passes
     flops = forward_operations(shape, workload, has_logits=True).total
-    products = _passes(clock, precision, times * flops, role.mesh)
-    moved = _elementwise(
-        request, plan, role, shape, workload, precision, trains=False, has_logits=True
-    )
-    return _together([products, clock.cost(precision, memory_bytes=times * moved)])
+    products = _passes(clock, training.precision, times * flops, role.mesh)
+    moved = _elementwise(run, role, shape, workload, training, trains=False, has_logits=True)
+    return _together([products, clock.cost(training.precision, memory_bytes=times * moved)])
 
 
 def _elementwise(
-    request: ClusterRequest,
-    plan: Plan,
+    run: _Run,
     role: RolePlan,
     shape: ModelShape,
     workload: Workload,
-    precision: Precision,
+    settings: TrainingRequest | JudgingRequest,
     *,
     trains: bool,
     has_logits: bool,
@@ -431,11 +430,14 @@ def _elementwise(
 
     The efficiency of products on a CPU is measured with these operations.
     """
+    request, plan, _ = run
     training, mesh = request.training, role.mesh
     if request.device == "cpu":
         return 0.0
-    is_policy = role.name == "policy"
-    compiles = mesh.size == 1 if training.compiles == "auto" or not is_policy else training.compiles
+    # Ranks of a policy divide its weights; each replica of a reward model has all of them.
+    is_policy = isinstance(settings, TrainingRequest)
+    is_whole = (mesh.size if is_policy else mesh.group_size) == 1
+    compiles = is_whole if settings.compiles == "auto" else settings.compiles
     layers = layer_bytes(
         shape,
         tokens=workload.tokens,
@@ -446,7 +448,7 @@ def _elementwise(
     head = head_bytes(shape, tokens=completions, trains=trains) if has_logits else 0.0
     moved = layers * (COMPILED if compiles else 1.0) + head
     # Twice as wide numbers move nearly twice the bytes.
-    width = COMPUTE_BYTES[precision]
+    width = COMPUTE_BYTES[settings.precision]
     casts = 0.0
     if is_policy and width < MASTER_BYTES:
         batch = plan.batch("policy")
@@ -457,14 +459,8 @@ def _elementwise(
     return (moved * width / 2 + casts) / mesh.size
 
 
-def _training(
-    request: ClusterRequest,
-    plan: Plan,
-    role: RolePlan,
-    shape: ModelShape,
-    workload: Workload,
-    clock: _Clock,
-) -> Cost:
+def _training(run: _Run, role: RolePlan, shape: ModelShape, workload: Workload) -> Cost:
+    request, plan, clock = run
     training, mesh, batch = request.training, role.mesh, plan.batch("policy")
     forward = forward_operations(shape, workload, has_logits=training.has_logits)
     width = COMPUTE_BYTES[training.precision]
@@ -498,61 +494,41 @@ def _training(
         memory_bytes=batch.updates * accesses * MASTER_BYTES * trained / mesh.size,
     )
     moved = _elementwise(
-        request,
-        plan,
-        role,
-        shape,
-        workload,
-        training.precision,
-        trains=True,
-        has_logits=training.has_logits,
+        run, role, shape, workload, training, trains=True, has_logits=training.has_logits
     )
     elementwise = clock.cost(training.precision, memory_bytes=moved)
     return _together([products, elementwise, waiting, states])
 
 
-def _scoring(
-    request: ClusterRequest,
-    plan: Plan,
-    role: RolePlan,
-    shapes: Shapes,
-    workload: Workload,
-    clock: _Clock,
-) -> Cost:
+def _scoring(run: _Run, role: RolePlan, shapes: Shapes, workload: Workload) -> Cost:
     """Return the cost of all reward models, which read all conversations one after the other."""
+    request, plan, clock = run
     batch = plan.batch("reward_model")
     passes = -(-workload.tokens / role.mesh.dp // batch.tokens)
     costs = []
-    for precision, shape in zip(request.judging, shapes.reward_models, strict=True):
+    for judge, shape in zip(request.judging, shapes.reward_models, strict=True):
         forward = forward_operations(shape, workload, has_logits=False)
-        weights = COMPUTE_BYTES[precision] * shape.num_parameters / role.mesh.group_size
+        weights = COMPUTE_BYTES[judge.precision] * shape.num_parameters / role.mesh.group_size
         costs.append(
             clock.cost(
-                precision,
+                judge.precision,
                 flops=forward.total / role.mesh.size,
                 memory_bytes=passes * weights,
             )
         )
-        moved = _elementwise(
-            request, plan, role, shape, workload, precision, trains=False, has_logits=False
-        )
-        costs.append(clock.cost(precision, memory_bytes=moved))
+        moved = _elementwise(run, role, shape, workload, judge, trains=False, has_logits=False)
+        costs.append(clock.cost(judge.precision, memory_bytes=moved))
     return _together(costs)
 
 
-def _generation(
-    request: ClusterRequest,
-    plan: Plan,
-    shape: ModelShape,
-    workload: Workload,
-    clock: _Clock,
-) -> Cost:
+def _generation(run: _Run, shape: ModelShape, workload: Workload) -> Cost:
     """Return the cost of prompts in one pass each, then of decoding token by token.
 
     Each decoding step reads the weights and all keys and values once. Engines share a prompt's keys
     and values in memory; the engine in process also reads them once for all completions of the
     prompt.
     """
+    request, plan, clock = run
     role, drawing, batch = plan.role("generation"), request.drawing, plan.batch("generation")
     assert role is not None
     assert drawing is not None
@@ -598,13 +574,7 @@ def _generation(
     return _together(costs)
 
 
-def _transfer(
-    request: ClusterRequest,
-    policy: RolePlan,
-    generation: RolePlan,
-    shape: ModelShape,
-    clock: _Clock,
-) -> Cost:
+def _transfer(run: _Run, policy: RolePlan, generation: RolePlan, shape: ModelShape) -> Cost:
     """Return the cost of sending the changed weights from the learner to all engines.
 
     The engine in process samples from the learner's own weights; other engines of ours get float32,
@@ -612,6 +582,7 @@ def _transfer(
     NCCL; on the same GPUs they are copied in memory, up to five times; on CPUs, and where it is
     set, they go through the host.
     """
+    request, _, clock = run
     training, drawing = request.training, request.drawing
     assert drawing is not None
     changed = shape.num_parameters

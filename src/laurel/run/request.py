@@ -18,6 +18,7 @@ from laurel.planning.request import (
     BatchRequest,
     ClusterRequest,
     DrawingRequest,
+    JudgingRequest,
     OwnSlots,
     RoleName,
     RoleRequest,
@@ -56,7 +57,10 @@ def request_of(config: Run) -> ClusterRequest:
             chunk_tokens=config.policy.logprob_chunk_size,
         ),
         drawing=_drawing(config),
-        judging=tuple(judge.precision for judge in config.env.reward_model.loaded),
+        judging=tuple(
+            JudgingRequest(precision=judge.precision, compiles=judge.compile)
+            for judge in config.env.reward_model.loaded
+        ),
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,

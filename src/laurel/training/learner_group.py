@@ -351,10 +351,7 @@ class WeightExporter(ABC):
 
         All ranks call this together, when every engine has copied the chunk before.
         """
-        chunk = next(self._chunks, None)
-        if chunk is None:
-            self.close_handles()
-        return chunk
+        return next(self._chunks, None)
 
     def close_handles(self) -> None:
         """Release the shared memory."""

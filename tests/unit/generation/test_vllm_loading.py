@@ -10,12 +10,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from laurel.errors import ConfigError, EngineError
 from laurel.generation.vllm.loading import Loader, WeightLoading, choose_loading
 from laurel.generation.vllm.worker import ipc_update
-from laurel.generation.weights.handles import GpuHandle, SharedMemory
+from laurel.generation.weights.handles import GpuHandle, SharedMemory, handle_of
 from laurel.generation.weights.held import HeldDtype, as_held
 from laurel.types import Weights
 from vllm_engines import require_vllm
@@ -35,7 +36,7 @@ class Vllm:
 
     def __init__(self, gpus=("A", "B"), reads=None):
         self.gpus, self.reads = gpus, reads
-        self.blocks, self.asked, self.came = {}, [], {}
+        self.blocks, self.asked, self.came, self.opened = {}, [], {}, set()
         self.fails_at = None
 
     def share(self, block):
@@ -70,6 +71,7 @@ class Vllm:
         arguments = update["ipc_handles"][gpu]
         inspect.signature(rebuild_cuda_tensor).bind(*arguments)
         block = self.blocks[arguments[12]]
+        self.opened.add(arguments[12])
         assert arguments[:4] == (torch.Tensor, block.shape, block.stride(), 0)
         assert arguments[4:6] == (torch.storage.TypedStorage, torch.uint8)
         for name, values in unpacked(block, update).items():
@@ -142,6 +144,7 @@ def test_every_worker_reads_every_weight_rounded_once():
         assert vllm.asked[0] == "start_weight_update"
         assert vllm.asked[-1] == "finish_weight_update"
         assert vllm.asked.count("laurel_take_chunk") == len(vllm.asked) - 2 > 2
+        assert vllm.opened == set(vllm.blocks)
         expected = dict(as_held(SENT.items(), options.get("held")))
         for gpu in "AB":
             assert list(vllm.came[gpu]) == list(SENT)
@@ -180,6 +183,17 @@ def test_vllm_knows_the_update():
     found = dict(unpack_tensor(block[: sum(update.tensor_sizes)], *columns))
     assert all(torch.equal(found[name], SENT[name]) for name in update.names)
     assert IPCWeightTransferEngine.init_info_cls(packed=True).packed
+
+
+def test_a_handle_that_nobody_opens_holds_no_memory(monkeypatch):
+    """Torch counts a shared block as open once, from when it is shared."""
+    shared = GpuHandle(8, b"memory", 8, 2, b"counter", 3, b"event", True)
+    released = []
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (None, shared.arguments(0)))
+    release = staticmethod(lambda *given: released.append(given))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release, raising=False)
+    assert handle_of(torch.zeros(8, dtype=torch.uint8)) == shared
+    assert released == [(b"counter", 3)]
 
 
 def test_a_handle_has_the_fields_that_torch_gives():

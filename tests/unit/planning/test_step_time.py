@@ -22,6 +22,7 @@ from laurel.planning.step_time import (
     device_named,
     forward_operations,
     known_devices,
+    layer_bytes,
     step_time,
     training_operations,
 )
@@ -231,6 +232,26 @@ ELEMENTWISE = (
     "env.reward_model.precision=bfloat16",
     "cluster.gpus_per_node=1",
 )
+
+
+def scored_bytes(compiles, *changes):
+    changes = [*changes, f"env.reward_model.compile={compiles}"]
+    shapes = Shapes(reward_models=(SHAPE,))
+    return phases(timed(*changes, shapes=shapes, base=ELEMENTWISE))["scoring"].shared.memory_bytes
+
+
+def test_a_reward_models_own_setting_says_whether_its_layers_are_compiled():
+    plain, compiled = scored_bytes("false"), scored_bytes("true")
+    layers = layer_bytes(SHAPE, tokens=WORK.tokens, trains=False, recomputes=False)
+    assert plain - compiled == pytest.approx((1 - COMPILED) * layers)
+    assert scored_bytes("auto") == compiled
+    # By default each of two replicas compiles, but not two ranks that divide the model.
+    slots = "cluster.gpus_per_node=2"
+    assert scored_bytes("auto", slots) == scored_bytes("true", slots) < scored_bytes("false", slots)
+    divided = (slots, "env.reward_model.dtensor_cfg.tensor_parallel_size=2")
+    assert scored_bytes("auto", *divided) == scored_bytes("false", *divided)
+
+
 PARTS_OF_WAY = {"training": 3, "log-probs": 1, "scoring": 1}
 
 

@@ -62,7 +62,12 @@ def handle_of(block: Tensor) -> GpuHandle:
     """Return a handle of a block of uint8 on a GPU."""
     reduce: Any = reductions.reduce_tensor
     _, found = reduce(block)
-    return GpuHandle(block.numel(), *found[7:10], *found[11:])
+    handle = GpuHandle(block.numel(), *found[7:10], *found[11:])
+    # Torch would hold the memory until it has been opened and closed once, for ever where nobody
+    # opens it. Here its owner knows when it has been read.
+    storage: Any = torch.UntypedStorage
+    storage._release_ipc_counter(handle.counter, handle.counter_offset)
+    return handle
 
 
 def opened(handle: GpuHandle, device: int) -> Tensor:
@@ -108,7 +113,7 @@ class OpenedMemory:
         self._visible = visible
         self._open = open_handle
         self._last: tuple[GpuHandle, Tensor] | None = None
-        """The memory that is open: each handle may be opened once, and serves all its chunks."""
+        """The memory that is open, which serves all chunks of a handle."""
 
     def copy(self, chunk: Chunk) -> Bucket:
         """Copy a chunk, of which its process may then write the next one.
@@ -148,7 +153,7 @@ class SharedMemory:
         num_bytes: int = CHUNK_BYTES,
         share: Callable[[Tensor], GpuHandle] = handle_of,
     ) -> None:
-        """Allocate the blocks.
+        """Allocate nothing yet.
 
         Args:
             gpus: The device of each GPU in this process, by the GPU's identifier.
@@ -156,10 +161,13 @@ class SharedMemory:
             share: Makes the handle of a block.
         """
         self._gpus = dict(gpus)
+        self._num_bytes = num_bytes
         self._share = share
-        self._allocate(num_bytes)
+        self._blocks: dict[str, Tensor] = {}
+        self._handles: dict[str, GpuHandle] = {}
 
     def _allocate(self, num_bytes: int) -> None:
+        self._blocks.clear()  # the memory may serve the larger block
         self._num_bytes = num_bytes
         self._blocks = {
             gpu: torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -178,16 +186,18 @@ class SharedMemory:
             if entries and not has_room:
                 yield self._written(entries)
                 entries, filled = [], 0
-            if size > self._num_bytes:
-                self._allocate(size)
-            values = bytes_of(tensor)
-            for block in self._blocks.values():
-                block[filled : filled + size].copy_(values)
+            if size > self._num_bytes or not self._blocks:
+                self._allocate(max(size, self._num_bytes))
+            self._write(bytes_of(tensor), filled)
             dtype = str(tensor.dtype).removeprefix("torch.")
             entries.append(TensorEntry(name, dtype, tuple(tensor.shape), filled, size))
             filled += size
         if entries:
             yield self._written(entries)
+
+    def _write(self, values: Tensor, start: int) -> None:
+        for block in self._blocks.values():
+            block[start : start + len(values)].copy_(values)
 
     def _written(self, entries: list[TensorEntry]) -> Chunk:
         for block in self._blocks.values():

@@ -269,21 +269,24 @@ class HandleTransfer(DirectTransfer):
     def _send(
         self, learner: WorkerGroup, to: Fanout, *, changing_only: bool, held: HeldDtype | None
     ) -> str | None:
+        reason: str | None = None
         try:
             learner.call("open_handles", changing_only, held, self.bucket_bytes)
-            while (chunks := learner.call("next_handles"))[0] is not None:
+            while reason is None and (chunks := learner.call("next_handles"))[0] is not None:
                 handles = {gpu: handle for one in chunks for gpu, handle in one.handles.items()}
                 chunk = chunks[0]._replace(handles=handles)
                 answers = to.call("take_handles", chunk, timeout=self.patience)
-                reason: str | None = next((why for why in answers.values() if why), None)
-                if reason is not None:
-                    learner.call("close_handles")
-                    return reason
+                reason = next((why for why in answers.values() if why), None)
         except WorkerError as error:
             if not all(learner.alive()):
                 raise
-            return str(error).partition("\n")[0]
-        return None
+            reason = str(error).partition("\n")[0]
+        finally:
+            # However it ended, and first those who have the memory open.
+            to.call("close_handles", timeout=self.patience)
+            if all(learner.alive()):
+                learner.call("close_handles")
+        return reason
 
 
 class BroadcastTransfer(DirectTransfer):
