@@ -65,7 +65,7 @@ class LossConfig(OpenSection):
 
     @property
     def _loss(self) -> PreferenceLoss:
-        return plugins.find(PreferenceLoss, self.type)
+        return self.settings_of(PreferenceLoss, self.type)[0]
 
     @property
     def uses_ties(self) -> bool:
