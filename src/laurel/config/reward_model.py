@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -145,6 +145,7 @@ class RewardTrainingConfig(Section):
 class RewardTrainingRun(Section):
     """A complete configuration of `laurel rm`."""
 
+    command: ClassVar[Literal["rm"]] = "rm"
     foreign_keys: ClassVar[frozenset[str]] = foreign("RewardTrainingRun")
 
     rm: RewardTrainingConfig = RewardTrainingConfig()
