@@ -35,7 +35,7 @@ async def train(steps: int = 24, group_size: int = 8) -> list[float]:
     learner = LocalLearner(loaded.model, optimizer=adam, max_grad_norm=1.0)
     batcher = Batcher(loaded.model.path, BatchLimits(forest_tokens=4096), pad_id=0)
     loss = PolicyLoss(PolicyLossConfig(reference_policy_kl_penalty=0.0), max_length=64)
-    rule, sampling = resolve(GRPOConfig()), SamplingParams(max_new_tokens=8)
+    estimator, sampling = resolve(GRPOConfig()), SamplingParams(max_new_tokens=8)
     history = []
     for step in range(steps):
         tokens, rewards, samples = [], [], []
@@ -59,7 +59,7 @@ async def train(steps: int = 24, group_size: int = 8) -> list[float]:
                 rewards_G=tuple(rewards_G),
             )
             for group, rewards_G, advantages_G in zip(
-                samples, rewards, compute_advantages(rewards, rule).values_BG, strict=True
+                samples, rewards, compute_advantages(rewards, estimator).values_BG, strict=True
             )
         ]
         learner.update(batcher.cut(tokens, labels, micro_batch_size=4), loss)

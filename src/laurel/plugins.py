@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import math
 import sys
 import tomllib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -35,7 +37,7 @@ OWN = "laurel-rl"
 PREFIX = "laurel."
 
 
-class Plugin:
+class Plugin(ABC):
     """A plug-in of any kind. Its class is imported when its name is used, so it imports little.
 
     The docstring of the class says what it does, and stands in the generated documentation.
@@ -45,22 +47,23 @@ class Plugin:
     """The settings that it brings, a `Section`; they stand under the plug-in's name, beside the key
     that chooses it. None: it has no settings."""
 
+    @abstractmethod
+    def make(self, section: Any, given: Any, /) -> Any:
+        """Create what is used, from the plug-in's own settings and what its kind says."""
+
+
+class Choice(Plugin):
+    """A plug-in that a key of a section chooses, beside keys that may not fit it."""
+
     def check(self, settings: Any) -> None:
-        """Check the block that chooses the plug-in, such as `loss_fn`.
+        """Check the section that chooses the plug-in, such as `loss_fn`.
 
         Raises:
             ValueError: Its keys do not fit together; the message says what to change.
         """
 
-    def unread(self, settings: Any) -> dict[str, str]:
-        """Return the keys of that block that are not read with this plug-in, with the reasons.
 
-        A run in which one of them is set is refused.
-        """
-        return {}
-
-
-class Loss(Plugin):
+class Loss(Choice):
     """A loss of a policy: the term of a token, without its weight (`loss_fn.loss_type`).
 
     The divergence from the reference policy, the correction by importance sampling, the divisor and
@@ -70,6 +73,14 @@ class Loss(Plugin):
     clips: ClassVar[bool] = True
     """Whether `ratio_clip_min` and `ratio_clip_max` are read; then clipped ratios are counted."""
 
+    def unread(self, settings: Any) -> dict[str, str]:
+        """Return the keys of `loss_fn` that are not read with this loss, with the reasons.
+
+        A run in which one of them is set is refused.
+        """
+        return {}
+
+    @abstractmethod
     def make(self, section: Any, settings: Any) -> Callable[[Any], Tensor]:
         """Return the function from `training.policy_loss.TokenValues` to the losses of tokens [U].
 
@@ -77,10 +88,9 @@ class Loss(Plugin):
             section: The plug-in's own settings.
             settings: The whole section `loss_fn`.
         """
-        raise NotImplementedError
 
 
-class PreferenceLoss(Plugin):
+class PreferenceLoss(Choice):
     """A loss of a reward model (`rm.loss.type`)."""
 
     reads: ClassVar[Literal["pairs", "lists", "ratings", "steps"]] = "pairs"
@@ -96,6 +106,7 @@ class PreferenceLoss(Plugin):
     keys: ClassVar[Collection[str]] = ()
     """What it reads of those keys of `rm.loss` that not all losses read."""
 
+    @abstractmethod
     def make(self, section: Any, settings: Any) -> Callable[..., Tensor]:
         """Return the function that computes the loss, which is never divided by a batch.
 
@@ -103,14 +114,16 @@ class PreferenceLoss(Plugin):
             section: The plug-in's own settings.
             settings: The whole section `rm.loss`.
         """
-        raise NotImplementedError
 
     def count_steps(self, steps_NS: Sequence[Sequence[float]]) -> int:
-        """Return what the labels of answers add to the divisor, for a loss of steps."""
-        raise NotImplementedError
+        """Return what the labels of answers add to the divisor, for a loss of steps.
+
+        It is the number of labelled steps, if a loss does not say otherwise.
+        """
+        return sum(not math.isnan(label) for steps_S in steps_NS for label in steps_S)
 
 
-class Advantage(Plugin):
+class Advantage(Choice):
     """An estimator of advantages (`grpo.adv_estimator.name`); it checks the section `grpo`."""
 
     reads_components: ClassVar[bool] = False
@@ -130,6 +143,7 @@ class Advantage(Plugin):
         """
         return {}
 
+    @abstractmethod
     def make(self, section: Any, settings: Any) -> Callable[[Any], Any]:
         """Return the function from `grpo.advantages.Rewards` to its advantages, a `Compared`.
 
@@ -137,7 +151,6 @@ class Advantage(Plugin):
             section: The plug-in's own settings.
             settings: The `grpo.advantages.AdvantageRule` of the run.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +171,7 @@ class Logger(Plugin):
     extra: ClassVar[str | None] = None
     """The extra of Laurel that installs that package."""
 
+    @abstractmethod
     def make(self, section: Any, run: LoggerServices) -> MetricLogger:
         """Open the logger.
 
@@ -165,7 +179,6 @@ class Logger(Plugin):
             section: The plug-in's own settings.
             run: The run.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +195,7 @@ class AskedServers:
     """Tokenise in other processes; None: this process does."""
 
 
-class ServerDialect(Plugin):
+class ServerDialect(Choice):
     """A protocol of reward servers, from the client's side (`env.reward_model.url_protocol`)."""
 
     rendered: ClassVar[Literal["never", "with_model", "always"]] = "never"
@@ -191,6 +204,7 @@ class ServerDialect(Plugin):
     keys: ClassVar[Collection[str]] = ()
     """What it reads of those keys that not all dialects read: `reward_key`."""
 
+    @abstractmethod
     def make(self, section: Any, servers: AskedServers) -> Any:
         """Return a `rewards.remote.dialects.Dialect`.
 
@@ -198,7 +212,6 @@ class ServerDialect(Plugin):
             section: The plug-in's own settings.
             servers: What is known of the servers.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +241,7 @@ class EnvironmentKind(Plugin):
     must_be_graded: ClassVar[bool] = False
     """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
 
+    @abstractmethod
     def make(self, section: Any, services: EnvironmentServices) -> Any:
         """Return the environment, a `protocols.Environment`.
 
@@ -235,7 +249,6 @@ class EnvironmentKind(Plugin):
             section: The settings.
             services: What the run has.
         """
-        raise NotImplementedError
 
     def needs(self, section: Any) -> Collection[Literal["answers", "tests"]]:
         """Return what every task has to have: a known answer, or tests."""
@@ -257,6 +270,7 @@ class Rows(Plugin):
     to_do: ClassVar[str] = ""
     """What a person has to do about these."""
 
+    @abstractmethod
     def make(self, chosen: Any, environments: Any) -> Any:
         """Return the rows, a `data.tasks.MadeRows`.
 
@@ -264,10 +278,9 @@ class Rows(Plugin):
             chosen: The settings of the set, a `TaskSetConfig`.
             environments: The section `env`.
         """
-        raise NotImplementedError
 
 
-KINDS: Mapping[str, type[Plugin]] = {
+KINDS: Mapping[str, type[Any]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
     "advantages": Advantage,
@@ -299,7 +312,7 @@ class Entry:
         """Import the class and create the plug-in.
 
         Raises:
-            ConfigError: It cannot be imported, or is no plug-in of its kind.
+            ConfigError: It cannot be imported or made, or is no plug-in of its kind.
         """
         module, _, name = self.target.partition(":")
         try:
@@ -317,7 +330,18 @@ class Entry:
                 f"'{self.name}' is {self}, which is no class that derives from "
                 f"laurel.plugins.{base.__name__}"
             )
-        made: Plugin = found()
+        if lacking := sorted(getattr(found, "__abstractmethods__", ())):
+            raise ConfigError(
+                f"'{self.name}' is {self}, which lacks {' and '.join(lacking)}(): "
+                f"laurel.plugins.{base.__name__} says what it is given and returns"
+            )
+        try:
+            made: Plugin = found()
+        except Exception as error:  # a class of another package may raise anything
+            raise ConfigError(
+                f"'{self.name}' is {self}, which cannot be made without arguments: "
+                f"{type(error).__name__}: {error}; fix or uninstall that package"
+            ) from error
         return made
 
 
@@ -337,25 +361,26 @@ def is_own(kind: str, name: str) -> bool:
     return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
 
 
-def readers(base: type[PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
+def readers(base: Callable[..., PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
     """Return the names of Laurel's own plug-ins of a kind that read a key."""
     kind = _kind_of(base)
     return [name for name in names(kind) if is_own(kind, name) and key in find(base, name).keys]
 
 
-def _kind_of(base: type[Plugin]) -> str:
+def _kind_of(base: Callable[..., Plugin]) -> str:
     return next(kind for kind, one in KINDS.items() if one is base)
 
 
-def find(base: type[P], name: str) -> P:
-    """Return the plug-in of a name, imported at its first use.
+# A `type[P]` would be a class that can be made, and the bases are abstract: so mypy.
+def find(base: Callable[..., P], name: str) -> P:
+    """Return the plug-in of a name, imported at its first use; `base` is its base class.
 
     Raises:
         ConfigError: There is none, there are two, or it cannot be imported.
     """
-    found = plugin(_kind_of(base), name)
-    assert isinstance(found, base)
-    return found
+    found: Any = plugin(_kind_of(base), name)
+    made: P = found  # `Entry.load` has seen to it
+    return made
 
 
 def plugin(kind: str, name: str) -> Plugin:

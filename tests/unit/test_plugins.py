@@ -13,7 +13,12 @@ import pytest
 
 import laurel
 from laurel import plugins
+from laurel.config.grpo_run import GRPORun
+from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
+from laurel.grpo.advantages import compute_advantages, resolve
+from laurel.observe.loggers import check_available
 from packages import installed
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +58,11 @@ def test_a_package_is_found_without_importing_it(kind, site):
         ("", "AttributeError"),
         ("class X: ...", "no class that derives from laurel.plugins.Loss"),
         ("X = 3", "no class that derives from laurel.plugins.Loss"),
+        (
+            "from laurel.plugins import Loss\nclass X(Loss):\n    def __init__(self, a): ...\n"
+            "    def make(self, section, settings): ...",
+            "cannot be made without arguments: TypeError",
+        ),
     ],
 )
 def test_what_cannot_be_used_names_its_package(text, what, site):
@@ -63,6 +73,20 @@ def test_what_cannot_be_used_names_its_package(text, what, site):
     assert what in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", plugins.KINDS)
+def test_one_that_lacks_a_method_is_refused_when_it_is_loaded(kind, site):
+    base = plugins.KINDS[kind].__name__
+    for name, body in (("lacks", ""), ("has", "    def make(self, section, given): ...\n")):
+        module = f"{kind}_{name}_make"
+        text = f"from laurel.plugins import {base}\nclass X({base}):\n    'X.'\n{body}"
+        installed(site, f"their-{name}", {module: text}, {kind: {name: f"{module}:X"}})
+    assert isinstance(plugins.plugin(kind, "has"), plugins.KINDS[kind])
+    with pytest.raises(ConfigError, match="lacks make") as caught:
+        plugins.plugin(kind, "lacks")
+    assert "their-lacks" in str(caught.value)
+    assert base in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["ppo", "theirs"])
 def test_a_name_that_is_declared_twice_is_refused(name, site):
     for package in ("first-package", "second-package"):
@@ -71,6 +95,70 @@ def test_a_name_that_is_declared_twice_is_refused(name, site):
         plugins.find(plugins.Loss, name)
     assert "first-package" in str(caught.value)
     assert "second-package" in str(caught.value)
+
+
+NEEDS = """
+from laurel.config.yaml_tree import Section
+from laurel.plugins import {base}
+
+class Needs(Section):
+    "Settings without a default."
+    size: int
+    "The size."
+
+class X({base}):
+    "X."
+    section = Needs
+    made = []
+
+    def make(self, section, given):
+        self.made.append(section.size)
+        return self.compare
+
+    def compare(self, given):
+        from laurel.grpo.advantages import Compared
+        return Compared(values=given.values_B)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "schema", "chosen", "where"),
+    [
+        ("losses", GRPORun, ["loss_fn.loss_type=x"], "loss_fn"),
+        ("reward_losses", RewardTrainingRun, ["rm.loss.type=x"], "rm.loss"),
+        ("advantages", GRPORun, ["grpo.adv_estimator.name=x"], "grpo.adv_estimator"),
+        (
+            "dialects",
+            GRPORun,
+            ["env.reward_model.urls=[http://a]", "env.reward_model.url_protocol=x"],
+            "env.reward_model",
+        ),
+        ("loggers", GRPORun, ["logger.x_enabled=true"], "logger"),
+    ],
+)
+def test_settings_without_a_default_are_asked_for_before_anything_is_loaded(
+    kind, schema, chosen, where, site
+):
+    text = NEEDS.format(base=plugins.KINDS[kind].__name__)
+    installed(site, "theirs", {f"needs_{kind}": text}, {kind: {"x": f"needs_{kind}:X"}})
+    with pytest.raises(ConfigError, match=r"x\.size: Field required"):
+        check_available(load_config(schema, None, chosen).config.logger)
+    config = load_config(schema, None, [*chosen, f"+{where}.x.size=3"]).config
+    check_available(config.logger)
+
+
+def test_an_estimator_is_made_once_and_not_in_each_step(site, monkeypatch):
+    text = NEEDS.format(base="Advantage")
+    installed(site, "theirs", {"estimates": text}, {"advantages": {"x": "estimates:X"}})
+    chosen = ["grpo.adv_estimator.name=x", "+grpo.adv_estimator.x.size=3"]
+    estimator = resolve(load_config(GRPORun, None, chosen).config.grpo)
+    made = sys.modules["estimates"].X.made
+    assert made == [3]
+    monkeypatch.setattr(plugins, "plugin", None)  # is not looked up again
+    for _ in range(2):
+        found = compute_advantages([[1.0, 3.0]], estimator)
+        assert found.values_BG[0].tolist() == [1.0, 3.0]
+    assert made == [3]
 
 
 def test_a_wrong_name_says_the_nearest():

@@ -637,7 +637,7 @@ class ScorerSource(AskingConfig, OpenSection):
 
     @property
     def _dialect(self) -> plugins.ServerDialect:
-        return plugins.find(plugins.ServerDialect, self.url_protocol)
+        return self.settings_of(plugins.ServerDialect, self.url_protocol)[0]
 
     @property
     def _model(self) -> str | None:

@@ -216,7 +216,7 @@ class PolicyLossConfig(OpenSection):
                 "sequence_level_importance_ratios needs token_level_loss: false (GSPO)"
             )
         if self.model_fields_set:  # else the defaults, which stand in the schema
-            plugins.find(plugins.Loss, self.kind).check(self)
+            self.settings_of(plugins.Loss, self.kind)[0].check(self)
         for key, why in self._unread().items():
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:
@@ -699,7 +699,7 @@ class GRPOConfig(Section):
 
     @property
     def _estimator(self) -> plugins.Advantage:
-        return plugins.find(plugins.Advantage, self.adv_estimator.name)
+        return self.adv_estimator.settings_of(plugins.Advantage, self.adv_estimator.name)[0]
 
     @property
     def num_epochs(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -18,6 +18,7 @@ from laurel.config.yaml_tree import LENGTH_MAY_CHANGE, MAY_CHANGE, Section, fore
 class GRPORun(Section):
     """A complete configuration of `laurel grpo`."""
 
+    command: ClassVar[Literal["grpo"]] = "grpo"
     foreign_keys: ClassVar[frozenset[str]] = foreign("GRPORun")
     other_names: ClassVar[Mapping[str, str]] = {
         "use_reward_loop": "env.reward_model.use_reward_loop",

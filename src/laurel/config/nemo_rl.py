@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from laurel.config.environments import EnvironmentsConfig
 from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.schema_info import step_into
 from laurel.config.yaml_tree import (
@@ -26,6 +25,7 @@ from laurel.config.yaml_tree import (
     all_of,
     dotted,
     find_node,
+    foreign,
     graft,
     nemo_rl_tables,
     plain_values,
@@ -44,6 +44,7 @@ _REASONS = {
     for key in keys
 }
 _CARRIED = {f"{block}.{key}" for block, keys in _TABLES["carried"].items() for key in keys}
+_ENVIRONMENTS = foreign("EnvironmentsConfig")
 _OFF: tuple[Any, ...] = (None, False, -1, 0, [], {})
 
 
@@ -56,7 +57,7 @@ def reason(key: str) -> tuple[str, bool] | None:
         return _REASONS[last]
     if ".megatron_cfg." in f".{key}":
         return "Megatron's kernels, checkpoints and communication", False
-    if last in EnvironmentsConfig.foreign_keys:
+    if last in _ENVIRONMENTS:
         return "no task asks for this environment", False
     return None
 
@@ -259,7 +260,7 @@ def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]
     reported: set[str] = set()
     for pattern in ("data.env_name", "data.*.env_name", "data.*.*.env_name"):
         for key, node, name in values.leaves(pattern):
-            if name in reported | own or name not in EnvironmentsConfig.foreign_keys:
+            if name in reported | own or name not in _ENVIRONMENTS:
                 continue
             reported.add(name)
             what = "NeMo Gym" if name == "nemo_gym" else f"environment {name}"

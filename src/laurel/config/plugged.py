@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, model_validator
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError, core_schema
 
@@ -91,7 +91,7 @@ class OpenSection(Section):
             made[key] = TypeAdapter(kind).validate_python(values[key])
         return made
 
-    def settings_of(self, base: type[P], name: str) -> tuple[P, Any]:
+    def settings_of(self, base: Callable[..., P], name: str) -> tuple[P, Any]:
         """Return the plug-in of a name with its settings, given here or its defaults.
 
         Raises:
@@ -101,7 +101,16 @@ class OpenSection(Section):
         if found.section is None:
             return found, None
         given = self.get(name)
-        return found, given if given is not None else found.section()
+        if given is None:
+            try:
+                given = found.section()
+            except ValidationError as error:
+                lacking = "; ".join(
+                    f"{'.'.join(map(str, (name, *problem['loc'])))}: {problem['msg']}"
+                    for problem in error.errors()
+                )
+                raise ConfigError(f"'{name}' needs settings of its own: {lacking}") from error
+        return found, given
 
 
 def field_of_section(section: type[Section]) -> FieldInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -65,7 +65,7 @@ class LossConfig(OpenSection):
 
     @property
     def _loss(self) -> PreferenceLoss:
-        return plugins.find(PreferenceLoss, self.type)
+        return self.settings_of(PreferenceLoss, self.type)[0]
 
     @property
     def uses_ties(self) -> bool:
@@ -145,6 +145,7 @@ class RewardTrainingConfig(Section):
 class RewardTrainingRun(Section):
     """A complete configuration of `laurel rm`."""
 
+    command: ClassVar[Literal["rm"]] = "rm"
     foreign_keys: ClassVar[frozenset[str]] = foreign("RewardTrainingRun")
 
     rm: RewardTrainingConfig = RewardTrainingConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -123,6 +123,7 @@ class SFTConfig(Section):
 class SFTRun(Section):
     """A complete configuration of `laurel sft`."""
 
+    command: ClassVar[Literal["sft"]] = "sft"
     foreign_keys: ClassVar[frozenset[str]] = foreign("SFTRun")
     other_names: ClassVar[Mapping[str, str]] = {"data.split": "data.train_split"}
 

@@ -123,8 +123,7 @@ def create_environments(
     """
     several = config.named()
     # What one key of `env` brings has its name alone.
-    taken = {*(name for name in config.names() if name in plugins.names("environments"))}
-    taken |= OTHER_NAMES.keys()
+    taken = {*plugins.names("environments"), *OTHER_NAMES} - several.keys()
     named: dict[str, str] = {}
     sections: dict[str, Iterable[str]] = {
         "custom": config.custom,
@@ -135,8 +134,8 @@ def create_environments(
         for name in own:
             if name in taken:
                 raise ConfigError(
-                    f"env.{section}.{name}: '{name}' is an environment of Laurel's; call yours "
-                    "something else"
+                    f"env.{section}.{name}: '{name}' is an environment of Laurel's or of a package "
+                    "that is installed; call yours something else"
                 )
             if name in named:
                 raise ConfigError(
@@ -182,7 +181,7 @@ def create_environments(
                 )
             parts = {part.env: environment_of(part.env, (*inside, name)) for part in settings.parts}
             return CompositeEnvironment(settings, parts)
-        if name in taken:
+        if name in taken or name in several:
             return of_kind(name, inside)
         if name in _registered:
             return _checked(

@@ -35,14 +35,13 @@ and `s` the standard deviation of those of the group (or of all groups, or 1). T
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from laurel import plugins
 from laurel.config.grpo import (
     AdvantageConfig,
     GRPOConfig,
@@ -75,6 +74,15 @@ class AdvantageRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Estimator:
+    """The estimator of a run, made once."""
+
+    rule: AdvantageRule
+    compare: Callable[[Rewards], Compared]
+    """What `Advantage.make` returned for the rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
     """The advantages of a batch, of completions or of tokens, with statistics of the rewards."""
 
@@ -86,8 +94,8 @@ class Advantages:
     """Metrics that `compute_advantages` lists."""
 
 
-def resolve(config: GRPOConfig) -> AdvantageRule:
-    """Return the settings for computing advantages that a `grpo` section describes.
+def resolve(config: GRPOConfig) -> Estimator:
+    """Make the estimator that a `grpo` section describes.
 
     Settings that the section leaves null get the default of its estimator.
 
@@ -96,15 +104,15 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
             of a reward, but scaling and shaping change only the total.
     """
     chosen = config.adv_estimator
-    reads_components = plugins.find(Advantage, chosen.name).reads_components
-    if reads_components and (config.reward_scaling.enabled or config.reward_shaping.enabled):
+    plugin, section = chosen.settings_of(Advantage, chosen.name)
+    if plugin.reads_components and (config.reward_scaling.enabled or config.reward_shaping.enabled):
         raise ConfigError(
             f"grpo.adv_estimator.name={chosen.name} compares the components of the reward one by "
             "one, and grpo.reward_scaling and grpo.reward_shaping change only their total; turn "
             "them off, or use adv_estimator.name=grpo"
         )
     low, high = config.advantage_clip_low, config.advantage_clip_high
-    return AdvantageRule(
+    rule = AdvantageRule(
         estimator=chosen,
         has_baseline=config.compares_within_groups,
         leave_one_out=config.leaves_one_out,
@@ -112,6 +120,7 @@ def resolve(config: GRPOConfig) -> AdvantageRule:
         clip_low=-math.inf if low is None else low,
         clip_high=math.inf if high is None else high,
     )
+    return Estimator(rule=rule, compare=plugin.make(section, rule))
 
 
 def teaches(values: Floats) -> bool:
@@ -121,7 +130,7 @@ def teaches(values: Floats) -> bool:
 
 def compute_advantages(
     rewards_BG: Sequence[Sequence[float | None]],
-    rule: AdvantageRule,
+    estimator: Estimator,
     *,
     noise: float | Sequence[float] = 0.0,
     components_BG: Sequence[Sequence[Mapping[str, float]]] | None = None,
@@ -138,7 +147,7 @@ def compute_advantages(
 
     Args:
         rewards_BG: The reward of each completion; None if its scoring failed or it is excluded.
-        rule: The result of `resolve` for the `grpo` section.
+        estimator: The result of `resolve` for the `grpo` section.
         noise: The standard deviation of the errors of rewards (such as rounding), in units of the
             reward: one number, or one per group. It bounds divisors from below.
         components_BG: The named components of each reward; only GDPO uses them.
@@ -159,9 +168,10 @@ def compute_advantages(
             components_BG or [[{}] * len(used_G) for used_G in used_BG], used_BG, strict=True
         )
     ]
-    estimator, section = rule.estimator.settings_of(Advantage, rule.estimator.name)
-    given = Rewards(values_B=rewards, components_B=components, noise_B=noise_B)
-    compared: Compared = estimator.make(section, rule)(given)
+    rule = estimator.rule
+    compared = estimator.compare(
+        Rewards(values_B=rewards, components_B=components, noise_B=noise_B)
+    )
     shapes = [[len(row) for row in rows] for rows in (compared.values, rewards)]
     assert shapes[0] == shapes[1], (
         f"grpo.adv_estimator.name={rule.estimator.name} gives advantages for {shapes[0]} "
@@ -179,7 +189,7 @@ def compute_advantages(
 def compute_step_advantages(
     groups: Sequence[RolloutGroup],
     rewards_BG: Sequence[Sequence[float | None]],
-    rule: AdvantageRule,
+    estimator: Estimator,
     *,
     noise: Sequence[float],
 ) -> Advantages:
@@ -195,10 +205,11 @@ def compute_step_advantages(
     Args:
         groups: The rollouts with the rewards of their steps.
         rewards_BG: The reward of each completion; None if it is left out.
-        rule: The result of `resolve` for the `grpo` section.
+        estimator: The result of `resolve` for the `grpo` section.
         noise: The standard deviation of the errors of each group's rewards. It bounds divisors from
             below.
     """
+    rule = estimator.rule
     used_BG = [np.array([r is not None for r in row_G], dtype=bool) for row_G in rewards_BG]
     steps_BG = [
         [

@@ -105,7 +105,7 @@ class GRPO(TrainingLoop):
         super().__init__(services)
         self.settings = settings
         self.parts = parts
-        self.rule = resolve(settings.grpo)
+        self.estimator = resolve(settings.grpo)
         self.loss = PolicyLoss(settings.loss, max_length=settings.longest_completion)
         self._noted_unended = False
         self.health = HealthWatch(
@@ -198,12 +198,12 @@ class GRPO(TrainingLoop):
         asked = {group.task.environment for group in groups}
         noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
-        if self.rule.estimator.per_step:
-            advantages = compute_step_advantages(groups, rewards_BG, self.rule, noise=noise_B)
+        if settings.grpo.adv_estimator.per_step:
+            advantages = compute_step_advantages(groups, rewards_BG, self.estimator, noise=noise_B)
         else:
             advantages = compute_advantages(
                 rewards_BG,
-                self.rule,
+                self.estimator,
                 noise=noise_B,
                 components_BG=[[r.components for r in g.rollouts_G] for g in groups],
             )

@@ -88,6 +88,8 @@ class BatchCollector:
         self._sampling = sampling
         self._stream = Stream(len(tasks), shuffle=shuffle, seed=config.seed)
         self._noise = noise
+        chosen = config.adv_estimator.name
+        self._reads_components = plugins.find(plugins.Advantage, chosen).reads_components
 
     async def play(self, step: int, *, on_group: Callable[[RolloutGroup], None]) -> Batch:
         """Generate the batch of a step.
@@ -199,8 +201,7 @@ class BatchCollector:
         scaling = self._config.reward_scaling
         rewards = [r.reward for r in used if r.reward is not None]
         columns = [[scaled(reward, scaling) for reward in rewards] if scaling.enabled else rewards]
-        estimator = plugins.find(plugins.Advantage, self._config.adv_estimator.name)
-        if estimator.reads_components and used:  # which compares them one by one
+        if self._reads_components and used:  # the estimator compares them one by one
             weights = component_weights((r.components for r in used), self._config.adv_estimator)
             columns = [[r.components[name] for r in used] for name in weights]
         if self._config.adv_estimator.per_step:

@@ -202,7 +202,8 @@ def check_available(
         lambda name: getattr(find_spec(name), "origin", None) is not None
     )
     for name in config.enabled:
-        logger, purpose = plugins.find(plugins.Logger, name), f"logger.{name}_enabled"
+        logger, _ = config.settings_of(plugins.Logger, name)
+        purpose = f"logger.{name}_enabled"
         if logger.package is None or is_installed(logger.package):
             continue
         if logger.extra is not None:

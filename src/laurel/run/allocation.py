@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.schemas import Run
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
 from laurel.planning.request import RoleName
@@ -26,6 +25,7 @@ from laurel.workers.reservations import Resources
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.config.schemas import Run
     from laurel.models.parallel.mesh import ParallelShape
     from laurel.protocols import WorkerGroup
     from laurel.workers.ray_cluster import Reservation

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from laurel.config.grpo_run import GRPORun
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import DataError, UserError, counted
@@ -19,6 +18,7 @@ from laurel.models.gguf import is_gguf, read_gguf
 from laurel.models.spec import hub_name
 
 if TYPE_CHECKING:
+    from laurel.config.grpo_run import GRPORun
     from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.models.checkpoint.card import CardFacts
     from laurel.run.context import R, RunContext

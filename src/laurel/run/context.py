@@ -16,7 +16,6 @@ from rich.text import Text
 
 from laurel.config.load import to_yaml
 from laurel.config.policy import CheckpointingConfig
-from laurel.config.schemas import Run
 from laurel.errors import CheckpointError, ConfigError, counted
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
 from laurel.observe.console import visible
@@ -32,6 +31,7 @@ from laurel.training.stopping import WILL_SAVE, Deadline, Position, StopRequest
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.config.schemas import Run
     from laurel.environments.reward_model_environment import RewardModelEnvironment
     from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.protocols import Environment
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from laurel.training.state import RunState
     from laurel.types import Score
 
-R = TypeVar("R", bound=Run)
+R = TypeVar("R", bound="Run")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,7 +13,6 @@ from laurel.config.load import to_yaml
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
-from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.generation.vllm.settings import check_has_vllm
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
@@ -42,6 +41,7 @@ from laurel.training.stopping import Deadline, Position
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.grpo.loop import GRPO, PolicyParts
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, Generator
@@ -74,9 +74,11 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
         console.print(f"note    {note}", soft_wrap=True)
     context = RunContext(config=config, console=console, stack=stack).with_store(selection)
     data = _load_data(config)
-    benchmarks = [
-        BenchmarkSet.load(name, one) for name, one in config.env.reward_model.benchmarks.items()
-    ]
+    benchmarks: list[BenchmarkSet] = []
+    if named := config.env.reward_model.benchmarks:
+        from laurel.evaluation.benchmarks import BenchmarkSet
+
+        benchmarks = [BenchmarkSet.load(name, one) for name, one in named.items()]
     context = context.with_slots(planned)
     environments = environments_of(data, context)
     check_gives_steps(config, data, environments)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from laurel.config.environments import JudgeConfig
-from laurel.config.grpo import GRPOConfig
-from laurel.config.grpo_run import GRPORun
 from laurel.config.policy import PlacementConfig, ResourcesConfig, RolePlacement
-from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
-from laurel.config.schemas import Kind, Run
-from laurel.config.sft import SFTConfig, SFTRun
 from laurel.errors import ConfigError
 from laurel.planning.request import (
     AdapterRequest,
@@ -29,6 +23,14 @@ from laurel.planning.request import (
 )
 from laurel.training.selection import NO_SET
 
+if TYPE_CHECKING:
+    from laurel.config.environments import JudgeConfig
+    from laurel.config.grpo import GRPOConfig
+    from laurel.config.grpo_run import GRPORun
+    from laurel.config.reward_model import RewardTrainingConfig
+    from laurel.config.schemas import Kind, Run
+    from laurel.config.sft import SFTConfig
+
 DEFAULT_SCORED_LENGTH = 8192
 """The assumed longest conversation, in tokens, of a reward model without `max_model_len`."""
 
@@ -45,7 +47,7 @@ def request_of(config: Run) -> ClusterRequest:
         labels=cluster.labels,
         device=cluster.device,
     )
-    if not isinstance(config, GRPORun):
+    if config.command != "grpo":
         return request
     judges = uses_reward_model(config)
     return replace(
@@ -87,7 +89,7 @@ def workload_of(
         ConfigError: A conversation would be longer than the run allows.
     """
     longest = config.policy.max_total_sequence_length
-    most = config.policy.generation.max_new_tokens if isinstance(config, GRPORun) else None
+    most = config.policy.generation.max_new_tokens if config.command == "grpo" else None
     if completion_tokens is None:
         room = longest // 2 if prompt_tokens is None else longest - prompt_tokens
         completion_tokens = max(1, min(room, most or room))
@@ -98,12 +100,12 @@ def workload_of(
             f"a prompt of {prompt_tokens} tokens and a completion of {completion_tokens} do not "
             f"fit into policy.max_total_sequence_length={longest}"
         )
-    if isinstance(config, GRPORun):
+    if config.command == "grpo":
         num_prompts = config.grpo.num_prompts_per_step
         per_prompt = config.grpo.num_generations_per_prompt
     else:
         num_prompts = config.policy.train_global_batch_size
-        per_prompt = 2 if isinstance(config, RewardTrainingRun) else 1
+        per_prompt = 2 if config.command == "rm" else 1
     return Workload(
         num_prompts=num_prompts,
         per_prompt=per_prompt,
@@ -148,9 +150,11 @@ def why_not_validated(config: Run, *, has_sets: bool) -> str:
 
 def section_of(config: Run) -> tuple[Kind, RewardTrainingConfig | SFTConfig | GRPOConfig]:
     """Return the section of a run that has the name of its command, with that name."""
-    if isinstance(config, RewardTrainingRun):
-        return "rm", config.rm
-    return ("sft", config.sft) if isinstance(config, SFTRun) else ("grpo", config.grpo)
+    if config.command == "rm":
+        return config.command, config.rm
+    if config.command == "sft":
+        return config.command, config.sft
+    return config.command, config.grpo
 
 
 def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
@@ -203,9 +207,9 @@ def _names_reward_model(config: GRPORun) -> bool:
 def _policy(config: Run) -> RoleRequest:
     policy, parallel = config.policy, config.policy.dtensor_cfg
     unit, sequences = "conversations", 1
-    if isinstance(config, GRPORun):
+    if config.command == "grpo":
         unit = "completions"
-    elif isinstance(config, RewardTrainingRun):
+    elif config.command == "rm":
         unit, sequences = "groups", 2  # an item is a pair of conversations
     longest = sequences * policy.max_total_sequence_length
     batch = BatchRequest(
@@ -213,11 +217,11 @@ def _policy(config: Run) -> RoleRequest:
         size=policy.train_global_batch_size,
         longest=longest,
         tokens=_budget(config, policy.train_micro_batch_size, longest),
-        updates=config.updates_per_rollout if isinstance(config, GRPORun) else 1,
+        updates=config.updates_per_rollout if config.command == "grpo" else 1,
     )
     batches = [batch]
-    if not isinstance(config, GRPORun) and _validates(config):
-        section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
+    if config.command != "grpo" and _validates(config):
+        section = config.rm if config.command == "rm" else config.sft
         tokens = _budget(config, section.val_micro_batch_size, longest)
         size = section.val_global_batch_size
         batches.append(replace(batch, size=size, tokens=tokens, is_validation=True))
@@ -302,7 +306,7 @@ def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest,
 def _validates(config: Run) -> bool:
     _, section = section_of(config)
     is_asked = section.val_period > 0 or section.val_at_start or section.val_at_end
-    has_more = isinstance(config, RewardTrainingRun) and bool(config.data.benchmark_sets())
+    has_more = config.command == "rm" and bool(config.data.benchmark_sets())
     return is_asked and (bool(config.data.validation_sets()) or has_more)
 
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from laurel.config.environments import JudgeConfig, JudgeFile, ScorerSource
 from laurel.config.grpo import GRPOPolicyConfig
-from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.overrides import parse_override
 from laurel.config.policy import PolicyConfig
@@ -26,6 +24,8 @@ from laurel.observe.console import say_on
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.config.environments import JudgeConfig
+    from laurel.config.grpo_run import GRPORun
     from laurel.generation.requests import GeneratorSpec
     from laurel.models.scoring import ScoringRules
     from laurel.rewards.blocking import BlockingScorer
@@ -202,6 +202,8 @@ def read_judge(file: Path, *, say: Say) -> JudgeConfig:
     Raises:
         ConfigError: There is no such file or section, or a key is wrong.
     """
+    from laurel.config.environments import JudgeFile
+
     loaded = load_config(JudgeFile, file)
     for warning in loaded.warnings:
         say(f"warning: {warning}")
@@ -261,6 +263,7 @@ def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
     Raises:
         ConfigError: The address or the variable's name is invalid.
     """
+    from laurel.config.environments import ScorerSource
     from laurel.rewards.spec import ScorerSpec
 
     section = "env.reward_model"

@@ -18,7 +18,6 @@ from rich.text import Text
 from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS, Override
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, print_command, visible
@@ -33,7 +32,7 @@ from laurel.workers.bounds import check_counts
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.config.schemas import Run
+    from laurel.config.schemas import Kind, Run
     from laurel.config.yaml_tree import Section
     from laurel.observe.run_record import RunRecord
     from laurel.training.loop import RunOutcome
@@ -106,7 +105,7 @@ def trained(
         UserError: A setting, a file or a model cannot be used.
         TrainingError: The run failed.
     """
-    loaded = load_config(SCHEMAS[kind], path, overrides)
+    loaded = load_config(_schema(kind), path, overrides)
     config = cast("Run", loaded.config)  # each of the schemas is a run's
     cluster = config.cluster
     # This needs neither torch nor data, so it is checked first.
@@ -180,6 +179,17 @@ def _use_of(kind: Kind, config: Section) -> str:
                 named = shlex.join([path, *said]).replace("{", "{{").replace("}", "}}")
                 return f"laurel score --model {{}} {named}"
     return _USES[kind]
+
+
+def _schema(kind: Kind) -> type[Section]:
+    # As `config.schemas` has them, which imports the settings of environments for all.
+    if kind == "rm":
+        return RewardTrainingRun
+    if kind == "sft":
+        return SFTRun
+    from laurel.config.grpo_run import GRPORun
+
+    return GRPORun
 
 
 def _trainer(kind: Kind) -> Callable[..., RunOutcome]:

@@ -6,7 +6,6 @@ import torch only where they compute.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -196,10 +195,6 @@ class StepBce(PreferenceLoss):
     def make(self, section: None, settings: LossConfig) -> Callable[[Tensor, Steps], Tensor]:
         """Return the loss of steps."""
         return partial(_steps_right, settings)
-
-    def count_steps(self, steps_NS: Steps) -> int:
-        """Return the number of labelled steps."""
-        return sum(not math.isnan(label) for steps_S in steps_NS for label in steps_S)
 
 
 def _steps_right(settings: LossConfig, logits_S: Tensor, steps_NS: Steps) -> Tensor:

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from laurel import plugins
 from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import (
@@ -135,6 +136,17 @@ def test_a_name_can_be_registered_once():
     for path in ("Constant", ".Constant", "module:"):
         with pytest.raises(ConfigError, match=r"not of the form module\.Name or module:Name"):
             register_env("another", path)
+
+
+@pytest.mark.parametrize("kind", ["verifiers", "openenv", "openreward"])
+def test_one_of_several_may_have_the_name_of_its_kind(kind, monkeypatch):
+    """As `laurel init --data openenv` writes it: `env.openenv.openenv`."""
+    own_kind = type(plugins.plugin("environments", kind))
+    monkeypatch.setattr(own_kind, "make", lambda self, section, services: Constant())
+    settings = {"id": "a"} if kind == "verifiers" else {"url": "http://127.0.0.1:1"}
+    assert create_environment(kind, config_of(**{kind: {kind: settings}})) is made[0]
+    with pytest.raises(ConfigError, match=f"write one of them under env.{kind}"):
+        create_environment(kind, config_of())
 
 
 def test_an_unknown_name_lists_the_known_ones():

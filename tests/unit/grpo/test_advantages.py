@@ -258,16 +258,16 @@ def test_gdpo_says_what_it_lacks() -> None:
 
 
 def test_nulls_are_filled_in_from_the_grpo_section() -> None:
-    assert resolve(config()).scale == "group"
-    assert resolve(config(normalize=False)).scale == "none"
-    assert resolve(config(normalize=False, normalize_rewards=True)).scale == "group"
-    assert resolve(config(normalize=False, scale="batch")).scale == "batch"
-    assert resolve(config()).leave_one_out
-    rule = resolve(config(use_leave_one_out_baseline=False))
-    assert not rule.leave_one_out
-    assert not resolve(config(name="reinforce_plus_plus")).leave_one_out
+    assert resolve(config()).rule.scale == "group"
+    assert resolve(config(normalize=False)).rule.scale == "none"
+    assert resolve(config(normalize=False, normalize_rewards=True)).rule.scale == "group"
+    assert resolve(config(normalize=False, scale="batch")).rule.scale == "batch"
+    assert resolve(config()).rule.leave_one_out
+    alone = resolve(config(use_leave_one_out_baseline=False))
+    assert not alone.rule.leave_one_out
+    assert not resolve(config(name="reinforce_plus_plus")).rule.leave_one_out
     asked = config(name="reinforce_plus_plus", use_leave_one_out_baseline=True)
-    assert resolve(asked).leave_one_out
+    assert resolve(asked).rule.leave_one_out
 
 
 def test_the_figures_of_a_batch() -> None:

@@ -94,7 +94,7 @@ GROUPS = [
 def numbers_of(run: GRPORun) -> list[np.ndarray]:
     """The loss, its gradient and the advantages of the batch: all that an update reads."""
     grpo, loss_fn = run.grpo, run.loss_fn
-    rule = resolve(grpo)
+    estimator = resolve(grpo)
     rewards = shape_rewards(GROUPS, grpo, longest=LONGEST).rewards_BG
     penalty = loss_fn.reference_policy_kl_penalty
     if loss_fn.use_kl_in_reward:
@@ -107,11 +107,11 @@ def numbers_of(run: GRPORun) -> list[np.ndarray]:
         ]
         rewards = subtract_divergences(rewards, kl, weight=penalty)
     noise = [slope(grpo.reward_scaling) * NOISE] * 2
-    if rule.estimator.per_step:
-        found = compute_step_advantages(GROUPS, rewards, rule, noise=noise)
+    if grpo.adv_estimator.per_step:
+        found = compute_step_advantages(GROUPS, rewards, estimator, noise=noise)
     else:
         components = [[one.components for one in group.rollouts_G] for group in GROUPS]
-        found = compute_advantages(rewards, rule, noise=noise, components_BG=components)
+        found = compute_advantages(rewards, estimator, noise=noise, components_BG=components)
     labels = [
         PolicyLabels(
             masks_GL=tuple(one.mask_L for one in group.rollouts_G),
