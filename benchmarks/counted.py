@@ -48,40 +48,32 @@ HEADS = {
     "Gemma-3-4B": (262_144, 2560),
 }
 """The vocabulary and the width of each model."""
-LAYERS = {
-    "0.9G": decoder_shape(
-        hidden_size=2048,
-        num_layers=16,
-        intermediate_size=5632,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=32_768,
-    ),
-    "Qwen3-0.6B": decoder_shape(
-        hidden_size=1024,
-        num_layers=28,
-        intermediate_size=3072,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=151_936,
-    ),
-    "Llama-3-8B": decoder_shape(
-        hidden_size=4096,
-        num_layers=32,
-        intermediate_size=14_336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=128_256,
-    ),
+SIZES = {
+    "0.9G": (2048, 16, 5632, 16, 32_768),
+    "Qwen3-0.6B": (1024, 28, 3072, 16, 151_936),
+    "Llama-3-8B": (4096, 32, 14_336, 32, 128_256),
 }
+"""Width, layers, width of the feed-forward, heads and vocabulary of each model."""
 LAYERS = {
-    name: replace(shape, normalises_heads=not name.startswith("Llama"))
-    for name, shape in LAYERS.items()
+    name: replace(
+        decoder_shape(
+            hidden_size=width,
+            num_layers=layers,
+            intermediate_size=feed_forward,
+            num_heads=heads,
+            num_kv_heads=8,
+            head_dim=128,
+            vocab_size=vocabulary,
+        ),
+        normalises_heads=not name.startswith("Llama"),
+    )
+    for name, (width, layers, feed_forward, heads, vocabulary) in SIZES.items()
 }
 """The shapes of models whose layers are counted; Qwen 3's have norms of queries and keys."""
+NARROW = replace(
+    LAYERS["Qwen3-0.6B"], hidden_size=256, intermediate_size=704, num_heads=2, num_kv_heads=1
+)
+"""The shape of the layer that is compiled."""
 PROMPT = 1024
 """The tokens of the prompt that the group shares, under which layers are counted."""
 Way = Literal["training", "log-probs", "scoring"]
@@ -184,9 +176,24 @@ def head_of(shape: ModelShape, *, trains: bool) -> tuple[int, int]:
 
 
 def _decoder(shape: ModelShape, num_layers: int, way: Way, *, rounds: bool) -> Counted:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        network = _network(shape, num_layers, way, rounds=rounds, attend=_attend)
+        ids = torch.zeros(1, PROMPT + GROUP, dtype=torch.int64)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=way != "scoring")
+        with Counted() as counted, torch.set_grad_enabled(way == "training"):
+            with autocast:
+                body = network.base_model
+                hidden = body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
+            if way == "training":
+                hidden.backward(torch.empty_like(hidden))
+    return counted
+
+
+def _network(shape: ModelShape, num_layers: int, way: str, *, rounds: bool, attend: Any) -> Any:
+    """Return a model with a small vocabulary, whose attention is `attend`."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-    AttentionInterface.register("not_counted", _attend)
+    AttentionInterface.register("not_counted", attend)
     config = AutoConfig.for_model(
         "qwen3" if shape.normalises_heads else "llama",
         vocab_size=64,
@@ -198,21 +205,11 @@ def _decoder(shape: ModelShape, num_layers: int, way: Way, *, rounds: bool) -> C
         intermediate_size=shape.intermediate_size,
         attn_implementation="not_counted",
     )
-    dtype = torch.bfloat16 if way == "scoring" else torch.float32
     make: Any = AutoModelForCausalLM
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        network = make.from_config(config, dtype=dtype)
-        if rounds:
-            round_residual_stream(network)
-        ids = torch.zeros(1, PROMPT + GROUP, dtype=torch.int64)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=way != "scoring")
-        with Counted() as counted, torch.set_grad_enabled(way == "training"):
-            with autocast:
-                body = network.base_model
-                hidden = body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
-            if way == "training":
-                hidden.backward(torch.empty_like(hidden))
-    return counted
+    network = make.from_config(config, dtype=torch.bfloat16 if way == "scoring" else torch.float32)
+    if rounds:
+        round_residual_stream(network)
+    return network
 
 
 def _attend(_module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
@@ -299,25 +296,9 @@ def narrow_layer(length: int, way: str, *, rounds: bool) -> tuple[int, int, int,
     """
     from torch._dynamo.utils import counters
     from torch._inductor import metrics
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     disable: Any = torch._dynamo.disable
-    AttentionInterface.register("not_counted", disable(_attend))
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=64,
-        hidden_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=128,
-        intermediate_size=704,
-        attn_implementation="not_counted",
-    )
-    make: Any = AutoModelForCausalLM
-    network = make.from_config(config, dtype=torch.bfloat16 if way == "scoring" else torch.float32)
-    if rounds:
-        round_residual_stream(network)
+    network = _network(NARROW, 1, way, rounds=rounds, attend=disable(_attend))
     ids, trains = torch.zeros(1, length, dtype=torch.int64), way == "training"
 
     def run() -> None:

@@ -302,6 +302,7 @@ def fail_to_save(sizes: dict[str, int], source: str, root: str) -> dict[str, Any
             attempt(name, str(folders[0]), extra)
         dist.barrier()
         said[f"{name}/there"] = sorted(os.listdir(root))
+        dist.barrier()  # the first rank's next save begins when both have looked
 
     commit("good", 1, {})
     commit("odd", 2, {"odd": {1}} if rank == 1 else {})

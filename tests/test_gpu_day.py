@@ -70,7 +70,9 @@ def begin(tmp_path, prepared):
 def test_a_day_is_kept_when_it_is_cut_off_and_goes_on(tmp_path, begin):
     out = tmp_path / "out"
     assert begin(1, "attention and head").wait() == 0
-    assert {line["outcome"] for line in lines(out / "tests.jsonl")} <= {"passed", "skipped"}
+    tested = {line["outcome"] for line in lines(out / "tests.jsonl")}
+    assert "skipped" in tested or "passed" in tested
+    assert tested <= {"passed", "skipped"}
 
     cut = begin(2, "speed")
     while not lines(out / "speed.jsonl"):

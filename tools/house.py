@@ -275,7 +275,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
         Bar("private functions named once", len(once), int(4 * thousands), False, tuple(once)),
     ]
     if traced:
-        for which, in_step, before in (("grpo", 44, 60), ("rm", 14, 60)):
+        for which, in_step, before in (("grpo", 41, 59), ("rm", 14, 57)):
             run = trace(which)
             step, way = tuple(run["step"]), tuple(run["before"])
             found.append(

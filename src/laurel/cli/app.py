@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -19,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from laurel.config.yaml_tree import nearest
 from laurel.observe.console import Verbosity, set_verbosity
+from laurel.observe.json_output import stdout_for_json
 
 Command = Callable[..., Any]
 _SAID = "laurel.verbosity"
@@ -93,8 +95,9 @@ class App(typer.Typer):
     """A typer application whose commands also take `--quiet` and `--verbose`.
 
     A parameter whose annotation is a dataclass stands for one option per field, with the field's
-    annotation and default; the command is called with the dataclass. An example in the help stays
-    on one line, so that it can be copied. Unknown options and commands get Laurel's own messages.
+    annotation and default; the command is called with the dataclass. A parameter `as_json` that is
+    true keeps stdout for JSON. An example in the help stays on one line, so that it can be copied.
+    Unknown options and commands get Laurel's own messages.
     """
 
     def __init__(self, *, cls: type[TyperGroup] | None = None, **settings: Any) -> None:
@@ -140,11 +143,13 @@ def _with_options(command: Command) -> Command:
     @functools.wraps(command)
     def called(*, is_quiet: bool, is_verbose: bool, **said: Any) -> Any:
         # The callbacks of `is_quiet` and `is_verbose` have already set the verbosity.
+        kept = stdout_for_json() if said.get("as_json") else nullcontext()
         made = {
             name: kind(**{one.name: said.pop(one.name) for one in fields(kind)})
             for name, kind in groups.items()
         }
-        return command(**made, **said)
+        with kept:
+            return command(**made, **said)
 
     called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [

@@ -193,7 +193,7 @@ def step_time(
         device: Peak rates of each device.
         efficiency: Fractions of the peak rates that kernels reach.
     """
-    run = _Run(request, plan, _Clock(device, efficiency))
+    run = _Planned(request, plan, _Clock(device, efficiency))
     phases: list[PhaseTime] = []
     policy, shape = plan.role("policy"), shapes.policy
     if policy is not None and shape is not None:
@@ -304,7 +304,7 @@ class _Clock:
         return self.device.link if len(nodes) == 1 else self.device.network
 
 
-class _Run(NamedTuple):
+class _Planned(NamedTuple):
     """A run, its plan, and the clock of its devices."""
 
     request: ClusterRequest
@@ -376,7 +376,7 @@ def cast_bytes(shape: ModelShape, *, passes: float, trains: bool, frozen: bool) 
 
 
 def _of_policy(
-    run: _Run, policy: RolePlan, shape: ModelShape, workload: Workload
+    run: _Planned, policy: RolePlan, shape: ModelShape, workload: Workload
 ) -> Iterator[PhaseTime]:
     request, plan, _ = run
     step = request.step
@@ -406,7 +406,7 @@ def _passes(clock: _Clock, precision: Precision, flops: float, mesh: Mesh) -> Co
     return clock.cost(precision, flops=flops / mesh.size)
 
 
-def _logprobs(run: _Run, role: RolePlan, shape: ModelShape, workload: Workload) -> Cost:
+def _logprobs(run: _Planned, role: RolePlan, shape: ModelShape, workload: Workload) -> Cost:
     request, _, clock = run
     assert request.step is not None
     training, times = request.training, request.step.logprob_passes
@@ -417,7 +417,7 @@ def _logprobs(run: _Run, role: RolePlan, shape: ModelShape, workload: Workload) 
 
 
 def _elementwise(
-    run: _Run,
+    run: _Planned,
     role: RolePlan,
     shape: ModelShape,
     workload: Workload,
@@ -459,7 +459,7 @@ def _elementwise(
     return (moved * width / 2 + casts) / mesh.size
 
 
-def _training(run: _Run, role: RolePlan, shape: ModelShape, workload: Workload) -> Cost:
+def _training(run: _Planned, role: RolePlan, shape: ModelShape, workload: Workload) -> Cost:
     request, plan, clock = run
     training, mesh, batch = request.training, role.mesh, plan.batch("policy")
     forward = forward_operations(shape, workload, has_logits=training.has_logits)
@@ -500,7 +500,7 @@ def _training(run: _Run, role: RolePlan, shape: ModelShape, workload: Workload) 
     return _together([products, elementwise, waiting, states])
 
 
-def _scoring(run: _Run, role: RolePlan, shapes: Shapes, workload: Workload) -> Cost:
+def _scoring(run: _Planned, role: RolePlan, shapes: Shapes, workload: Workload) -> Cost:
     """Return the cost of all reward models, which read all conversations one after the other."""
     request, plan, clock = run
     batch = plan.batch("reward_model")
@@ -521,7 +521,7 @@ def _scoring(run: _Run, role: RolePlan, shapes: Shapes, workload: Workload) -> C
     return _together(costs)
 
 
-def _generation(run: _Run, shape: ModelShape, workload: Workload) -> Cost:
+def _generation(run: _Planned, shape: ModelShape, workload: Workload) -> Cost:
     """Return the cost of prompts in one pass each, then of decoding token by token.
 
     Each decoding step reads the weights and all keys and values once. Engines share a prompt's keys
@@ -574,7 +574,7 @@ def _generation(run: _Run, shape: ModelShape, workload: Workload) -> Cost:
     return _together(costs)
 
 
-def _transfer(run: _Run, policy: RolePlan, generation: RolePlan, shape: ModelShape) -> Cost:
+def _transfer(run: _Planned, policy: RolePlan, generation: RolePlan, shape: ModelShape) -> Cost:
     """Return the cost of sending the changed weights from the learner to all engines.
 
     The engine in process samples from the learner's own weights; other engines of ours get float32,

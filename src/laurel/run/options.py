@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from laurel.errors import LaurelError
-from laurel.observe.json_output import stdout_for_json
 
 if TYPE_CHECKING:
     from laurel.config.schemas import Kind
@@ -138,20 +137,11 @@ def _kind(context: typer.Context) -> Kind:
         return "rm"
 
 
-def _keep(context: typer.Context, is_wanted: bool) -> bool:
-    if is_wanted and not context.resilient_parsing:
-        context.with_resource(stdout_for_json())
-    return is_wanted
-
-
 JsonOption = Annotated[
     bool,
-    typer.Option(
-        "--json",
-        callback=_keep,
-        help="Print JSON and nothing else on stdout; messages go to stderr.",
-    ),
+    typer.Option("--json", help="Print JSON and nothing else on stdout; messages go to stderr."),
 ]
+"""The option `as_json`, for which `cli.app` keeps stdout."""
 
 
 def complete_tasks() -> list[str]:
