@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -264,7 +264,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
     strangers = [name for name in visited if name.split("/")[0] not in OF_RUNS]
     skips, twice = house.skips(), house.names_defined_twice()
     once = house.private_functions_named_once()
-    thousands = sum(text.count("\n") for text in house.texts.values()) / 1000
+    thousands = lines(house.texts.values()) / 1000
     found = [
         Bar("circles of imports", len(circles), 0, held=True, where=tuple(map(" ".join, circles))),
         Bar("# fmt: skip", len(skips), 0, held=True, where=tuple(skips)),
@@ -273,6 +273,13 @@ def bars(*, traced: bool = True) -> list[Bar]:
         Bar("public names defined more than once", len(twice), 10, True, tuple(twice)),
         # At most 4 per 1,000 lines.
         Bar("private functions named once", len(once), int(4 * thousands), False, tuple(once)),
+    ]
+    core = [text for name, text in house.texts.items() if not name.startswith("extensions/")]
+    tests = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")]
+    found += [
+        Bar("lines of the core", lines(core), 45_000, held=False),
+        Bar("lines with extensions", lines(house.texts.values()), 78_000, held=False),
+        Bar("lines of tests", lines(tests), 64_000, held=False),
     ]
     if traced:
         for which, in_step, before in (("grpo", 41, 59), ("rm", 14, 57)):
@@ -283,6 +290,11 @@ def bars(*, traced: bool = True) -> list[Bar]:
             )
             found.append(Bar(f"more that run before, {which}", len(way), before, True, way))
     return found
+
+
+def lines(texts: Iterable[str]) -> int:
+    """Count the lines of texts."""
+    return sum(text.count("\n") for text in texts)
 
 
 def main() -> int:
