@@ -16,6 +16,8 @@ from laurel.config.plugged import NameOf, OpenSection
 from laurel.config.policy import (
     BatchingConfig,
     DTensorConfig,
+    FixedBatching,
+    FixedPacking,
     NamedCall,
     PackingConfig,
     Precision,
@@ -559,9 +561,9 @@ class ScorerSource(AskingConfig, OpenSection):
     safetensors_only: bool = True
     """Refuse pickled weights."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig(enabled=True)
-    sequence_packing: Annotated[PackingConfig, MAY_CHANGE] = PackingConfig()
+    sequence_packing: Annotated[FixedPacking, MAY_CHANGE] = PackingConfig()
     """Token forests: several times faster and exact."""
-    dynamic_batching: Annotated[BatchingConfig, MAY_CHANGE] = BatchingConfig()
+    dynamic_batching: Annotated[FixedBatching, MAY_CHANGE] = BatchingConfig()
     """Where packing is off: padded batches up to a token budget."""
     batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
     """Token budget of one forward pass."""

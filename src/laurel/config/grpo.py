@@ -59,6 +59,16 @@ class VllmConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
+class TransformersConfig(Section):
+    """The settings of the engine in this process (transformers)."""
+
+    static_slots: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
+    """Round the numbers of completions and prompts of a decoding step up to powers of two, so that
+    few kinds of steps are left, and replay each as a CUDA graph. `auto`: on a GPU that has the
+    whole model. Default: without it, launching kernels takes most of a GPU's time; a CPU has
+    nothing to launch, and would compute the filling."""
+
+
 class ColocatedConfig(Section):
     """The devices of generation: the policy's, or its own."""
 
@@ -107,6 +117,7 @@ class GenerationConfig(Section):
     timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=1800.0, gt=0)
     """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
+    transformers_cfg: TransformersConfig = TransformersConfig()
     vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""

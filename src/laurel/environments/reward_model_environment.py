@@ -973,7 +973,7 @@ def _of_source(
     # Files usually repeat the name of the model in the block of the tokenizer.
     is_repeated = source.tokenizer.name in (source.model_name, source.checkpoint_path)
     budgets = [
-        block.train_mb_tokens or source.batch_tokens
+        block.tokens or source.batch_tokens
         for block in (source.sequence_packing, source.dynamic_batching)
         if block.enabled
     ]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from laurel.planning.memory import MemoryPhase, ModelShape, Shapes, estimate
+from laurel.planning.memory import MemoryPhase, ModelShape, Shapes, estimate, power_of_two
 from laurel.planning.plan import Plan, plan_run
 from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
 from laurel.planning.roles import Conflict, RolePlan, divisors
@@ -233,7 +233,14 @@ def _drawing_changes(
                 request=replace(request, drawing=replace(drawing, memory_share=share)),
                 plan=plan,
             )
-    elif number := max(0, room) * (batch.tokens // batch.longest) // cache:
+        return
+    rows = batch.tokens // batch.longest
+    if drawing.has_static_slots:
+        rows = power_of_two(rows)
+    number = max(0, room) * rows // cache
+    if drawing.has_static_slots and number:
+        number = power_of_two(number + 1) // 2  # the largest that is not above it
+    if number:
         fewer = replace(batch, tokens=number * batch.longest)
         batches = tuple(fewer if one is batch else one for one in plan.batches)
         yield _Change(

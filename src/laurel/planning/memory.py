@@ -467,7 +467,11 @@ def _drawing(
     weights = (width if drawing.uses_vllm else MASTER_BYTES) * shape.num_parameters
     weights //= role.mesh.group_size
     rounded = 0 if drawing.uses_vllm or width == MASTER_BYTES else width * shape.num_parameters
-    needed = plan.batch("generation").tokens * each
+    batch = plan.batch("generation")
+    needed = batch.tokens * each
+    if drawing.has_static_slots:
+        rows = -(-batch.tokens // batch.longest)
+        needed = power_of_two(rows) * power_of_two(batch.longest) * each
     if drawing.uses_vllm and device_memory is not None:
         pool = int(drawing.memory_share * device_memory)
         needed = max(drawing.longest * each, pool - weights)
@@ -477,6 +481,11 @@ def _drawing(
     if drawing.conversation_bytes:
         parts["keys and values between turns"] = drawing.conversation_bytes
     return parts
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least the number."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | None:

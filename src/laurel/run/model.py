@@ -103,20 +103,30 @@ def check_same_settings(directory: Path, config: Section) -> None:
     Raises:
         CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
     """
-    from laurel.training.state import CONFIG, another_run, check_same_rows
+    from laurel.training.state import another_run, check_same_rows
 
     check_same_rows(directory, {})
-    path = directory / CONFIG
-    try:
-        before = read_document(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ValueError, ConfigError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     # Both are read the same way, so that no value changes by how it is written.
     now = read_document(to_yaml(config), "this run")
-    found = changes(type(config), plain_values(before), plain_values(now))
+    found = changes(type(config), settings_of(directory), plain_values(now))
     changed = [(one.key, one.before, one.now) for one in found]
     if changed:
         raise another_run(directory, changed)
+
+
+def settings_of(directory: Path) -> Any:
+    """Return the plain values of the configuration that a checkpoint was saved with.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
+    from laurel.training.state import CONFIG
+
+    path = directory / CONFIG
+    try:
+        return plain_values(read_document(path.read_text(encoding="utf-8"), str(path)))
+    except (OSError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> TrainedModel:

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.cli.plan import ReadShapes, plan_text
+from laurel.cli.plan import plan_text
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
@@ -19,6 +19,7 @@ from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.placement import placed_requirements
 from laurel.planning.roles import Conflict, Slot, grid
 from laurel.run.request import request_of
+from laurel.run.shapes import ReadShapes
 from planned import as_changes, fitted, planned, with_changes
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
