@@ -28,8 +28,10 @@ from laurel.config.yaml_tree import (
     MAY_CHANGE,
     ONE_PER_CORE,
     PROCESSES,
+    Removed,
     Section,
     foreign,
+    removed,
 )
 from laurel.errors import about, key_of
 from laurel.plugins import EnvironmentKind
@@ -37,16 +39,11 @@ from laurel.sandbox.comparison import Comparison
 
 # The `sandbox` section: how programs that a model wrote are locked in.
 
-_NO_SERVER = (
-    "programs run in Laurel's own sandbox, on this machine or the nodes of a cluster; a server of "
-    "yours may judge as an environment of env.custom"
-)
-
 
 class SandboxConfig(Section):
     """The sandbox of programs, and the limits of each program."""
 
-    removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("url", "api_key_env"), _NO_SERVER)
+    removed: ClassVar[Mapping[str, Removed]] = removed("SandboxConfig")
 
     num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Programs at a time; at most one per core, and as many as fit into memory."""
