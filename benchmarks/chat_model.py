@@ -55,6 +55,14 @@ PAIRS = {
     "ultrafeedback": Pairs("ultrafeedback_1k/", tokens=384),
     "gsm8k": Pairs("gsm8k_model_solutions/pairs_", tokens=384, steps=100),
 }
+TOOL_FIGURES = {
+    "right": "accuracy",
+    "calling": "env/tools/tools/calling_share",
+    "malformed": "env/tools/tools/calls/malformed",
+    "wrong arguments": "env/tools/tools/calls/wrong_arguments",
+    "cut off": "truncation_rate",
+}
+"""What is said of held-out problems with a calculator; `malformed` are shares of calls."""
 RATES = (2e-6, 1e-5, 5e-5)
 """Learning rates of the row `rates`: that of Laurel's defaults first."""
 
@@ -88,15 +96,19 @@ def read_options() -> argparse.Namespace:
 def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
     """The rows by name, in the order of their worth."""
     preferences = {f"reward-{name}": lambda o, name=name: reward_row(o, name) for name in PAIRS}
-    return {"grpo": grpo_row, **preferences, "rates": rates_row}
+    return {
+        "grpo": grpo_row,
+        **preferences,
+        "rates": rates_row,
+        "tools": tools_row,
+        "code": code_row,
+        "judge": judge_row,
+    }
 
 
 def grpo_row(options: argparse.Namespace) -> None:
     """The form of an answer from 32 examples, then GRPO on known answers, once a seed."""
-    problems = options.work / "largest_number"
-    if not problems.is_dir():
-        writer = ROOT / "examples" / "largest_number.py"
-        subprocess.run([sys.executable, str(writer), str(problems)], check=True)
+    problems = written_by("largest_number", options)
     warm = options.work / "warm_up"
     if not list(warm.glob("step_*")):
         train(
@@ -136,6 +148,91 @@ def grpo_row(options: argparse.Namespace) -> None:
             },
             seconds=seconds,
         )
+
+
+def tools_row(options: argparse.Namespace) -> None:
+    """The form of a call from 16 of them, then GRPO on answers: does it find out that calls pay?"""
+    run = options.work / "tools"
+    if figures_of(run):
+        return
+    problems = written_by("calculator_sums", options)
+    warm = options.work / "tools_warm_up"
+    if not list(warm.glob("step_*")):
+        train(
+            options,
+            "sft",
+            "smollm2_tools_sft_cpu.yaml",
+            warm,
+            f"policy.model_name={options.model}",
+            f"data.train.data_path={problems}/demonstrations.jsonl",
+        )
+    recipe = RECIPES / "smollm2_tools_cpu.yaml"
+    held_out = f"data.validation.data_path={problems}/tasks_test.jsonl"
+    untrained = evaluate(
+        options,
+        "tools_untrained",
+        *("policy", "-m", str(options.model), "-c", str(recipe), "--temperature", "1"),
+        held_out,
+        "policy.tokenizer.chat_template=hermes",
+    )["figures"]
+    seconds = train(
+        options,
+        "grpo",
+        recipe.name,
+        run,
+        f"policy.model_name={newest(warm)}",
+        f"data.train.data_path={problems}/tasks.jsonl",
+        held_out,
+    )
+    validated = {
+        str(line["step"]): {
+            name: line.get(f"validation/{key}", 0.0) for name, key in TOOL_FIGURES.items()
+        }
+        for line in metrics(run)
+        if "validation/accuracy" in line
+    }
+    before = {name: untrained.get(key, 0.0) for name, key in TOOL_FIGURES.items()}
+    write_figures(run, curve={"untrained": before, **validated}, seconds=seconds)
+
+
+def code_row(options: argparse.Namespace) -> None:
+    """Functions of MBPP, four samples each: pass@1, verdicts, and what is left in the machine."""
+    run = options.work / "code"
+    if figures_of(run):
+        return
+    found = evaluate(
+        options,
+        "code",
+        *("policy", "-m", str(options.model), "-e", "code", "--dataset", "MBPP"),
+        *("--data-path", str(DATA_DIR.resolve() / "mbpp" / "test.jsonl.gz")),
+        *("-n", "4", "--temperature", "1", "--max-samples", "60", "--max-new-tokens", "256"),
+        "policy.precision=float32",
+        f"cluster.cpu_threads={options.threads}",
+    )
+    write_figures(run, **found["figures"])
+
+
+def judge_row(options: argparse.Namespace) -> None:
+    """Which of two solutions is right, by the untrained model: written, and by log-probability."""
+    pairs = sample(options, "gsm8k_model_solutions/pairs_validation")
+    for read_out in ("log_probability", "written"):
+        run = options.work / f"judge_{read_out}"
+        if figures_of(run):
+            continue
+        run.mkdir(parents=True, exist_ok=True)
+        judge = {
+            "model": str(options.model),
+            "precision": "float32",
+            "read_out": read_out,
+            "compares": True,
+            "max_tokens": 96,
+        }
+        file = run / "judge.yaml"
+        file.write_text(json.dumps({"judge": judge}), encoding="utf-8")
+        found = evaluate(
+            options, run.name, "pairs", "--judge", str(file), "-d", str(pairs), "--device", "cpu"
+        )
+        write_figures(run, found=found)
 
 
 def reward_row(options: argparse.Namespace, name: str, *changes: str, run_name: str = "") -> None:
@@ -236,6 +333,28 @@ def train(
         end = (run / "output.txt").read_text(encoding="utf-8", errors="replace")[-2000:]
         raise SystemExit(f"laurel {command} ended with {done.returncode}; its end:\n{end}")
     return time.monotonic() - started
+
+
+def evaluate(options: argparse.Namespace, name: str, *words: str) -> dict[str, Any]:
+    """What `laurel eval` prints as JSON; its messages are in a file."""
+    run: Path = options.work / name
+    run.mkdir(parents=True, exist_ok=True)
+    command = [*LAUREL, "eval", *words, "--json"]
+    with (run / "output.txt").open("a", encoding="utf-8") as log:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=False)
+    if done.returncode > 1:  # 1: a completion could not be graded, which the figures say
+        raise SystemExit(f"laurel eval ended with {done.returncode}: see {run / 'output.txt'}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def written_by(example: str, options: argparse.Namespace) -> Path:
+    """The directory that a program of examples/ fills with problems."""
+    problems: Path = options.work / example
+    if not problems.is_dir():
+        writer = ROOT / "examples" / f"{example}.py"
+        subprocess.run([sys.executable, str(writer), str(problems)], check=True)
+    return problems
 
 
 def newest(run: Path) -> Path:
