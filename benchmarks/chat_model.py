@@ -19,6 +19,7 @@ import gzip
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -103,22 +104,13 @@ def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
         "tools": tools_row,
         "code": code_row,
         "judge": judge_row,
+        "resume": resume_row,
     }
 
 
 def grpo_row(options: argparse.Namespace) -> None:
     """The form of an answer from 32 examples, then GRPO on known answers, once a seed."""
-    problems = written_by("largest_number", options)
-    warm = options.work / "warm_up"
-    if not list(warm.glob("step_*")):
-        train(
-            options,
-            "sft",
-            "smollm2_sft_cpu.yaml",
-            warm,
-            f"policy.model_name={options.model}",
-            f"data.train.data_path={problems}/demonstrations.jsonl",
-        )
+    problems, warm = written_by("largest_number", options), warm_up(options)
     for seed in options.seeds:
         run = options.work / f"grpo_{seed}"
         if figures_of(run):
@@ -148,6 +140,21 @@ def grpo_row(options: argparse.Namespace) -> None:
             },
             seconds=seconds,
         )
+
+
+def warm_up(options: argparse.Namespace) -> Path:
+    """The run that has learned the form of answers about the largest number."""
+    run: Path = options.work / "warm_up"
+    if not list(run.glob("step_*")):
+        train(
+            options,
+            "sft",
+            "smollm2_sft_cpu.yaml",
+            run,
+            f"policy.model_name={options.model}",
+            f"data.train.data_path={written_by('largest_number', options)}/demonstrations.jsonl",
+        )
+    return run
 
 
 def tools_row(options: argparse.Namespace) -> None:
@@ -235,6 +242,74 @@ def judge_row(options: argparse.Namespace) -> None:
         write_figures(run, found=found)
 
 
+def resume_row(options: argparse.Namespace) -> None:
+    """Runs of four steps that are killed three times, beside undisturbed ones, bit for bit."""
+    problems, warm = written_by("largest_number", options), warm_up(options)
+    runs = {
+        "grpo": (
+            "smollm2_grpo_cpu.yaml",
+            f"policy.model_name={newest(warm)}",
+            f"data.default.system_prompt_file={problems}/system.txt",
+            f"data.train.data_path={problems}/tasks.jsonl",
+            "~data.validation",
+            "grpo.max_num_steps=4",
+            "grpo.val_period=0",
+            "grpo.val_at_start=false",
+        ),
+        "rm": (
+            "smollm2_reward_cpu.yaml",
+            f"policy.model_name={options.model}",
+            f"data.train_data_path={data('ukp_convarg1/train')}",
+            "~data.val_data_path",
+            "policy.train_global_batch_size=4",
+            "rm.max_num_steps=4",
+        ),
+    }
+    for command, (recipe, *settings) in runs.items():
+        run = options.work / f"resume_{command}"
+        if figures_of(run):
+            continue
+        settings = [*settings, "checkpointing.save_period=2"]
+        train(options, command, recipe, run / "undisturbed", *settings)
+        killed = run / "killed"
+        moments = {
+            "in the second step": lambda where=killed: has_step(where, 1),
+            "while the first checkpoint is written": lambda where=killed: any(
+                where.glob(".tmp-*/*.safetensors")
+            ),
+            "in the fourth step": lambda where=killed: has_step(where, 3),
+        }
+        seconds = {}
+        for moment, is_now in moments.items():
+            started = time.monotonic()
+            train(options, command, recipe, killed, *settings, kill_when=is_now)
+            seconds[moment] = time.monotonic() - started
+        train(options, command, recipe, killed, *settings)
+        hashes = [weights_in(run / name / "step_4") for name in ("undisturbed", "killed")]
+        same = {name: digest == hashes[1].get(name) for name, digest in hashes[0].items()}
+        losses = [
+            [line["train/loss"] for line in metrics(run / name) if "train/loss" in line]
+            for name in ("undisturbed", "killed")
+        ]
+        write_figures(
+            run, seconds=seconds, same_files=same, same_losses=losses[0] == losses[1], losses=losses
+        )
+
+
+def weights_in(checkpoint: Path) -> dict[str, str]:
+    """The hashes of the files of weights and optimizer in a checkpoint."""
+    files = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
+    return {name: file["sha256"] for name, file in files.items() if name.endswith(".safetensors")}
+
+
+def has_step(run: Path, step: int) -> bool:
+    """Whether a run that may be going on has finished a step."""
+    try:
+        return any(line["step"] >= step for line in metrics(run))
+    except json.JSONDecodeError:  # a line that is being written
+        return False
+
+
 def reward_row(options: argparse.Namespace, name: str, *changes: str, run_name: str = "") -> None:
     """A reward model, its baselines on the same rows, and what it has learned beyond them."""
     pairs = PAIRS[name]
@@ -311,9 +386,17 @@ def sample(options: argparse.Namespace, name: str) -> Path:
 
 
 def train(
-    options: argparse.Namespace, command: str, recipe: str, run: Path, *settings: str
+    options: argparse.Namespace,
+    command: str,
+    recipe: str,
+    run: Path,
+    *settings: str,
+    kill_when: Callable[[], bool] | None = None,
 ) -> float:
-    """Run a recipe, or go on with it; return the seconds of this process."""
+    """Run a recipe, or go on with it; return the seconds of this process.
+
+    With `kill_when` it is killed as soon as that is so.
+    """
     words = [
         *LAUREL,
         command,
@@ -328,8 +411,16 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with (run / "output.txt").open("a", encoding="utf-8") as log:
-        done = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
+        done = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+        while kill_when is not None and done.poll() is None:
+            if kill_when():
+                done.kill()
+                log.write("killed\n")
+            time.sleep(0.02)
+        done.wait()
+    if kill_when is not None and done.returncode != -signal.SIGKILL:
+        raise SystemExit(f"laurel {command} ended with {done.returncode} before it was killed")
+    if done.returncode and kill_when is None:
         end = (run / "output.txt").read_text(encoding="utf-8", errors="replace")[-2000:]
         raise SystemExit(f"laurel {command} ended with {done.returncode}; its end:\n{end}")
     return time.monotonic() - started
