@@ -21,7 +21,7 @@ COMMANDS = {
     "eval": "end_to_end/test_eval_reward_models.py::test_reward_bench_from_rows_to_files",
     "export": "unit/export/test_export.py::test_plain_transformers_gives_the_scores",
     "grpo": "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
-    "init": "unit/cli/test_init.py::test_a_starter_from_scratch_runs_as_it_is_without_a_hub",
+    "init": "extensions/starter/test_init.py::test_a_starter_from_scratch_runs_as_it_is_without_a_hub",
     "plan": "unit/cli/test_plan.py::",
     "report": "unit/cli/test_report_command.py::test_report",
     "rm": "end_to_end/test_reward_training.py::test_the_form_of_the_seeds",

@@ -10,7 +10,7 @@ import torch
 import tiny
 import tiny_tokenizers as made
 from laurel.cli.doctor import PROBES
-from laurel.cli.starter import run_init
+from laurel.extensions.starter.starter import run_init
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.environments.reward_model_environment import RewardModelEnvironment

@@ -295,7 +295,7 @@ def init(
 
     Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
     """
-    from laurel.cli.starter import run_init
+    from laurel.extensions.starter.starter import run_init
 
     if scratch and model is not None:
         raise ConfigError(
