@@ -15,7 +15,7 @@ from laurel.environments.registry import built_in
 TESTS = Path(__file__).parent
 
 COMMANDS = {
-    "config": "unit/cli/test_import_config.py::",
+    "config": "extensions/importing/test_import_config.py::",
     "data": "unit/cli/test_data_check.py::test_pairs_fit_three_commands",
     "demo": "unit/demo/test_demo.py::test_the_policy_is_rewarded_by_the_reward_model",
     "doctor": "unit/cli/test_doctor.py::",

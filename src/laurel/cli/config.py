@@ -124,8 +124,8 @@ def import_config(
 
     Example: laurel config import grpo.yaml --from trl --devices 8 -o grpo_laurel.yaml
     """
-    from laurel.cli.import_config import run_import
-    from laurel.config.importing.sources import ImportRequest
+    from laurel.extensions.importing.import_config import run_import
+    from laurel.extensions.importing.sources import ImportRequest
 
     request = ImportRequest(
         path=Path(file), system=system, run=kind, devices=devices, total_steps=total_steps
