@@ -28,6 +28,7 @@ from laurel import __version__
 from laurel.errors import ConfigError
 
 if TYPE_CHECKING:
+    import typer
     from torch import Tensor
 
     from laurel.protocols import MetricLogger
@@ -280,6 +281,29 @@ class Rows(Plugin):
         """
 
 
+class Command(Plugin):
+    """A command, or a group of commands, whose name is what is written after `laurel`.
+
+    A name of two words is a command in one of Laurel's own groups, such as `config import`. The
+    class is imported for `laurel --help`, so its module imports nothing heavy.
+    """
+
+    after: ClassVar[str] = ""
+    """The command below which it stands in the help; empty: it stands below all others."""
+
+    @abstractmethod
+    def make(self, section: None, name: str) -> Callable[..., Any] | typer.Typer:
+        """Return the command: a function, as typer takes it, or a `typer.Typer` for a group.
+
+        The docstring of the function is the command's help. A function that has a parameter
+        `as_json` keeps stdout for JSON where that is true.
+
+        Args:
+            section: A command has no settings but its options.
+            name: The name that it was declared with.
+        """
+
+
 KINDS: Mapping[str, type[Any]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
@@ -288,6 +312,7 @@ KINDS: Mapping[str, type[Any]] = {
     "dialects": ServerDialect,
     "environments": EnvironmentKind,
     "rows": Rows,
+    "commands": Command,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
@@ -465,9 +490,9 @@ def _of_install() -> dict[str, dict[str, str]]:
 
 
 def _foreign() -> Iterator[Entry]:
+    found = importlib.metadata.entry_points()  # once for all kinds: it reads what all packages say
     for kind in KINDS:
-        found = importlib.metadata.entry_points(group=PREFIX + kind)
-        for point in sorted(found, key=lambda one: one.name):
+        for point in sorted(found.select(group=PREFIX + kind), key=lambda one: one.name):
             distribution = point.dist.name if point.dist is not None else "?"
             if distribution.lower().replace("_", "-") != OWN:
                 yield Entry(
