@@ -41,7 +41,7 @@ _OF_A_SET = r"See (?:the same key of a set|`(?:data\.train|DemonstrationSetConfi
 
 
 def commands_text() -> str:
-    """Write every command with a line for each option; options of several commands come first."""
+    """Write the first sentence of every command, and each option once: common ones come first."""
     options = {
         path: [
             record
@@ -58,15 +58,19 @@ def commands_text() -> str:
     lines = ["### Common options", "", "Every command has the first two.", ""]
     lines += map(_option, common.values())
     first: dict[tuple[str, ...], str] = {}
+    places: dict[tuple[str, str], str] = {}
     for path, command, _ in _commands(typer.main.get_command(app), "laurel"):
         own = [record for record in options[path] if record not in common.values()]
         shared = [f"`{_name(one)}`" for one in options[path] if one in list(common.values())[2:]]
-        lines += ["", f"### {path}", ""]
-        for paragraph in re.split(r"\n\s*\n", (command.help or "").strip()):
-            text = " ".join(paragraph.replace("\b", "").split())
-            head, example, call = text.partition("Example: ")
-            lines += [head + (f"Example: `{call}`" if example else ""), ""]
-        lines += map(_option, own)
+        about, *_ = re.split(r"\n\s*\n", (command.help or "").strip())
+        lines += ["", f"### {path}", "", " ".join(about.split()), ""]
+        known: dict[str, list[str]] = {}
+        for record in own:
+            if (place := places.setdefault(record, path)) == path:
+                lines.append(_option(record))
+            else:
+                known.setdefault(place, []).append(f"`{_name(record)}`")
+        lines += [f"- As of `{place}`: {', '.join(names)}" for place, names in known.items()]
         like, names = next(
             ((one, names) for names, one in first.items() if {*shared} <= {*names}), (path, ())
         )
