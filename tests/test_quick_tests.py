@@ -30,7 +30,7 @@ COMMANDS = {
     "score": "unit/cli/test_score.py::",
     "serve": "end_to_end/test_serve.py::test_a_model_its_scores_and_another_one",
     "sft": "end_to_end/test_sft.py::test_it_learns_to_answer_and_to_stop",
-    "sweep": "end_to_end/test_sweep.py::test_a_grid_over_folds_names_the_better_rate",
+    "sweep": "extensions/sweep/test_sweep_runs.py::test_a_grid_over_folds_names_the_better_rate",
 }
 ENVIRONMENTS = {
     "math": "end_to_end/test_grpo.py::test_with_the_math_environment",

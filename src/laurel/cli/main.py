@@ -116,7 +116,7 @@ def sweep_command(options: SweepOptions) -> None:
 
     Example: laurel sweep -c rm.yaml 'policy.optimizer.kwargs.lr=log(1e-5,1e-3)' --folds 5
     """
-    from laurel.cli.sweep import run_sweep
+    from laurel.extensions.sweep.run import run_sweep
 
     run_sweep(options)
 
@@ -336,7 +336,7 @@ def report_command(
     if any((run / "sweep.json").is_file() for run in runs):
         if is_followed or title != "Laurel report":
             raise typer.BadParameter("the page of a sweep has neither --follow nor --title")
-        from laurel.cli.sweep import copy_page
+        from laurel.extensions.sweep.run import copy_page
 
         copy_page(runs, output)
         if as_json:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from laurel.errors import ConfigError, DataError, counted
+from laurel.extensions.sweep.sweep import BEST, InterruptedSweep, Sweep, TrialOutcome
 from laurel.observe.console import (
     format_number,
     make_console,
@@ -28,7 +29,6 @@ from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import TrainingProgress
 from laurel.run.options import SweepOptions
-from laurel.run.sweep import BEST, InterruptedSweep, Sweep, TrialOutcome
 
 PAGE = "report.html"
 SHOWN_TRIALS = 20
