@@ -33,7 +33,6 @@ from laurel.run.options import (
     PlanOptions,
     PreferenceSetOption,
     ServeOptions,
-    SweepOptions,
     sets_column,
 )
 
@@ -105,20 +104,6 @@ def grpo_command(
     from laurel.run.train import run_training
 
     run_training("grpo", config, overrides or [], as_json=as_json)
-
-
-@app.command("sweep")
-def sweep_command(options: SweepOptions) -> None:
-    """Search for the settings of a reward model that do best in validation.
-
-    The best configuration is written as a file for laurel rm. A sweep that was stopped goes on with
-    the same command.
-
-    Example: laurel sweep -c rm.yaml 'policy.optimizer.kwargs.lr=log(1e-5,1e-3)' --folds 5
-    """
-    from laurel.extensions.sweep.run import run_sweep
-
-    run_sweep(options)
 
 
 @app.command("plan")

@@ -23,10 +23,10 @@ from laurel.errors import (
     WorkerError,
 )
 from laurel.extensions.sweep import sweep as sweeps
+from laurel.extensions.sweep.options import SweepOptions
 from laurel.extensions.sweep.run import copy_page, ranked_trials, table_of
 from laurel.extensions.sweep.sweep import InterruptedSweep, Sweep, TrialOutcome, parse_words
 from laurel.observe.console import new_table, print_table
-from laurel.run.options import SweepOptions
 from runs import TINY, pairs, write_rows
 
 LR, SMOOTHING = "policy.optimizer.kwargs.lr", "rm.loss.label_smoothing"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from laurel.errors import ConfigError, DataError, counted
+from laurel.extensions.sweep.options import SweepOptions
 from laurel.extensions.sweep.sweep import BEST, InterruptedSweep, Sweep, TrialOutcome
 from laurel.observe.console import (
     format_number,
@@ -28,7 +29,6 @@ from laurel.observe.console import (
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import TrainingProgress
-from laurel.run.options import SweepOptions
 
 PAGE = "report.html"
 SHOWN_TRIALS = 20
