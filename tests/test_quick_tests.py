@@ -24,7 +24,7 @@ COMMANDS = {
     "grpo": "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
     "init": "extensions/starter/test_init.py::test_a_starter_from_scratch_runs_as_it_is",
     "plan": "unit/cli/test_plan.py::",
-    "report": "unit/cli/test_report_command.py::test_report",
+    "report": "extensions/report/test_report_command.py::test_report",
     "rm": "end_to_end/test_reward_training.py::test_the_form_of_the_seeds",
     "sandbox": "unit/sandbox/test_sandbox_tiers.py::test_the_command_says_what_holds",
     "score": "unit/cli/test_score.py::",

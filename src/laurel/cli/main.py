@@ -330,7 +330,7 @@ def report_command(
             print(output)
         return
     if is_followed:
-        from laurel.observe.report.live import follow
+        from laurel.extensions.report.live import follow
 
         try:
             follow(runs, title=title, port=port, say=partial(print, flush=True))
