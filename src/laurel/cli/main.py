@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +19,6 @@ from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
 from laurel.observe.console import make_console, verbosity
-from laurel.observe.json_output import write_json
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
@@ -281,69 +279,6 @@ def demo(
         return
     with if_interrupted(lambda: f"{directory} keeps what was made, and another demo starts over"):
         run_demo(directory, seed=seed, as_json=as_json)
-
-
-@app.command("report")
-def report_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN...", help="The log directories of runs, or the directory of one sweep."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
-    ] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="The heading of the page.")] = "Laurel report",
-    is_followed: Annotated[
-        bool,
-        typer.Option(
-            "--follow", help="Serve the page while the run continues, instead of writing a file."
-        ),
-    ] = False,
-    port: Annotated[
-        int,
-        typer.Option(
-            min=0, max=65535, help="The loopback port of --follow; 0 chooses one that is free."
-        ),
-    ] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Write one HTML page about runs.
-
-    The page begins with the findings to look at first, and goes on with curves, samples and the
-    configuration.
-
-    Example: laurel report logs/exp_001 logs/exp_002 --output report.html
-    """
-    if is_followed and as_json:
-        raise typer.BadParameter("--follow serves a page and writes no JSON")
-    if any((run / "sweep.json").is_file() for run in runs):
-        if is_followed or title != "Laurel report":
-            raise typer.BadParameter("the page of a sweep has neither --follow nor --title")
-        from laurel.extensions.sweep.run import copy_page
-
-        copy_page(runs, output)
-        if as_json:
-            write_json({"page": output, "sweep": runs[0]})
-        else:
-            print(output)
-        return
-    if is_followed:
-        from laurel.extensions.report.live import follow
-
-        try:
-            follow(runs, title=title, port=port, say=partial(print, flush=True))
-        except KeyboardInterrupt:  # ends the server, which has printed a message
-            raise typer.Exit(130) from None
-        return
-    from laurel.observe.report.page import findings_of, write_report
-
-    write_report(output, runs, title=title)
-    if as_json:
-        write_json({"page": output, "runs": findings_of(runs)})
-    else:
-        print(output)
 
 
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)

@@ -22,9 +22,10 @@ from laurel.errors import (
     UnsavedError,
     WorkerError,
 )
+from laurel.extensions.report.sweep_page import copy_page
 from laurel.extensions.sweep import sweep as sweeps
 from laurel.extensions.sweep.options import SweepOptions
-from laurel.extensions.sweep.run import copy_page, ranked_trials, table_of
+from laurel.extensions.sweep.run import ranked_trials, table_of
 from laurel.extensions.sweep.sweep import InterruptedSweep, Sweep, TrialOutcome, parse_words
 from laurel.observe.console import new_table, print_table
 from runs import TINY, pairs, write_rows
