@@ -18,7 +18,7 @@ COMMANDS = {
     "config": "extensions/importing/test_import_config.py::",
     "data": "unit/cli/test_data_check.py::test_pairs_fit_three_commands",
     "demo": "unit/demo/test_demo.py::test_the_policy_is_rewarded_by_the_reward_model",
-    "doctor": "unit/cli/test_doctor.py::",
+    "doctor": "extensions/doctor/test_doctor.py::",
     "eval": "end_to_end/test_eval_reward_models.py::test_reward_bench_from_rows_to_files",
     "export": "unit/export/test_export.py::test_plain_transformers_gives_the_scores",
     "grpo": "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",

@@ -15,9 +15,9 @@ from rich.text import Text
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
-from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
 from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
+from laurel.extensions.doctor.doctor import sandbox_app
 from laurel.observe.console import make_console, verbosity
 from laurel.run.options import (
     ColumnKeys,
@@ -242,7 +242,7 @@ def doctor(
 
     Example: laurel doctor --trial --minutes 20
     """
-    from laurel.cli.doctor import run_doctor, run_doctor_trial
+    from laurel.extensions.doctor.doctor import run_doctor, run_doctor_trial
 
     if not trial:
         run_doctor(as_json=as_json)

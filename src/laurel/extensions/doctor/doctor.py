@@ -15,6 +15,8 @@ from rich.text import Text
 
 from laurel.cli.app import App
 from laurel.errors import ConfigError
+from laurel.extensions.doctor import machine
+from laurel.extensions.doctor.machine import Probe, ProbeFinding
 from laurel.observe.console import make_console, visible
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import json_text, write_json
@@ -22,11 +24,9 @@ from laurel.run.options import JsonOption, complete_layers
 from laurel.sandbox.control_group import chosen_place, group_words
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.tiers import LAYERS, Tier
-from laurel.workers import machine
-from laurel.workers.machine import Probe, ProbeFinding
 
 if TYPE_CHECKING:
-    from laurel.run.trial.checks import Check, Outcome
+    from laurel.extensions.doctor.checks import Check, Outcome
 
 WORTH_IT = 1.3
 """The speedup over float32 from which bfloat16 is advised on a GPU, despite its lower precision."""
@@ -136,8 +136,8 @@ def run_doctor_trial(
     """
     import torch
 
+    from laurel.extensions.doctor.checks import SIZES, Trial, run_trial
     from laurel.observe.console import quiet_libraries
-    from laurel.run.trial.checks import SIZES, Trial, run_trial
     from laurel.workers.process import choose_device
 
     quiet_libraries()
