@@ -16,8 +16,8 @@ from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
 from laurel.cli.evaluate import eval_app
+from laurel.cli.sandbox import sandbox_app
 from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
-from laurel.extensions.doctor.doctor import sandbox_app
 from laurel.observe.console import make_console, verbosity
 from laurel.run.options import (
     ColumnKeys,
@@ -217,37 +217,6 @@ def serve_command(options: ServeOptions) -> None:
     from laurel.cli.serve import run_serve
 
     run_serve(options)
-
-
-@app.command("doctor")
-def doctor(
-    trial: Annotated[
-        bool,
-        typer.Option("--trial", help="Try what a run relies on, with models made on the spot."),
-    ] = False,
-    minutes: Annotated[
-        float,
-        typer.Option(min=0, help="The minutes of a trial. Checks not begun by then are skipped."),
-    ] = 10.0,
-    report: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="The JSON file of a trial, to attach to an issue."),
-    ] = Path("laurel-trial.json"),
-    as_json: JsonOption = False,
-) -> None:
-    """Show what this machine has and what Laurel will use.
-
-    A trial prints a table of checks, each with pass, fail or skipped: exactness of shared prompts,
-    memory and speed, weight transfer, several ranks, vLLM. The exit code is 1 where one fails.
-
-    Example: laurel doctor --trial --minutes 20
-    """
-    from laurel.extensions.doctor.doctor import run_doctor, run_doctor_trial
-
-    if not trial:
-        run_doctor(as_json=as_json)
-    elif not run_doctor_trial(minutes=minutes, report=report, as_json=as_json):
-        raise typer.Exit(1)
 
 
 @app.command("demo")
