@@ -42,7 +42,7 @@ _OF_A_SET = r"See (?:the same key of a set|`(?:data\.train|DemonstrationSetConfi
 
 
 def commands_text() -> str:
-    """Write every command with a line for each option; options of several commands come first."""
+    """Write the first sentence of every command, and each option once: common ones come first."""
     options = {
         path: [
             record
@@ -59,15 +59,19 @@ def commands_text() -> str:
     lines = ["### Common options", "", "Every command has the first two.", ""]
     lines += map(_option, common.values())
     first: dict[tuple[str, ...], str] = {}
+    places: dict[tuple[str, str], str] = {}
     for path, command, _ in _commands(typer.main.get_command(app), "laurel"):
         own = [record for record in options[path] if record not in common.values()]
         shared = [f"`{_name(one)}`" for one in options[path] if one in list(common.values())[2:]]
-        lines += ["", f"### {path}", ""]
-        for paragraph in re.split(r"\n\s*\n", (command.help or "").strip()):
-            text = " ".join(paragraph.replace("\b", "").split())
-            head, example, call = text.partition("Example: ")
-            lines += [head + (f"Example: `{call}`" if example else ""), ""]
-        lines += map(_option, own)
+        about, *_ = re.split(r"\n\s*\n", (command.help or "").strip())
+        lines += ["", f"### {path}", "", " ".join(about.split()), ""]
+        known: dict[str, list[str]] = {}
+        for record in own:
+            if (place := places.setdefault(record, path)) == path:
+                lines.append(_option(record))
+            else:
+                known.setdefault(place, []).append(f"`{_name(record)}`")
+        lines += [f"- As of `{place}`: {', '.join(names)}" for place, names in known.items()]
         like, names = next(
             ((one, names) for names, one in first.items() if {*shared} <= {*names}), (path, ())
         )
@@ -80,12 +84,15 @@ def commands_text() -> str:
     return "\n".join(lines)
 
 
-def _commands(command: Any, path: str) -> Iterator[tuple[str, click.Command, click.Context]]:
-    below = getattr(command, "commands", None)
-    for name, one in (below or {}).items():
-        yield from _commands(one, f"{path} {name}")
-    if below is None:
-        yield path, command, click.Context(command, info_name=path)
+def _commands(
+    command: Any, path: str, above: click.Context | None = None
+) -> Iterator[tuple[str, click.Command, click.Context]]:
+    context = click.Context(command, parent=above, info_name=path.rpartition(" ")[2])
+    if not hasattr(command, "list_commands"):
+        yield path, command, context
+        return
+    for name in command.list_commands(context):
+        yield from _commands(command.get_command(context, name), f"{path} {name}", context)
 
 
 def _name(record: tuple[str, str]) -> str:
