@@ -466,7 +466,7 @@ def load_task_data(
     )
     train_sets, validation_sets = sets_of_run(data, sources)
     for config in train_sets:
-        made = rows_of(config)
+        made = row_maker(config)
         if config.tasks is not None and (made is None or "tasks" not in made.keys):
             users = " or ".join(plugins.readers(plugins.Rows, "tasks"))
             raise ConfigError(
@@ -514,7 +514,7 @@ def load_task_data(
     return TaskData(train=kept, validation=validation, reports=reports)
 
 
-def rows_of(config: TaskSetConfig) -> plugins.Rows | None:
+def row_maker(config: TaskSetConfig) -> plugins.Rows | None:
     """Return the plug-in that makes the rows of a set; None if they are read from a file."""
     name = config.dataset_name or ""
     return plugins.find(plugins.Rows, name) if name in plugins.names("rows") else None
@@ -522,7 +522,7 @@ def rows_of(config: TaskSetConfig) -> plugins.Rows | None:
 
 def is_endless(config: TaskSetConfig) -> bool:
     """Report whether a set has rows without end, divided between training and validation."""
-    made = rows_of(config)
+    made = row_maker(config)
     return made is not None and made.endless
 
 

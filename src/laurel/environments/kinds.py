@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laurel.config.environments import (
     CodeEnvironmentConfig,
@@ -21,7 +21,6 @@ from laurel.plugins import EnvironmentKind, EnvironmentServices, Rows
 if TYPE_CHECKING:
     from laurel.config.data import TaskSetConfig
     from laurel.config.environments import EnvironmentsConfig
-    from laurel.config.grpo_run import GRPORun
     from laurel.data.tasks import MadeRows
     from laurel.protocols import Environment
     from laurel.types import ToolSchemas
@@ -50,7 +49,7 @@ class Code(EnvironmentKind):
 
     section = CodeEnvironmentConfig
 
-    def check(self, section: CodeEnvironmentConfig, run: GRPORun, where: str) -> None:
+    def check(self, section: CodeEnvironmentConfig, run: Any, where: str) -> None:
         """Check that there are as many turns as attempts."""
         attempts, turns = section.max_attempts, run.grpo.max_rollout_turns
         if attempts > turns:
@@ -96,7 +95,7 @@ class Tools(EnvironmentKind):
     section = ToolsConfig
     must_be_graded = True
 
-    def check(self, section: ToolsConfig, run: GRPORun, where: str) -> None:
+    def check(self, section: ToolsConfig, run: Any, where: str) -> None:
         """Check that there are turns for a call and an answer."""
         if section.functions and run.grpo.max_rollout_turns < 2:
             raise ValueError(
@@ -166,7 +165,7 @@ class OpenEnv(EnvironmentKind):
     section = OpenEnvConfig
     several = True
 
-    def check(self, section: OpenEnvConfig, run: GRPORun, where: str) -> None:
+    def check(self, section: OpenEnvConfig, run: Any, where: str) -> None:
         """Check that sessions end in time."""
         _end_in_time(section, run, where)
 
@@ -184,7 +183,7 @@ class OpenReward(EnvironmentKind):
     section = OpenRewardConfig
     several = True
 
-    def check(self, section: OpenRewardConfig, run: GRPORun, where: str) -> None:
+    def check(self, section: OpenRewardConfig, run: Any, where: str) -> None:
         """Check that sessions end in time."""
         _end_in_time(section, run, where)
 
@@ -201,7 +200,7 @@ class OpenReward(EnvironmentKind):
         return open_sessions(services.name, section)
 
 
-def _end_in_time(section: SessionsConfig, run: GRPORun, where: str) -> None:
+def _end_in_time(section: SessionsConfig, run: Any, where: str) -> None:
     # A step that a server lets wait, the outage, and the step again.
     longest = section.connect_patience + 2 * section.step_timeout
     if longest >= run.env.timeout_seconds:
