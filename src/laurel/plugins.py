@@ -365,6 +365,18 @@ class EnvironmentKind(Plugin):
     must_be_graded: ClassVar[bool] = False
     """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
 
+    def check(self, section: Any, run: Any, where: str) -> None:
+        """Check that the settings fit the run, such as the policy's turns.
+
+        Args:
+            section: The settings.
+            run: The configuration of the run, a `config.grpo_run.GRPORun`.
+            where: The key of the settings.
+
+        Raises:
+            ValueError: They do not; the message says what to change.
+        """
+
     @abstractmethod
     def make(self, section: Any, services: EnvironmentServices) -> Any:
         """Return the environment, a `protocols.Environment`.
@@ -382,6 +394,13 @@ class EnvironmentKind(Plugin):
         """Return the environment that scores the end of conversations that this one conducts."""
         return None
 
+    def tools(self, section: Any, services: EnvironmentServices) -> Any:
+        """Return the functions that prompts show, `types.ToolSchemas`, before the run begins.
+
+        A kind that shows any has the key `form`, which says how calls are written.
+        """
+        return ()
+
 
 class Rows(Plugin):
     """A data set of tasks whose rows a package makes (`data.dataset_name`).
@@ -391,6 +410,11 @@ class Rows(Plugin):
 
     first_settings: ClassVar[Mapping[str, str]] = {}
     """Keys with values that `laurel init --data NAME` writes, besides the data set's name."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys of a set that not all data sets read: `tasks`."""
+    endless: ClassVar[bool] = False
+    """Whether it makes rows without end, which `seed` and `split_validation_size` divide between
+    training and validation."""
     to_do: ClassVar[str] = ""
     """What a person has to do about these."""
 
@@ -541,7 +565,9 @@ def is_own(kind: str, name: str) -> bool:
     return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
 
 
-def readers(base: Callable[..., PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
+def readers(
+    base: Callable[..., PreferenceLoss | Advantage | ServerDialect | Rows], key: str
+) -> list[str]:
     """Return the names of Laurel's own plug-ins of a kind that read a key."""
     kind = _kind_of(base)
     return [name for name in names(kind) if is_own(kind, name) and key in find(base, name).keys]
