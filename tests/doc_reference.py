@@ -83,12 +83,15 @@ def commands_text() -> str:
     return "\n".join(lines)
 
 
-def _commands(command: Any, path: str) -> Iterator[tuple[str, click.Command, click.Context]]:
-    below = getattr(command, "commands", None)
-    for name, one in (below or {}).items():
-        yield from _commands(one, f"{path} {name}")
-    if below is None:
-        yield path, command, click.Context(command, info_name=path)
+def _commands(
+    command: Any, path: str, above: click.Context | None = None
+) -> Iterator[tuple[str, click.Command, click.Context]]:
+    context = click.Context(command, parent=above, info_name=path.rpartition(" ")[2])
+    if not hasattr(command, "list_commands"):
+        yield path, command, context
+        return
+    for name in command.list_commands(context):
+        yield from _commands(command.get_command(context, name), f"{path} {name}", context)
 
 
 def _name(record: tuple[str, str]) -> str:

@@ -42,7 +42,7 @@ PHRASES = ("let go", "of no use", "stays away", "has its way", "in its stead", "
 KEPT: dict[str, tuple[str, ...]] = {
     # Keys of what `--json` prints.
     "src/laurel/cli/plan.py": ("misfits", "mends"),
-    "src/laurel/cli/starter.py": ("misfit",),
+    "src/laurel/extensions/starter/starter.py": ("misfit",),
     "src/laurel/workers/machine.py": ("misfits",),
 }
 """By path, the words that stay there because files or programs of users hold them."""

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from policy_runs import MATCHES, completions_of, grpo, grpo_settings, metrics_of
+from laurel.observe import health
 from runs import manifest_hashes
 
 NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false")
@@ -19,14 +20,20 @@ NERVOUS = (
     "grpo.health.baseline_steps=3",
     "grpo.health.window=1",
     "grpo.health.num_spreads=0",
-    "grpo.health.length_factor=1.01",
-    "grpo.health.repetition_rise=0.001",
-    "grpo.health.truncation_rise=0.01",
     "grpo.health.jump_spreads=0",
-    "grpo.health.length_correlation=0.01",
-    "grpo.health.kl_least=0.0",
 )
-"""What any run does raises and ends alarms."""
+"""With low thresholds, what any run does raises and ends alarms."""
+
+
+@pytest.fixture
+def low_thresholds(monkeypatch):
+    for name, value in {
+        "LENGTH_FACTOR": 1.01,
+        "SHARE_RISE": 0.001,
+        "LEAST_CORRELATION": 0.01,
+        "KL_LEAST": 0.0,
+    }.items():
+        monkeypatch.setattr(health, name, value)
 
 
 def entries(directory):
@@ -96,7 +103,7 @@ def test_an_alarm_at_the_last_step_ends_nothing(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path, model):
+def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path, model, low_thresholds):
     """What was written after the checkpoint that the run goes on from is written again, once."""
     changes = [*MATCHES, *NO_VALIDATION, *NERVOUS, "loss_fn.reference_policy_kl_penalty=0.01"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -116,7 +123,7 @@ def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_alarms_change_nothing_that_is_learned(tmp_path, model):
+def test_alarms_change_nothing_that_is_learned(tmp_path, model, low_thresholds):
     changes = [*MATCHES, "grpo.max_num_steps=4", RARELY_SAVED]
     watched, alone = tmp_path / "watched", tmp_path / "alone"
     grpo(grpo_settings(watched, model, *changes, *NERVOUS))

@@ -5,7 +5,7 @@ CUDA = r"torch\.cuda\.|\.is_cuda\b|\.type == .cuda|aten\._flash_att|compiled\(fl
 
 BRANCHES = {
     "cli/doctor.py": "test_branches_gpu.py::test_the_trial_passes",
-    "cli/starter.py": "test_branches_gpu.py::test_a_starter_counts_the_gpus",
+    "extensions/starter/starter.py": "test_branches_gpu.py::test_a_starter_counts_the_gpus",
     "environments/reward_model_environment.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "generation/transformers/batch.py": "test_branches_gpu.py::test_completions_are_the_cpus",
     "generation/weights/broadcast.py": (

@@ -10,10 +10,10 @@ import torch
 import tiny
 import tiny_tokenizers as made
 from laurel.cli.doctor import PROBES
-from laurel.cli.starter import run_init
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.extensions.starter.starter import run_init
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.checkpoint.state import random_states, restore_random_states
 from laurel.models.scoring import ScoringContract

@@ -7,22 +7,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
-from laurel.cli.app import App
+from laurel.cli.app import App, Group
 from laurel.observe.json_output import json_stream, write_json
 from laurel.run.options import ConfigOption, JsonOption, Overrides
 
 SHOW = "show"
 
 
-class ShowsByDefault(TyperGroup):
-    """A typer group that runs `show` if no command is named, as in `laurel config --describe`."""
+class ShowsByDefault(Group):
+    """A group that runs `show` if no command is named, as in `laurel config --describe`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert `show` before arguments that do not begin with a command."""
         first = args[0] if args else ""
-        if first not in self.commands and first not in ("-h", "--help"):
+        if first not in ("-h", "--help") and self.get_command(ctx, first) is None:
             args = [SHOW, *args]
         return super().parse_args(ctx, args)
 
@@ -125,8 +124,8 @@ def import_config(
 
     Example: laurel config import grpo.yaml --from trl --devices 8 -o grpo_laurel.yaml
     """
-    from laurel.cli.import_config import run_import
-    from laurel.config.importing.sources import ImportRequest
+    from laurel.extensions.importing.import_config import run_import
+    from laurel.extensions.importing.sources import ImportRequest
 
     request = ImportRequest(
         path=Path(file), system=system, run=kind, devices=devices, total_steps=total_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
-from laurel.config.plugged import NameOf, OpenSection
+from laurel.config.plugged import NameOf, OpenSection, field_of
 from laurel.config.policy import (
     BatchingConfig,
     DTensorConfig,
@@ -28,25 +28,22 @@ from laurel.config.yaml_tree import (
     MAY_CHANGE,
     ONE_PER_CORE,
     PROCESSES,
+    Removed,
     Section,
     foreign,
+    removed,
 )
 from laurel.errors import about, key_of
-from laurel.plugins import EnvironmentKind
+from laurel.plugins import Engine, EnvironmentKind
 from laurel.sandbox.comparison import Comparison
 
 # The `sandbox` section: how programs that a model wrote are locked in.
-
-_NO_SERVER = (
-    "programs run in Laurel's own sandbox, on this machine or the nodes of a cluster; a server of "
-    "yours may judge as an environment of env.custom"
-)
 
 
 class SandboxConfig(Section):
     """The sandbox of programs, and the limits of each program."""
 
-    removed: ClassVar[Mapping[str, str]] = dict.fromkeys(("url", "api_key_env"), _NO_SERVER)
+    removed: ClassVar[Mapping[str, Removed]] = removed("SandboxConfig")
 
     num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Programs at a time; at most one per core, and as many as fit into memory."""
@@ -243,24 +240,40 @@ class AskingConfig(Section):
         return self
 
 
-class ScoringVllmConfig(Section):
-    """vLLM's own settings, for a reward model."""
+class ScoringEngineSection(OpenSection):
+    """A section that chooses the engine of a model whose weights never change."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig", "ScoringVllmConfig")
+    kind_of_plugin: ClassVar[str] = "engines"
+    suffix_of_plugins: ClassVar[str] = "_cfg"
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that the model is spread over."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)
-    """Share of a GPU's memory that it may take."""
+    if TYPE_CHECKING:
+        backend: str
+
+    @classmethod
+    def section_of(cls, plugin: Engine) -> type[Section] | None:
+        """Return the settings that an engine has here."""
+        return plugin.scoring_section
+
+    @property
+    def engine(self) -> tuple[Engine, Any] | None:
+        """Return the engine with its settings; None is Laurel's own, `transformers`."""
+        return None if self.backend == "transformers" else self.settings_of(Engine, self.backend)
+
+    @model_validator(mode="after")
+    def _engine_computes_scores(self) -> ScoringEngineSection:
+        if self.engine is not None and self.engine[0].scoring_section is None:
+            raise ValueError(f"backend={self.backend}: this engine samples, and computes no scores")
+        return self
 
 
 def _is_set(section: Section, key: str) -> bool:
     # A key that is written with its default has no other effect than one that is left out.
-    field = type(section).model_fields[key]
+    field = field_of(type(section), key)
+    assert field is not None
     return bool(getattr(section, key) != field.get_default(call_default_factory=True))
 
 
-class JudgeConfig(AskingConfig):
+class JudgeConfig(AskingConfig, ScoringEngineSection):
     """A language model that is asked for a verdict: at an OpenAI-compatible endpoint, or here.
 
     What it is shown was written by the policy, which learns to persuade it. The default template
@@ -273,10 +286,9 @@ class JudgeConfig(AskingConfig):
     model: str
     """What the servers call it; without `urls` its directory, a directory of checkpoints, its hub
     name, or a GGUF file."""
-    backend: Annotated[Literal["transformers", "vllm"], MAY_CHANGE] = "transformers"
-    """The engine of a judge that this process loads. Default: it needs no other package."""
-    vllm_cfg: Annotated[ScoringVllmConfig, MAY_CHANGE] = ScoringVllmConfig()
-    """Settings of `backend: vllm`."""
+    backend: Annotated[str, NameOf("engines", ("transformers",)), MAY_CHANGE] = "transformers"
+    """The engine of a judge that this process loads, `transformers` or `vllm` (with `vllm_cfg`).
+    Default: it needs no other package."""
     precision: Precision = "bfloat16"
     """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
     half the memory."""
@@ -416,10 +428,13 @@ class JudgeConfig(AskingConfig):
             found.append(("is for read_out=log_probability or compares=true", ("words",)))
         if not self.compares:
             found.append(("is for compares=true", ("max_opponents",)))
-        if self.backend != "vllm":
-            found.append(("is for backend=vllm", ("vllm_cfg",)))
-        else:
+        if self.backend != "transformers":
             found.append(("is for backend=transformers", ("batch_tokens", "compile")))
+        for key in self.model_extra or ():
+            name = key.removesuffix(self.suffix_of_plugins)
+            why = found[0][0] if self.urls is not None else f"is for backend={name}"
+            if self.urls is not None or name != self.backend:
+                found.append((why, (key,)))
         for why, keys in found:
             for key in keys:
                 if _is_set(self, key):
@@ -443,7 +458,6 @@ class JudgeConfig(AskingConfig):
 LOADED_JUDGE_KEYS = (
     *(
         "backend",
-        "vllm_cfg",
         "precision",
         "compile",
         "max_model_len",
@@ -858,16 +872,15 @@ class ScoreTransformConfig(Section):
         return self
 
 
-class ScoringGenerationConfig(Section):
+class ScoringGenerationConfig(ScoringEngineSection):
     """The engine that computes the scores of a reward model; the name is NeMo RL's."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("ScoringGenerationConfig")
 
-    backend: Literal["transformers", "vllm"] = "transformers"
+    backend: Annotated[str, NameOf("engines", ("transformers",))] = "transformers"
     """`transformers`: the model itself, in token forests; `vllm`: an engine of its own (extra
     `vllm`), checked against the golden scores. Default: it needs no second engine, and its noise
     can be measured exactly."""
-    vllm_cfg: ScoringVllmConfig = ScoringVllmConfig()
 
 
 class RewardModelEnvironmentConfig(ScorerSource):
@@ -928,15 +941,16 @@ class RewardModelEnvironmentConfig(ScorerSource):
                 f"num_replicas={self.num_replicas} is for one model that this run loads; leave it "
                 "out where there are urls, a judge, a function or several models"
             )
-        if self.uses_vllm and (self.models is not None or not self.loads_model):
+        backend = self.generation.backend if self.generation is not None else "transformers"
+        if self.engine is not None and (self.models is not None or not self.loads_model):
             raise ValueError(
-                "generation.backend=vllm is for one model that this run loads; leave it out where "
-                "there are urls, a judge, a function or several models"
+                f"generation.backend={backend} is for one model that this run loads; leave it out "
+                "where there are urls, a judge, a function or several models"
             )
-        if self.uses_vllm and self.num_replicas > 1:
+        if self.engine is not None and self.num_replicas > 1:
             raise ValueError(
-                f"num_replicas={self.num_replicas} with generation.backend=vllm: vLLM is one "
-                "engine here; spread it with generation.vllm_cfg.tensor_parallel_size"
+                f"num_replicas={self.num_replicas} with generation.backend={backend}: it is one "
+                f"engine here; spread it with generation.{backend}_cfg.tensor_parallel_size"
             )
         if self.num_workers and not self.uses_workers:
             hint = (
@@ -972,9 +986,9 @@ class RewardModelEnvironmentConfig(ScorerSource):
             )
 
     @property
-    def uses_vllm(self) -> bool:
-        """Report whether the reward model is computed by vLLM."""
-        return self.generation is not None and self.generation.backend == "vllm"
+    def engine(self) -> tuple[Engine, Any] | None:
+        """Return the engine that computes the reward model, with its settings; None: Laurel's."""
+        return None if self.generation is None else self.generation.engine
 
     @property
     def loads_model(self) -> bool:

@@ -99,13 +99,10 @@ class GRPORun(Section):
                 f"policy.generation.max_new_tokens={longest} is more than "
                 f"policy.max_total_sequence_length={policy.max_total_sequence_length} has room for"
             )
-        engine, whole = policy.generation.vllm_cfg.max_model_len, policy.max_total_sequence_length
-        if engine is not None and engine < whole and policy.generation.backend != "transformers":
-            raise ValueError(
-                f"policy.generation.vllm_cfg.max_model_len={engine} is less than "
-                f"policy.max_total_sequence_length={whole}: prompts that fit into the one would be "
-                "refused by the other; leave it out"
-            )
+        backend, set_up = policy.generation.backend, policy.generation.model_extra or {}
+        for name in plugins.names("engines"):
+            if backend == name or (backend == "auto" and f"{name}_cfg" in set_up):
+                plugins.find(plugins.Engine, name).check(policy)
         return self
 
     @model_validator(mode="after")

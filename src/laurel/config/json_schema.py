@@ -127,7 +127,7 @@ def _accept(
         schema["properties"][key] = {"description": f"Ignored: {why}."}
     for key in sorted(section.removed.keys() - section.model_fields.keys()):
         if step_into((section,), key).standing != "foreign":
-            gone = f"Removed: {section.removed[key]}."
+            gone = f"Removed: {section.removed[key].instead}."
             schema["properties"].setdefault(key, {"description": gone, **_NULL})
 
 

@@ -181,6 +181,7 @@ def _played(
         unit="completions",
         counted="task",
         doing="answering",
+        side_by_side=-(-config.policy.generation.max_concurrent // options.num_generations),
     )
     done = 0
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from laurel.config.importing.rules import Read, Work, real, whole
+from laurel.extensions.importing.rules import Read, Work, real, whole
 
 FIRST_FACTOR = 1e-8
 """The factor of the learning rate at which a warm-up begins.

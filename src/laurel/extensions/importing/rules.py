@@ -16,12 +16,12 @@ from typing import Any, Literal, cast
 
 import yaml
 
-from laurel.config.importing.commands import LAUNCHER_FILE
 from laurel.config.load import check_tree
 from laurel.config.schema_info import with_defaults
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import Section, YamlNode, graft, nearest, plain_values
 from laurel.errors import ConfigError
+from laurel.extensions.importing.commands import LAUNCHER_FILE
 
 Status = Literal["carried", "default", "not needed", "not carried"]
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import tiny_tokenizers
 from laurel.cli.main import app
-from laurel.cli.starter import TASKS, run_init
 from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS
 from laurel.errors import ConfigError, UserError
+from laurel.extensions.starter.starter import TASKS, run_init
 from model_directories import save_model
 from tiny import tiny_language_model
 

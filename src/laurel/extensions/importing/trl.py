@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from laurel.config.importing.rules import flag, real, text, whole
-from laurel.config.importing.translation import FAR, Translation
 from laurel.config.schemas import Kind
+from laurel.extensions.importing.rules import flag, real, text, whole
+from laurel.extensions.importing.translation import FAR, Translation
 
 _BUILDERS = ("json", "csv", "parquet", "arrow")
 _LOGGERS = ("tensorboard", "wandb", "mlflow")

@@ -21,16 +21,16 @@ from imported_sources import (
     VERL,
     imported,
 )
-from laurel.cli.import_config import to_text
 from laurel.config import nemo_rl
-from laurel.config.importing.commands import _filled
-from laurel.config.importing.rules import Imported
-from laurel.config.importing.sources import TABLES, TITLES, ImportRequest, import_configuration
 from laurel.config.load import load_config
 from laurel.config.schema_info import kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
+from laurel.extensions.importing.commands import _filled
+from laurel.extensions.importing.import_config import to_text
+from laurel.extensions.importing.rules import Imported
+from laurel.extensions.importing.sources import TABLES, TITLES, ImportRequest, import_configuration
 
 
 def said_by(directory: Path, name: str) -> Imported:
@@ -75,7 +75,9 @@ def test_names_and_own_keys_are_of_the_table(system: Any, run: Any) -> None:
 
 def words(module: str) -> set[tuple[str, ...]]:
     """Return the literal texts of a system's rules, with those that may stand before them."""
-    source = files("laurel.config.importing").joinpath(f"{module}.py").read_text(encoding="utf-8")
+    source = (
+        files("laurel.extensions.importing").joinpath(f"{module}.py").read_text(encoding="utf-8")
+    )
     found: set[tuple[str, ...]] = set()
     for rule in ast.walk(ast.parse(source)):
         if not isinstance(rule, ast.FunctionDef):

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from laurel.config.importing.rules import flag, real, whole
-from laurel.config.importing.translation import FAR, NO_CRITIC, Translation
 from laurel.config.schemas import Kind
+from laurel.extensions.importing.rules import flag, real, whole
+from laurel.extensions.importing.translation import FAR, NO_CRITIC, Translation
 
 _ESTIMATORS = (
     *("grpo", "grpo_vectorized", "gdpo", "rloo", "rloo_vectorized"),

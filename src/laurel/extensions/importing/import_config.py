@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from laurel.config.dump import entry, literal
-from laurel.config.importing.rules import Imported, KeyOutcome, is_secret, shown
-from laurel.config.importing.sources import (
+from laurel.extensions.importing.rules import Imported, KeyOutcome, is_secret, shown
+from laurel.extensions.importing.sources import (
     STDIN,
     TITLES,
     ImportReport,

@@ -10,15 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from laurel.config.importing import openrlhf, trl, verl
-from laurel.config.importing.commands import PROGRAMS, Command, find_command
-from laurel.config.importing.rules import (
-    Imported,
-    KeyOutcome,
-    MappingTable,
-    import_said,
-    read_tables,
-)
 from laurel.config.load import load_config
 from laurel.config.nemo_rl import unread_keys
 from laurel.config.schemas import SCHEMAS, Kind
@@ -31,6 +22,15 @@ from laurel.config.yaml_tree import (
     read_file,
 )
 from laurel.errors import ConfigError, no_file_at
+from laurel.extensions.importing import openrlhf, trl, verl
+from laurel.extensions.importing.commands import PROGRAMS, Command, find_command
+from laurel.extensions.importing.rules import (
+    Imported,
+    KeyOutcome,
+    MappingTable,
+    import_said,
+    read_tables,
+)
 
 System = Literal["trl", "openrlhf", "verl", "nemo-rl"]
 

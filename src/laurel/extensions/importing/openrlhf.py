@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from laurel.config.importing.rules import flag, real, whole
-from laurel.config.importing.translation import FAR, NO_CRITIC, Translation
 from laurel.config.schemas import Kind
+from laurel.extensions.importing.rules import flag, real, whole
+from laurel.extensions.importing.translation import FAR, NO_CRITIC, Translation
 
 _DECAYS = ("cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup")
 _ESTIMATORS = ("group_norm", "dr_grpo", "rloo", "reinforce_baseline", "reinforce", "gae")
