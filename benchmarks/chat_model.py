@@ -266,6 +266,7 @@ def resume_row(options: argparse.Namespace) -> None:
             "grpo.max_num_steps=4",
             "grpo.val_period=0",
             "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
         ),
         "rm": (
             "smollm2_reward_cpu.yaml",
@@ -397,6 +398,7 @@ def short_run(options: argparse.Namespace, command: str, judge: Path) -> tuple[s
         "grpo.max_num_steps=3",
         "grpo.val_period=0",
         "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
         "checkpointing.enabled=false",
         "cluster.device=cpu",
     )
@@ -443,6 +445,7 @@ def vllm_row(options: argparse.Namespace) -> None:
         "grpo.max_num_steps=4",
         "grpo.val_period=0",
         "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
         "checkpointing.enabled=false",
         "policy.generation.backend=vllm",
         python=options.vllm_python,
@@ -489,6 +492,7 @@ def pushed_row(options: argparse.Namespace) -> None:
             f"policy.optimizer.kwargs.lr={rate}",
             "grpo.val_period=0",
             "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
             "checkpointing.save_period=100",
         )
         steps = [line for line in metrics(run) if "train/loss" in line]
@@ -630,8 +634,11 @@ def train(
 
 
 def evaluate(options: argparse.Namespace, name: str, *words: str) -> dict[str, Any]:
-    """What `laurel eval` prints as JSON; its messages are in a file."""
+    """What `laurel eval` prints as JSON, which is kept; its messages are in a file."""
     run: Path = options.work / name
+    kept = run / "evaluation.json"
+    if kept.is_file():
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
     run.mkdir(parents=True, exist_ok=True)
     command = [*LAUREL, "eval", *words, "--json"]
     with (run / "output.txt").open("a", encoding="utf-8") as log:
@@ -639,6 +646,7 @@ def evaluate(options: argparse.Namespace, name: str, *words: str) -> dict[str, A
     if done.returncode > 1:  # 1: a completion could not be graded, which the figures say
         raise SystemExit(f"laurel eval ended with {done.returncode}: see {run / 'output.txt'}")
     found: dict[str, Any] = json.loads(done.stdout)
+    kept.write_text(done.stdout, encoding="utf-8")
     return found
 
 
