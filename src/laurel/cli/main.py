@@ -241,7 +241,7 @@ def demo(
     The demo generates data, fine-tunes a small model on it, trains a reward model, and trains a
     policy against that reward model with GRPO.
     """
-    from laurel.demo.demo import run_demo, write_demo_data
+    from laurel.extensions.demo.demo import run_demo, write_demo_data
 
     if data_only:
         write_demo_data(directory, seed=seed, as_json=as_json)
