@@ -23,7 +23,7 @@ COMMANDS = {
     "export": "unit/export/test_export.py::test_plain_transformers_gives_the_scores",
     "grpo": "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
     "init": "extensions/starter/test_init.py::test_a_starter_from_scratch_runs_as_it_is",
-    "plan": "unit/cli/test_plan.py::",
+    "plan": "extensions/plan/test_plan.py::",
     "report": "extensions/report/test_report_command.py::test_report",
     "rm": "end_to_end/test_reward_training.py::test_the_form_of_the_seeds",
     "sandbox": "unit/sandbox/test_sandbox_tiers.py::test_the_command_says_what_holds",

@@ -113,7 +113,7 @@ def plan(config: ConfigOption = None, overrides: Overrides = None, *, options: P
 
     Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
     """
-    from laurel.cli.plan import run_plan
+    from laurel.extensions.plan.plan import run_plan
 
     if not run_plan(config, overrides or [], options):
         raise typer.Exit(2)

@@ -19,10 +19,10 @@ from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
+from laurel.extensions.plan.fit import GIB, FittedPlan, fit, larger_micro_batch
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
-from laurel.planning.fit import GIB, FittedPlan, fit, larger_micro_batch
 from laurel.planning.memory import (
     MASTER_BYTES,
     MemoryPhase,
