@@ -28,7 +28,6 @@ from laurel.run.options import (
     LocalScorerOptions,
     ModelOption,
     Overrides,
-    PlanOptions,
     PreferenceSetOption,
     ServeOptions,
     sets_column,
@@ -102,21 +101,6 @@ def grpo_command(
     from laurel.run.train import run_training
 
     run_training("grpo", config, overrides or [], as_json=as_json)
-
-
-@app.command("plan")
-def plan(config: ConfigOption = None, overrides: Overrides = None, *, options: PlanOptions) -> None:
-    """Show where each part of a run would be placed, and whether it fits.
-
-    Nothing is loaded or started. For every setting that does not fit, the plan names the nearest
-    one that does, and the exit code is 2.
-
-    Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
-    """
-    from laurel.extensions.plan.plan import run_plan
-
-    if not run_plan(config, overrides or [], options):
-        raise typer.Exit(2)
 
 
 @app.command("score")
