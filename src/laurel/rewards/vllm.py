@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from laurel.errors import ModelError, ScoringContractError, key_of
+from laurel.errors import ModelError, ScoringContractError, UserError, key_of
+from laurel.extensions.vllm.plugin import ScoringVllmConfig
 from laurel.generation.vllm.pooling import PoolingOptions, VllmPooling
-from laurel.models.forest.decoder import Path
-from laurel.models.scoring import ScoringContract, sigmoid
+from laurel.models.forest.decoder import Path as ModelPath
+from laurel.models.loading.pretrained import find_tokenizer
+from laurel.models.scoring import OLD_CONTENTS, ScoringContract, sigmoid
 from laurel.models.spec import ModelSpec
+from laurel.rewards.open import load_scorer, read_rules, say_rules
+from laurel.rewards.remote.router import CANARY
 from laurel.rewards.scorer import (
     ContractScorer,
     OnBatch,
     check_golden_by,
+    golden_scores,
     golden_tolerance,
 )
+from laurel.rewards.spec import Say, ScorerSpec
 from laurel.types import TokenGroup
 
 
@@ -91,7 +99,7 @@ class VllmScorer(ContractScorer):
             raise
 
     @property
-    def path(self) -> Path:
+    def path(self) -> ModelPath:
         """Always `forest`: vLLM computes the prompt of a group once, as a forest does."""
         return "forest"
 
@@ -172,3 +180,47 @@ def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: fl
         "its pooling beside the model (modules.json, config_sentence_transformers.json), or use "
         "Laurel's own engine"
     )
+
+
+def load_vllm_scorer(section: ScoringVllmConfig, spec: ScorerSpec, *, say: Say) -> VllmScorer:
+    """Start vLLM with a reward model, and check that it scores as it did when it was saved.
+
+    Args:
+        section: The devices of vLLM, which chooses the kind of device itself.
+        spec: The model, which has been found, and how it is loaded and scores.
+        say: Called with a line on all that was loaded and found.
+
+    Raises:
+        UserError: The model is not a reward model, or has changed; or vLLM is not installed.
+        EngineError: vLLM does not start.
+    """
+    place, engine = spec.found, spec.engine
+    assert place is not None
+    rules = read_rules(place)
+    if rules is not None and rules.golden:
+        tokenizer = find_tokenizer(replace(spec.model, name=place.name))
+        contract = ScoringContract.load(Path(place.name), tokenizer)
+        if not contract.rules.has_plain_contents:
+            say(f"note    {OLD_CONTENTS}")
+    else:
+        # A model without golden scores is loaded by Hugging Face's own class first, which computes
+        # some; its memory is free again before vLLM starts.
+        own = load_scorer(place, spec, say=say)
+        say("note    golden scores for vLLM were computed with Hugging Face's own class")
+        golden = golden_scores(own.model, own.contract, [CANARY])
+        contract = own.contract.with_rules(golden=golden, golden_dtype=spec.precision)
+        del own
+    model = replace(spec.model, name=place.name, precision=spec.precision)
+    options = PoolingOptions(
+        tensor_parallel_size=section.tensor_parallel_size,
+        gpu_memory_utilization=section.gpu_memory_utilization,
+        may_sleep=engine is not None and engine.may_sleep,
+    )
+    try:
+        scorer = VllmScorer(model, contract, options=options, batch_tokens=spec.batch_tokens)
+    except UserError as error:
+        raise type(error)(f"{place.name} in vLLM: {error}") from error
+    say(f"model   {place.name} in vLLM, {spec.precision}")
+    say(f"checked golden scores agree (max difference {scorer.golden_difference:.1e})")
+    say_rules(contract.rules, say)
+    return scorer

@@ -92,10 +92,11 @@ def _inside(kinds: tuple[Any, ...], name: str) -> tuple[Any, ...]:
 
 
 def _keys(kinds: tuple[Any, ...]) -> Iterator[Completion]:
+    from laurel.config.plugged import all_fields
     from laurel.config.schema_info import sections_of
 
     for section in sections_of(kinds):
-        for name, field in section.model_fields.items():
+        for name, field in all_fields(section).items():
             # A key that holds a section is described by the section.
             inside = [kind.__doc__ for kind in sections_of(_inside((section,), name))]
             about = next(filter(None, (field.description, *inside)), "")

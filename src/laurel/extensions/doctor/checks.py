@@ -36,7 +36,7 @@ from laurel.extensions.doctor.phases import (
     saved_model,
 )
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.load import TransformersMaker, VllmMaker
+from laurel.generation.load import PluggedMaker, TransformersMaker
 from laurel.generation.replicas import GeneratorReplicas
 from laurel.generation.requests import GeneratorSpec
 from laurel.generation.weights.probe import model_logprobs
@@ -53,6 +53,7 @@ from laurel.planning.step_time import (
     known_devices,
     training_operations,
 )
+from laurel.plugins import EngineStart
 from laurel.run.generator import probe_of, transfer_of
 from laurel.training.learner import Learner, LocalLearner, MicroBatch
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
@@ -565,11 +566,8 @@ def weight_transfer(trial: Trial) -> Found:
 
 
 def _generator_spec() -> GeneratorSpec:
-    settings = GenerationConfig()
-    small = settings.vllm_cfg.model_copy(update={"gpu_memory_utilization": 0.2})
-    return GeneratorSpec(
-        settings=settings.model_copy(update={"vllm_cfg": small}), max_length=256, end_ids=(1,)
-    )
+    settings = GenerationConfig.model_validate({"vllm_cfg": {"gpu_memory_utilization": 0.2}})
+    return GeneratorSpec(settings=settings, max_length=256, end_ids=(1,))
 
 
 def vllm(trial: Trial) -> Found:
@@ -584,7 +582,10 @@ def vllm(trial: Trial) -> Found:
         group = SpawnedGroup(
             "generation",
             EngineWorker,
-            VllmMaker(directory=directory, spec=_generator_spec(), precision=precision),
+            PluggedMaker(
+                name="vllm",
+                start=EngineStart(directory=directory, spec=_generator_spec(), precision=precision),
+            ),
             limit=trial.limit,
         )
         try:

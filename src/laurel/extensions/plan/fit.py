@@ -175,7 +175,7 @@ def _changes(
         yield from _training_changes(request, plan, shapes)
     elif phase.name == "generation":
         yield from _drawing_changes(request, plan, device_memory, phase)
-        if request.drawing is not None and request.drawing.uses_vllm:
+        if request.drawing is not None and request.drawing.has_own_weights:
             yield from _larger_groups(request, plan, shapes, "generation")
     else:
         if [judge.precision for judge in request.judging] == ["float32"]:
@@ -222,7 +222,7 @@ def _drawing_changes(
     assert drawing is not None
     cache = phase.parts["keys and values"]
     room = int(device_memory * phase.fraction) - (phase.total - cache)
-    if drawing.uses_vllm:
+    if drawing.has_own_weights:
         weights = phase.parts.get("engine's weights", phase.parts.get("weights", 0))
         share = int(100 * (room + weights) / device_memory) / 100
         if 0 < share < 1:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from laurel.errors import ConfigError, DataError, EngineError, LaurelError
+from laurel.extensions.vllm.plugin import COLDEST, HOTTEST, vllm_section
 from laurel.generation.requests import GeneratorSpec, check_generation_request
 from laurel.generation.transformers.batch import StopStringWatch
 from laurel.generation.vllm.loading import Loader, WeightLoading, choose_loading
@@ -76,14 +77,14 @@ class VllmEngine(VllmProcesses):
         self, model_dir: str | Path, spec: GeneratorSpec, *, precision: str, probe: Probe | None
     ) -> None:
         super().__init__("policy.generation.backend=vllm")
-        generation = spec.settings
-        self._max_length = generation.vllm_cfg.max_model_len or spec.max_length
+        generation, settings = spec.settings, vllm_section(spec.settings)
+        self._max_length = settings.max_model_len or spec.max_length
         self._end_ids = spec.end_ids
         self._probe = probe
         learner, precision = precision, engine_dtype(generation, precision)
         self._tolerance = generation.weight_probe_tolerance or default_tolerance(precision, learner)
         self._precision = precision
-        self._asked_loading = generation.vllm_cfg.weight_loading
+        self._asked_loading = settings.weight_loading
         self.held_dtype: HeldDtype | None = None
         """The dtype in which vLLM holds its weights; wider ones are rounded before they travel."""
         self._weight_version = spec.weight_version
@@ -104,7 +105,7 @@ class VllmEngine(VllmProcesses):
             on_cpu=self._on_cpu,
             known=frozenset(self._vllm.AsyncEngineArgs.__dataclass_fields__),
         )
-        self._has_stages = generation.vllm_cfg.pipeline_parallel_size > 1
+        self._has_stages = settings.pipeline_parallel_size > 1
         self._start("laurel-vllm", f"from {model_dir}", lambda: arguments)
 
     async def _prepare(self) -> None:
@@ -354,8 +355,6 @@ class VllmEngine(VllmProcesses):
 # Requests and completions in vLLM's words and back.
 
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-COLDEST, HOTTEST = 0.01, 2.0
-"""The lowest and highest temperature that vLLM accepts besides 0; it would raise lower ones."""
 
 
 def check_limits(request: GenerationRequest, *, max_length: int, reports_untruncated: bool) -> None:

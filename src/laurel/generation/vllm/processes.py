@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from laurel.errors import EngineError, LaurelError
+from laurel.extensions.vllm.plugin import Vllm
 from laurel.generation.vllm.settings import (
     ENVIRONMENT,
-    check_has_vllm,
     cpu_environment,
     environment,
 )
@@ -176,7 +176,7 @@ def import_vllm(purpose: str) -> SimpleNamespace:
     Raises:
         MissingDependencyError: vLLM is not installed.
     """
-    check_has_vllm(purpose)
+    Vllm().check_installed(purpose)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.config import PoolerConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +9,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from laurel.config.grpo import GenerationConfig
-from laurel.errors import ConfigError, MissingDependencyError
+from laurel.errors import ConfigError
+from laurel.extensions.vllm.plugin import vllm_section
 
 WORKER = "laurel.generation.vllm.worker.LaurelWorker"
 """Import path of the class that extends vLLM's worker."""
@@ -61,22 +61,9 @@ def _cores_of_each(num_workers: int) -> str:
     return "|".join(",".join(map(str, part)) for part in parts)
 
 
-def check_has_vllm(key: str) -> None:
-    """Raise an error if vLLM is not installed.
-
-    Args:
-        key: The setting that needs vLLM, for the message.
-
-    Raises:
-        MissingDependencyError: vLLM is not installed.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise MissingDependencyError.of("vllm", extra="vllm", purpose=key)
-
-
 def engine_dtype(generation: GenerationConfig, policy_precision: str) -> str:
     """Return the dtype of the engine's weights: its own setting, or with `auto` the policy's."""
-    chosen = generation.vllm_cfg.precision
+    chosen = vllm_section(generation).precision
     return policy_precision if chosen == "auto" else chosen
 
 
@@ -104,7 +91,7 @@ def engine_arguments(
     Raises:
         ConfigError: `vllm_kwargs` has an unknown argument, or one that another setting decides.
     """
-    settings = generation.vllm_cfg
+    settings = vllm_section(generation)
     decided = {
         "model": model_dir,
         "max_model_len": max_length,
@@ -124,7 +111,7 @@ def engine_arguments(
     }
     if not on_cpu and settings.weight_loading != "files":
         decided["weight_transfer_config"] = {"backend": "ipc"}
-    if settings.num_devices > 1:
+    if settings.tensor_parallel_size * settings.pipeline_parallel_size > 1:
         # In an actor vLLM would start actors of its own, in slots that are taken.
         decided["distributed_executor_backend"] = "mp"
     free: dict[str, Any] = {
