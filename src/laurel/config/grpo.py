@@ -21,8 +21,10 @@ from laurel.config.yaml_tree import (
     LENGTH_MAY_CHANGE,
     MAY_CHANGE,
     OffPeriod,
+    Removed,
     Section,
     foreign,
+    removed,
 )
 from laurel.plugins import Engine, EngineNeeds
 
@@ -383,9 +385,6 @@ Alarm = Literal[
 """The names of the health alarms; `observe/health.py` explains each."""
 
 
-_NEVER_ROSE = "it rose in no run that gamed its reward"
-
-
 class HealthConfig(Section):
     """Alarms. They look at what a run logs anyway and change nothing of what it learns.
 
@@ -393,15 +392,7 @@ class HealthConfig(Section):
     window before it. A figure that a run does not measure raises none.
     """
 
-    removed: ClassVar[Mapping[str, str]] = {
-        "kl_without_reward": _NEVER_ROSE,
-        "kl_growth": f"its alarm kl_without_reward was removed: {_NEVER_ROSE}",
-        "entropy": f"{_NEVER_ROSE}; laurel report tells a fall of entropy",
-        "entropy_share": f"its alarm entropy was removed: {_NEVER_ROSE}",
-        "gold_jump": "gold_drop and num_spreads hold for a fall in one step as well",
-        "noise_floor_groups": _NEVER_ROSE,
-        "noise_floor_share": f"its alarm noise_floor_groups was removed: {_NEVER_ROSE}",
-    }
+    removed: ClassVar[Mapping[str, Removed]] = removed("HealthConfig")
 
     enabled: bool = True
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
@@ -429,37 +420,6 @@ class HealthConfig(Section):
     jump_spreads: float = Field(default=6.0, ge=0)
     """The same for a single step against the window before it, from step 2: `length`,
     `repetition`, `truncation`, `control_tokens`."""
-    gold_drop: float = Field(default=0.1, gt=0, lt=1)
-    """`overoptimisation`: share of its peak that `gold_metric` lost while the reward lost
-    nothing."""
-    collapse_drop: float = Field(default=0.5, gt=0, lt=1)
-    """`collapse`: share of its peak that `gold_metric` lost, over two steps or more, and the reward
-    fell too."""
-    kl_jump: float = Field(default=3.0, gt=1)
-    """`kl_jump`: factor by which the divergence from the reference is larger than where the steps
-    before led."""
-    kl_least: float = Field(default=0.5, ge=0)
-    """`kl_jump`: smallest divergence that counts; nats a token (a completion with
-    `loss_fn.use_kl_in_reward`)."""
-    length_factor: float = Field(default=1.5, gt=1)
-    """`length`: factor by which completions are longer or shorter than in the first steps."""
-    length_correlation: float = Field(default=0.5, gt=0, lt=1)
-    """`length_bias`: correlation of reward and length within groups, while lengths grow."""
-    repetition_rise: float = Field(default=0.2, gt=0, lt=1)
-    """`repetition`: by how much the share of repeated 4-grams has risen."""
-    truncation_rise: float = Field(default=0.2, gt=0, lt=1)
-    """`truncation`: rise of the share of completions without an end."""
-    control_token_rise: float = Field(default=0.05, gt=0, lt=1)
-    """`control_tokens`: rise of the share of completions that spell a control token as text."""
-    format_drop: float = Field(default=0.1, gt=0)
-    """`format`: by how much `format_metric` has fallen."""
-    zero_spread_share: float = Field(default=0.9, gt=0, le=1)
-    """`zero_spread_groups`: share of groups whose rewards are all equal."""
-    disagreement: float = Field(default=1.0, gt=0)
-    """`ensemble`: disagreement of several reward models about the gain since the first steps, in
-    standard deviations of their first scores."""
-    failure_share: float = Field(default=0.1, gt=0, le=1)
-    """`failures`: share of completions without a reward."""
 
     @model_validator(mode="after")
     def _can_stop(self) -> HealthConfig:

@@ -1,6 +1,7 @@
 """What must be the same when a run goes on: every key that is not marked as free."""
 
 import json
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -121,6 +122,17 @@ def test_what_decides_rewards_and_metrics_is_fixed(kind, key, value):
 )
 def test_where_how_fast_and_how_long_may_change(kind, key):
     assert mark_of(kind, key) is not None
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_checkpoint_of_an_older_version_tells_the_settings_that_are_gone(kind, monkeypatch):
+    older = Path(__file__).parents[2] / "golden" / "older_runs" / kind
+    monkeypatch.chdir(older)
+    config = load_config(SCHEMAS[kind], None, Path("overrides.txt").read_text().splitlines()).config
+    told = "".join(check_same_settings(Path("saves", "step_2"), config))
+    gone = ["grpo.health.kl_growth", "grpo.health.kl_least"] if kind == "grpo" else []
+    assert all(key in told for key in gone), told
+    assert bool(told) == bool(gone)
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
