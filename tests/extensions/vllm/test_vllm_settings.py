@@ -9,9 +9,9 @@ import pytest
 from generators import request
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, DataError
-from laurel.generation.vllm.engine import check_limits, sampling_arguments
-from laurel.generation.vllm.processes import end_processes
-from laurel.generation.vllm.settings import (
+from laurel.extensions.vllm.engine import check_limits, sampling_arguments
+from laurel.extensions.vllm.processes import end_processes
+from laurel.extensions.vllm.settings import (
     cpu_environment,
     engine_arguments,
     engine_dtype,

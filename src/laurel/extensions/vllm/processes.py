@@ -19,9 +19,9 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from laurel import plugins
 from laurel.errors import EngineError, LaurelError
-from laurel.extensions.vllm.plugin import Vllm
-from laurel.generation.vllm.settings import (
+from laurel.extensions.vllm.settings import (
     ENVIRONMENT,
     cpu_environment,
     environment,
@@ -174,7 +174,7 @@ def import_vllm(purpose: str) -> SimpleNamespace:
     Raises:
         MissingDependencyError: vLLM is not installed.
     """
-    Vllm().check_installed(purpose)
+    plugins.find(plugins.Engine, "vllm").check_installed(purpose)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.config import PoolerConfig
