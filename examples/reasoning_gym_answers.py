@@ -10,7 +10,7 @@ from typing import Any
 
 from laurel.config.data import GeneratorConfig, TaskSetConfig
 from laurel.config.environments import ReasoningGymEnvironmentConfig
-from laurel.environments.reasoning_gym import made_rows
+from laurel.extensions.reasoning_gym.environment import made_rows
 
 TASKS = {
     "leg_counting": GeneratorConfig(

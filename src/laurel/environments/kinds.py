@@ -105,7 +105,7 @@ class Tools(EnvironmentKind):
 
     def make(self, section: ToolsConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
-        from laurel.environments.tool_environment import ToolEnvironment
+        from laurel.extensions.tools.environment import ToolEnvironment
 
         return ToolEnvironment(section)
 
@@ -115,7 +115,7 @@ class Tools(EnvironmentKind):
 
     def tools(self, section: ToolsConfig, services: EnvironmentServices) -> ToolSchemas:
         """Return the functions."""
-        from laurel.environments.tool_environment import schemas_of
+        from laurel.extensions.tools.environment import schemas_of
 
         return schemas_of(section)
 
@@ -129,7 +129,7 @@ class ReasoningGym(EnvironmentKind):
         self, section: ReasoningGymEnvironmentConfig, services: EnvironmentServices
     ) -> Environment:
         """Return the environment."""
-        from laurel.environments.reasoning_gym import ReasoningGymEnvironment
+        from laurel.extensions.reasoning_gym.environment import ReasoningGymEnvironment
 
         return ReasoningGymEnvironment(section)
 
@@ -145,7 +145,7 @@ class Verifiers(EnvironmentKind):
         self, section: VerifiersEnvironmentConfig, services: EnvironmentServices
     ) -> Environment:
         """Return the environment."""
-        from laurel.environments.verifiers import VerifiersEnvironment
+        from laurel.extensions.verifiers.environment import VerifiersEnvironment
 
         return VerifiersEnvironment(services.name, section, max_turns=services.max_turns)
 
@@ -171,7 +171,7 @@ class OpenEnv(EnvironmentKind):
 
     def make(self, section: OpenEnvConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
-        from laurel.environments.session_servers import open_sessions
+        from laurel.extensions.environment_servers.servers import open_sessions
 
         return open_sessions(services.name, section)
 
@@ -195,7 +195,7 @@ class OpenReward(EnvironmentKind):
 
     def make(self, section: OpenRewardConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
-        from laurel.environments.session_servers import open_sessions
+        from laurel.extensions.environment_servers.servers import open_sessions
 
         return open_sessions(services.name, section)
 
@@ -224,7 +224,7 @@ class ReasoningGymRows(Rows):
 
     def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
         """Return the rows."""
-        from laurel.environments.reasoning_gym import made_rows
+        from laurel.extensions.reasoning_gym.environment import made_rows
 
         return made_rows(chosen, environments.settings_of(EnvironmentKind, "reasoning_gym")[1])
 
@@ -237,7 +237,7 @@ class VerifiersRows(Rows):
 
     def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
         """Return the rows."""
-        from laurel.environments.verifiers import taskset_rows
+        from laurel.extensions.verifiers.environment import taskset_rows
 
         return taskset_rows(chosen, environments.get("verifiers", {}))
 
@@ -256,7 +256,7 @@ class OpenEnvRows(Rows):
 
     def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
         """Return the rows."""
-        from laurel.environments.session_servers import session_rows
+        from laurel.extensions.environment_servers.servers import session_rows
 
         return session_rows(chosen, environments.get("openenv", {}), kind="openenv")
 
@@ -271,6 +271,6 @@ class OpenRewardRows(Rows):
 
     def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
         """Return the rows."""
-        from laurel.environments.session_servers import session_rows
+        from laurel.extensions.environment_servers.servers import session_rows
 
         return session_rows(chosen, environments.get("openreward", {}), kind="openreward")

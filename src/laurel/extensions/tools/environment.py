@@ -92,7 +92,7 @@ class ToolEnvironment(EnvironmentInterface):
         self._pool = ProcessPool(
             ProcessPoolSpec(
                 name="the pool of tools",
-                prepare="laurel.environments.tool_environment:prepare_calls",
+                prepare="laurel.extensions.tools.environment:prepare_calls",
                 num_workers=config.num_workers,
                 timeout_seconds=config.timeout_seconds,
                 settings=list(zip(config.functions, parameters, strict=True)),

@@ -36,7 +36,7 @@ from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 
 if TYPE_CHECKING:
-    from laurel.environments.verifiers_runner import EpisodeRunner, LoadedTaskset, Turn
+    from laurel.extensions.verifiers.runner import EpisodeRunner, LoadedTaskset, Turn
 
 _KEY = "verifiers"
 # The metadata key of conversations whose episode has begun.
@@ -54,7 +54,7 @@ def load_taskset(
         MissingDependencyError: The package is not installed.
     """
     try:
-        runner = importlib.import_module("laurel.environments.verifiers_runner")
+        runner = importlib.import_module("laurel.extensions.verifiers.runner")
     except ModuleNotFoundError as error:
         if error.name not in ("verifiers", "verifiers.v1", "httpx"):  # which comes with it
             raise

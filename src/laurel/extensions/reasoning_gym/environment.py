@@ -337,7 +337,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         self._pool = ProcessPool(
             ProcessPoolSpec(
                 name="the scorers of reasoning_gym",
-                prepare="laurel.environments.reasoning_gym:prepare_scoring",
+                prepare="laurel.extensions.reasoning_gym.environment:prepare_scoring",
                 num_workers=available_cores(),
                 timeout_seconds=SECONDS_OF_AN_ANSWER,
                 attempts=2,  # another process may have killed it
