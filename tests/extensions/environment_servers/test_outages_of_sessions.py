@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from laurel.config.environments import EnvironmentsConfig, SessionsConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.errors import EnvironmentFailedError, WorkerError
 from laurel.extensions.environment_servers.sessions import (
@@ -13,6 +13,7 @@ from laurel.extensions.environment_servers.sessions import (
     SessionLostError,
     SessionTurn,
 )
+from laurel.extensions.environment_servers.settings import SessionsConfig
 
 
 class Echo:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from laurel.config.environments import SessionsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.errors import ConfigError, EnvironmentFailedError, WorkerError
 from laurel.extensions.environment_servers.sessions import (
@@ -15,6 +14,7 @@ from laurel.extensions.environment_servers.sessions import (
     SessionLostError,
     SessionTurn,
 )
+from laurel.extensions.environment_servers.settings import SessionsConfig
 from policy_fakes import SAMPLING, Say, ScriptedGenerator, rollouts_of, task
 from sandbox_processes import wait_until
 

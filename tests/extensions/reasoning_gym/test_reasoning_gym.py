@@ -12,12 +12,13 @@ import pytest
 
 from environment_batches import batch_of
 from laurel.config.data import TaskDataConfig, TaskSetConfig
-from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironmentConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, MadeRows, load_task_data
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.extensions.reasoning_gym import environment as reasoning_gym
+from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig
 from laurel.run.evaluation.policy import _sets
 from laurel.run.options import EvalPolicyOptions
 from laurel.run.tasks import fit_prompts

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from laurel.config.data import GeneratorConfig, TaskSetConfig
-from laurel.config.environments import ReasoningGymEnvironmentConfig
 from laurel.config.yaml_tree import nearest
 from laurel.data.tasks import MadeRows
 from laurel.environments.interface import (
@@ -42,6 +41,7 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.errors import ConfigError, LaurelError, MissingDependencyError
+from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 from laurel.sandbox.inside import confinement, jail, kernel, seccomp

@@ -18,7 +18,6 @@ from uuid import uuid4
 import torch
 
 from laurel.config.data import TaskSetConfig
-from laurel.config.environments import VerifiersEnvironmentConfig
 from laurel.data.tasks import MadeRows
 from laurel.environments.interface import (
     CONVERSATION_ID,
@@ -31,6 +30,7 @@ from laurel.environments.interface import (
     mean_of,
 )
 from laurel.errors import ConfigError, MissingDependencyError
+from laurel.extensions.verifiers.settings import VerifiersEnvironmentConfig
 from laurel.models.tool_calls import FORMS, CallForm, form_of, needed_form
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
