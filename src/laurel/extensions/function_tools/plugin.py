@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from laurel.extensions.tools.settings import ToolsConfig
+from laurel.extensions.function_tools.settings import ToolsConfig
 from laurel.plugins import EnvironmentKind, EnvironmentServices
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Tools(EnvironmentKind):
 
     def make(self, section: ToolsConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
-        from laurel.extensions.tools.environment import ToolEnvironment
+        from laurel.extensions.function_tools.environment import ToolEnvironment
 
         return ToolEnvironment(section)
 
@@ -38,6 +38,6 @@ class Tools(EnvironmentKind):
 
     def tools(self, section: ToolsConfig, services: EnvironmentServices) -> ToolSchemas:
         """Return the functions."""
-        from laurel.extensions.tools.environment import schemas_of
+        from laurel.extensions.function_tools.environment import schemas_of
 
         return schemas_of(section)
