@@ -451,6 +451,36 @@ class Command(Plugin):
         """
 
 
+class Importer(Plugin):
+    """Another system, whose configurations `laurel config import --from <name>` translates."""
+
+    title: ClassVar[str]
+    """The system's name for people."""
+    devices_of_option: ClassVar[bool] = False
+    """Whether its files do not say how many processes there are, so that `--devices` does."""
+    is_sure: ClassVar[bool] = False
+    """Whether a file that has `own_keys` is of this system, whatever others know of it."""
+
+    def own_keys(self, values: Mapping[str, Any]) -> Sequence[str]:
+        """Return the keys of a file that this system knows.
+
+        A file for which no system is named is of the one that knows the most of its keys.
+        """
+        return ()
+
+    @abstractmethod
+    def make(self, section: None, source: Any) -> Any:
+        """Return the configuration of Laurel that another system's becomes.
+
+        Args:
+            section: An importer has no settings.
+            source: What is imported, a `laurel.extensions.importing.rules.Source`.
+
+        Returns:
+            A `laurel.extensions.importing.rules.Imported`.
+        """
+
+
 KINDS: Mapping[str, type[Any]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
@@ -461,6 +491,7 @@ KINDS: Mapping[str, type[Any]] = {
     "environments": EnvironmentKind,
     "rows": Rows,
     "commands": Command,
+    "importers": Importer,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
