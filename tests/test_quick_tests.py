@@ -37,8 +37,8 @@ ENVIRONMENTS = {
     "math_default": "contracts/test_environment.py::test_any_number_of_conversations[math]",
     "code": "end_to_end/test_grpo_code.py::test_programs_are_graded_by_tests",
     "reward_model": "end_to_end/test_reward_model_as_environment.py::test_d29_rewards",
-    "reasoning_gym": "unit/environments/test_reasoning_gym.py::test_answers_stand_in",
-    "tools": "unit/environments/test_tool_environment.py::test_the_answer_is_graded_by_another",
+    "reasoning_gym": "extensions/reasoning_gym/test_reasoning_gym.py::test_answers_stand_in",
+    "tools": "extensions/function_tools/test_tools.py::test_the_answer_is_graded_by_another",
     "composite": "contracts/test_environment.py::test_any_number_of_conversations[composite",
 }
 OTHERS = (

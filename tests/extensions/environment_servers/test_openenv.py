@@ -9,8 +9,8 @@ import pytest
 from laurel.config.data import TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.registry import create_environment, row_sources
-from laurel.environments.sessions import SessionEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
+from laurel.extensions.environment_servers.sessions import SessionEnvironment
 from policy_runs import task_data
 from sandbox_processes import wait_until
 from session_servers import ServerProcess

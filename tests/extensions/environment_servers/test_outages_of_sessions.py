@@ -4,15 +4,16 @@ import asyncio
 
 import pytest
 
-from laurel.config.environments import EnvironmentsConfig, SessionsConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.environments.sessions import (
+from laurel.errors import EnvironmentFailedError, WorkerError
+from laurel.extensions.environment_servers.sessions import (
     ServerFullError,
     SessionEnvironment,
     SessionLostError,
     SessionTurn,
 )
-from laurel.errors import EnvironmentFailedError, WorkerError
+from laurel.extensions.environment_servers.settings import SessionsConfig
 
 
 class Echo:
@@ -124,7 +125,7 @@ def test_patience_begins_with_the_outage_and_again_with_every_row(server, enviro
 def test_a_slow_step_is_a_failure_and_a_server_that_hangs_is_waited_for(
     server, environment, monkeypatch
 ):
-    monkeypatch.setattr("laurel.environments.sessions._REACHING_SECONDS", 0.1)
+    monkeypatch.setattr("laurel.extensions.environment_servers.sessions._REACHING_SECONDS", 0.1)
     server.faults, server.reaching = {"a": [hangs]}, [hangs]
     assert say(environment, "a") == (None, 1.0)
     server.faults = {"b": [hangs]}
@@ -140,7 +141,9 @@ def test_a_slow_beginning_is_a_failure_that_names_the_limit(server, environment)
 @pytest.mark.parametrize("patience", [0.3, 5.0])
 def test_a_full_server_is_given_a_moment_and_no_longer(server, monkeypatch, patience):
     # At 0, 0.1 and 0.3 s; in 5 s it would be asked seven times.
-    monkeypatch.setattr("laurel.environments.sessions._CLOSING_SECONDS", 5.3 - patience)
+    monkeypatch.setattr(
+        "laurel.extensions.environment_servers.sessions._CLOSING_SECONDS", 5.3 - patience
+    )
     config = SessionsConfig(url="http://h:1", connect_patience=patience)
     with SessionEnvironment(server, config) as environment:
         server.opening = [full]

@@ -33,8 +33,8 @@ from verifiers.v1.state import state_cls
 from verifiers.v1.utils.decorators import discover_decorated
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
-from laurel.config.environments import VerifiersEnvironmentConfig
 from laurel.errors import ConfigError, WorkerError
+from laurel.extensions.verifiers.settings import VerifiersEnvironmentConfig
 from laurel.models.tool_calls import MalformedCall, ReadCall
 from laurel.observe.forks import guarded
 from laurel.observe.user_code import error_with_line, line_of

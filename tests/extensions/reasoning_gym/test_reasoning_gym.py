@@ -12,12 +12,13 @@ import pytest
 
 from environment_batches import batch_of
 from laurel.config.data import TaskDataConfig, TaskSetConfig
-from laurel.config.environments import EnvironmentsConfig, ReasoningGymEnvironmentConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, MadeRows, load_task_data
-from laurel.environments import reasoning_gym
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, DataError, MissingDependencyError
+from laurel.extensions.reasoning_gym import environment as reasoning_gym
+from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig
 from laurel.run.evaluation.policy import _sets
 from laurel.run.options import EvalPolicyOptions
 from laurel.run.tasks import fit_prompts
@@ -75,7 +76,7 @@ def test_the_seed_of_the_process_does_not_matter():
     code = (
         "from laurel.config.data import TaskSetConfig as S\n"
         "from laurel.config.environments import ReasoningGymEnvironmentConfig as C\n"
-        "from laurel.environments.reasoning_gym import made_rows\n"
+        "from laurel.extensions.reasoning_gym.environment import made_rows\n"
         "made = made_rows(S(tasks={'list_functions': 1, 'codeio': 1, 'pool_matrix': 1}), C())\n"
         "print([made.make(i, k) for i in range(6) for k in range(2)])\n"
     )

@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from laurel.config.environments import SessionsConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.environments.sessions import SessionEnvironment, SessionLostError, SessionTurn
 from laurel.errors import ConfigError, EnvironmentFailedError, WorkerError
+from laurel.extensions.environment_servers.sessions import (
+    SessionEnvironment,
+    SessionLostError,
+    SessionTurn,
+)
+from laurel.extensions.environment_servers.settings import SessionsConfig
 from policy_fakes import SAMPLING, Say, ScriptedGenerator, rollouts_of, task
 from sandbox_processes import wait_until
 

@@ -14,7 +14,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
-from laurel.config.environments import ToolsConfig
 from laurel.environments.code.answers import cut_middle, last_answer
 from laurel.environments.interface import (
     ENVIRONMENT_ROLE,
@@ -27,6 +26,7 @@ from laurel.environments.interface import (
 )
 from laurel.environments.registry import imported
 from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.extensions.function_tools.settings import ToolsConfig
 from laurel.models.tool_calls import (
     FORMS,
     CallForm,
@@ -92,7 +92,7 @@ class ToolEnvironment(EnvironmentInterface):
         self._pool = ProcessPool(
             ProcessPoolSpec(
                 name="the pool of tools",
-                prepare="laurel.environments.tool_environment:prepare_calls",
+                prepare="laurel.extensions.function_tools.environment:prepare_calls",
                 num_workers=config.num_workers,
                 timeout_seconds=config.timeout_seconds,
                 settings=list(zip(config.functions, parameters, strict=True)),

@@ -13,8 +13,8 @@ from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.environments.registry import create_environment, create_environments, shown_tools
-from laurel.environments.tool_environment import ToolEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError, ModelError
+from laurel.extensions.function_tools.environment import ToolEnvironment
 from laurel.models.tool_calls import FORMS, ToolCall
 from laurel.run.request import uses_reward_model
 from laurel.run.tasks import needs_of

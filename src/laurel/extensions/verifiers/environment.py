@@ -18,7 +18,6 @@ from uuid import uuid4
 import torch
 
 from laurel.config.data import TaskSetConfig
-from laurel.config.environments import VerifiersEnvironmentConfig
 from laurel.data.tasks import MadeRows
 from laurel.environments.interface import (
     CONVERSATION_ID,
@@ -31,12 +30,13 @@ from laurel.environments.interface import (
     mean_of,
 )
 from laurel.errors import ConfigError, MissingDependencyError
+from laurel.extensions.verifiers.settings import VerifiersEnvironmentConfig
 from laurel.models.tool_calls import FORMS, CallForm, form_of, needed_form
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 
 if TYPE_CHECKING:
-    from laurel.environments.verifiers_runner import EpisodeRunner, LoadedTaskset, Turn
+    from laurel.extensions.verifiers.runner import EpisodeRunner, LoadedTaskset, Turn
 
 _KEY = "verifiers"
 # The metadata key of conversations whose episode has begun.
@@ -54,7 +54,7 @@ def load_taskset(
         MissingDependencyError: The package is not installed.
     """
     try:
-        runner = importlib.import_module("laurel.environments.verifiers_runner")
+        runner = importlib.import_module("laurel.extensions.verifiers.runner")
     except ModuleNotFoundError as error:
         if error.name not in ("verifiers", "verifiers.v1", "httpx"):  # which comes with it
             raise

@@ -15,13 +15,13 @@ import pytest
 
 from laurel.config.data import TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
-from laurel.environments import verifiers
 from laurel.environments.interface import CONVERSATION_ID
 from laurel.environments.registry import (
     create_environment,
     create_environments,
 )
 from laurel.errors import ConfigError, MissingDependencyError, WorkerError
+from laurel.extensions.verifiers import environment as verifiers
 from policy_runs import (
     completions_of,
     grpo,
@@ -556,7 +556,7 @@ def test_names_are_given_once():
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
     for name in ("verifiers", "verifiers.v1"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "laurel.environments.verifiers_runner", raising=False)
+    monkeypatch.delitem(sys.modules, "laurel.extensions.verifiers.runner", raising=False)
     config = config_of(vowels={"id": "vowels-v1"})
     with pytest.raises(MissingDependencyError, match="verifiers"):
         verifiers.taskset_rows(

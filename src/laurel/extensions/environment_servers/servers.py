@@ -17,17 +17,21 @@ from types import ModuleType
 from typing import Any
 
 from laurel.config.data import TaskSetConfig
-from laurel.config.environments import OpenEnvConfig, OpenRewardConfig, SessionsConfig
 from laurel.data.sources import Row
 from laurel.data.tasks import MadeRows
-from laurel.environments.sessions import (
+from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
+from laurel.extensions.environment_servers.sessions import (
     ServerFullError,
     ServerSession,
     SessionEnvironment,
     SessionLostError,
     SessionTurn,
 )
-from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
+from laurel.extensions.environment_servers.settings import (
+    OpenEnvConfig,
+    OpenRewardConfig,
+    SessionsConfig,
+)
 from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, form_of, needed_form
 from laurel.types import ToolSchemas
 

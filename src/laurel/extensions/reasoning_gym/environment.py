@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 from laurel.config.data import GeneratorConfig, TaskSetConfig
-from laurel.config.environments import ReasoningGymEnvironmentConfig
 from laurel.config.yaml_tree import nearest
 from laurel.data.tasks import MadeRows
 from laurel.environments.interface import (
@@ -42,6 +41,7 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.errors import ConfigError, LaurelError, MissingDependencyError
+from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 from laurel.sandbox.inside import confinement, jail, kernel, seccomp
@@ -337,7 +337,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         self._pool = ProcessPool(
             ProcessPoolSpec(
                 name="the scorers of reasoning_gym",
-                prepare="laurel.environments.reasoning_gym:prepare_scoring",
+                prepare="laurel.extensions.reasoning_gym.environment:prepare_scoring",
                 num_workers=available_cores(),
                 timeout_seconds=SECONDS_OF_AN_ANSWER,
                 attempts=2,  # another process may have killed it

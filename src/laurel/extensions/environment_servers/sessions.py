@@ -24,7 +24,6 @@ from uuid import uuid4
 
 import torch
 
-from laurel.config.environments import SessionsConfig
 from laurel.data.sources import Row
 from laurel.environments.code.answers import cut_middle, last_answer
 from laurel.environments.interface import (
@@ -38,6 +37,7 @@ from laurel.environments.interface import (
     mean_of,
 )
 from laurel.errors import ConfigError, EngineError, EnvironmentFailedError, WorkerError, counted
+from laurel.extensions.environment_servers.settings import SessionsConfig
 from laurel.generation.waiting import BackgroundLoop
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
