@@ -15,11 +15,12 @@ ORS_STAMP := $(ORS_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-docs setup-vllm demo test test-all test-vllm test-environments test-openreward test-gpu test-real check house format bench docs docs-serve notebooks release release-version clean
+.PHONY: help setup setup-docs setup-vllm demo test test-all test-pages test-vllm test-environments test-openreward test-gpu test-real check house format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
 	@echo "make test-all   all tests (over half an hour on 2 cores), as CI runs them"
+	@echo "make test-pages   those of them that run README, docs/ and the notebooks"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make test-environments   set up an environment with verifiers and openenv-core, then run the tests that need it"
 	@echo "make test-openreward   set up an environment with openreward, then run the tests that need it"
@@ -83,6 +84,10 @@ $(VLLM_STAMP): pyproject.toml
 	@touch $(VLLM_STAMP)
 
 setup-vllm: $(VLLM_STAMP)
+
+# README, docs/ and the notebooks, by themselves.
+test-pages: $(STAMP)
+	$(PYTEST) tests/test_docs.py tests/test_docs_guides.py tests/test_notebooks.py
 
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python $(SIDE_BY_SIDE) -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from doc_models import models_text
 from laurel.cli.main import app
 from laurel.config.dump import entry, literal
+from laurel.config.plugged import all_fields
 from laurel.config.resuming import mark_of
 from laurel.config.schema_info import Kinds, is_mapping, item_kinds, kinds_of, sections_of
 from laurel.config.schemas import SCHEMAS
@@ -130,7 +131,7 @@ class _Options:
     """The first place of each meaning, by the key's name and the meaning."""
 
     def keys(self, section: type[Section], values: Section | None) -> list[_Key]:
-        return [_key(section, *one, values) for one in section.model_fields.items()]
+        return [_key(section, *one, values) for one in all_fields(section).items()]
 
     def add(self, path: str, section: type[Section], about: str, values: Section | None) -> None:
         """Write a section, then those below it."""
@@ -213,7 +214,8 @@ def _key(owner: type[Section], name: str, info: FieldInfo, values: Section | Non
     for kind in kinds:
         for one in sections_of(tuple(item_kinds(kind) or ())):
             sections.setdefault(one, ".NAME" if is_mapping(kind) else "[]")
-    value = info.get_default(call_default_factory=True) if values is None else getattr(values, name)
+    is_given = values is not None and name in values
+    value = values[name] if is_given else info.get_default(call_default_factory=True)
     default = ""
     if values is None and info.is_required():
         default = ": ..."
@@ -253,7 +255,7 @@ def may_change_text() -> str:
 
 def _may_change(kinds: Kinds, path: str) -> Iterator[str]:
     for section in sections_of(kinds):
-        for name, info in section.model_fields.items():
+        for name, info in all_fields(section).items():
             here = f"{path}.{name}" if path else name
             if mark_of(info) is not None:
                 yield here

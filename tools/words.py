@@ -43,7 +43,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     # Keys of what `--json` prints.
     "src/laurel/cli/plan.py": ("misfits", "mends"),
     "src/laurel/extensions/starter/starter.py": ("misfit",),
-    "src/laurel/workers/machine.py": ("misfits",),
+    "src/laurel/extensions/doctor/machine.py": ("misfits",),
 }
 """By path, the words that stay there because files or programs of users hold them."""
 

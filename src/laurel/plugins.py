@@ -365,6 +365,18 @@ class EnvironmentKind(Plugin):
     must_be_graded: ClassVar[bool] = False
     """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
 
+    def check(self, section: Any, run: Any, where: str) -> None:
+        """Check that the settings fit the run, such as the policy's turns.
+
+        Args:
+            section: The settings.
+            run: The configuration of the run, a `config.grpo_run.GRPORun`.
+            where: The key of the settings.
+
+        Raises:
+            ValueError: They do not; the message says what to change.
+        """
+
     @abstractmethod
     def make(self, section: Any, services: EnvironmentServices) -> Any:
         """Return the environment, a `protocols.Environment`.
@@ -382,6 +394,13 @@ class EnvironmentKind(Plugin):
         """Return the environment that scores the end of conversations that this one conducts."""
         return None
 
+    def tools(self, section: Any, services: EnvironmentServices) -> Any:
+        """Return the functions that prompts show, `types.ToolSchemas`, before the run begins.
+
+        A kind that shows any has the key `form`, which says how calls are written.
+        """
+        return ()
+
 
 class Rows(Plugin):
     """A data set of tasks whose rows a package makes (`data.dataset_name`).
@@ -391,6 +410,11 @@ class Rows(Plugin):
 
     first_settings: ClassVar[Mapping[str, str]] = {}
     """Keys with values that `laurel init --data NAME` writes, besides the data set's name."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys of a set that not all data sets read: `tasks`."""
+    endless: ClassVar[bool] = False
+    """Whether it makes rows without end, which `seed` and `split_validation_size` divide between
+    training and validation."""
     to_do: ClassVar[str] = ""
     """What a person has to do about these."""
 
@@ -427,6 +451,36 @@ class Command(Plugin):
         """
 
 
+class Importer(Plugin):
+    """Another system, whose configurations `laurel config import --from <name>` translates."""
+
+    title: ClassVar[str]
+    """The system's name for people."""
+    devices_of_option: ClassVar[bool] = False
+    """Whether its files do not say how many processes there are, so that `--devices` does."""
+    is_sure: ClassVar[bool] = False
+    """Whether a file that has `own_keys` is of this system, whatever others know of it."""
+
+    def own_keys(self, values: Mapping[str, Any]) -> Sequence[str]:
+        """Return the keys of a file that this system knows.
+
+        A file for which no system is named is of the one that knows the most of its keys.
+        """
+        return ()
+
+    @abstractmethod
+    def make(self, section: None, source: Any) -> Any:
+        """Return the configuration of Laurel that another system's becomes.
+
+        Args:
+            section: An importer has no settings.
+            source: What is imported, a `laurel.extensions.importing.rules.Source`.
+
+        Returns:
+            A `laurel.extensions.importing.rules.Imported`.
+        """
+
+
 KINDS: Mapping[str, type[Any]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
@@ -437,6 +491,7 @@ KINDS: Mapping[str, type[Any]] = {
     "environments": EnvironmentKind,
     "rows": Rows,
     "commands": Command,
+    "importers": Importer,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
@@ -510,7 +565,9 @@ def is_own(kind: str, name: str) -> bool:
     return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
 
 
-def readers(base: Callable[..., PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
+def readers(
+    base: Callable[..., PreferenceLoss | Advantage | ServerDialect | Rows], key: str
+) -> list[str]:
     """Return the names of Laurel's own plug-ins of a kind that read a key."""
     kind = _kind_of(base)
     return [name for name in names(kind) if is_own(kind, name) and key in find(base, name).keys]

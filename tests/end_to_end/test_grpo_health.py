@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from policy_runs import MATCHES, completions_of, grpo, grpo_settings, metrics_of
 from laurel.observe import health
+from policy_runs import MATCHES, completions_of, grpo, grpo_settings, metrics_of
 from runs import manifest_hashes
 
 NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false")
@@ -83,23 +83,6 @@ def test_an_alarm_is_told_written_and_ends_the_run(tmp_path, model):
     on = grpo(grpo_settings(tmp_path, model, *changes))
     assert (on.outcome.ended, on.outcome.step) == ("finished", 4)
     assert entries(tmp_path) == [entry], "it stays raised"
-
-
-@pytest.mark.slow
-def test_an_alarm_at_the_last_step_ends_nothing(tmp_path, model):
-    done = grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            *WORTHLESS,
-            *NO_VALIDATION,
-            RARELY_SAVED,
-            "grpo.health.window=2",
-            "grpo.health.stop_on=[zero_spread_groups]",
-            "grpo.max_num_steps=2",
-        )
-    )
-    assert (done.outcome.ended, done.outcome.step) == ("finished", 2)
 
 
 @pytest.mark.slow

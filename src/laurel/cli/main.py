@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,11 +15,10 @@ from rich.text import Text
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
-from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
+from laurel.cli.sandbox import sandbox_app
 from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
 from laurel.observe.console import make_console, verbosity
-from laurel.observe.json_output import write_json
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
@@ -33,7 +31,6 @@ from laurel.run.options import (
     PlanOptions,
     PreferenceSetOption,
     ServeOptions,
-    SweepOptions,
     sets_column,
 )
 
@@ -105,20 +102,6 @@ def grpo_command(
     from laurel.run.train import run_training
 
     run_training("grpo", config, overrides or [], as_json=as_json)
-
-
-@app.command("sweep")
-def sweep_command(options: SweepOptions) -> None:
-    """Search for the settings of a reward model that do best in validation.
-
-    The best configuration is written as a file for laurel rm. A sweep that was stopped goes on with
-    the same command.
-
-    Example: laurel sweep -c rm.yaml 'policy.optimizer.kwargs.lr=log(1e-5,1e-3)' --folds 5
-    """
-    from laurel.cli.sweep import run_sweep
-
-    run_sweep(options)
 
 
 @app.command("plan")
@@ -236,37 +219,6 @@ def serve_command(options: ServeOptions) -> None:
     run_serve(options)
 
 
-@app.command("doctor")
-def doctor(
-    trial: Annotated[
-        bool,
-        typer.Option("--trial", help="Try what a run relies on, with models made on the spot."),
-    ] = False,
-    minutes: Annotated[
-        float,
-        typer.Option(min=0, help="The minutes of a trial. Checks not begun by then are skipped."),
-    ] = 10.0,
-    report: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="The JSON file of a trial, to attach to an issue."),
-    ] = Path("laurel-trial.json"),
-    as_json: JsonOption = False,
-) -> None:
-    """Show what this machine has and what Laurel will use.
-
-    A trial prints a table of checks, each with pass, fail or skipped: exactness of shared prompts,
-    memory and speed, weight transfer, several ranks, vLLM. The exit code is 1 where one fails.
-
-    Example: laurel doctor --trial --minutes 20
-    """
-    from laurel.cli.doctor import run_doctor, run_doctor_trial
-
-    if not trial:
-        run_doctor(as_json=as_json)
-    elif not run_doctor_trial(minutes=minutes, report=report, as_json=as_json):
-        raise typer.Exit(1)
-
-
 @app.command("demo")
 def demo(
     directory: Annotated[
@@ -296,69 +248,6 @@ def demo(
         return
     with if_interrupted(lambda: f"{directory} keeps what was made, and another demo starts over"):
         run_demo(directory, seed=seed, as_json=as_json)
-
-
-@app.command("report")
-def report_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN...", help="The log directories of runs, or the directory of one sweep."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
-    ] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="The heading of the page.")] = "Laurel report",
-    is_followed: Annotated[
-        bool,
-        typer.Option(
-            "--follow", help="Serve the page while the run continues, instead of writing a file."
-        ),
-    ] = False,
-    port: Annotated[
-        int,
-        typer.Option(
-            min=0, max=65535, help="The loopback port of --follow; 0 chooses one that is free."
-        ),
-    ] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Write one HTML page about runs.
-
-    The page begins with the findings to look at first, and goes on with curves, samples and the
-    configuration.
-
-    Example: laurel report logs/exp_001 logs/exp_002 --output report.html
-    """
-    if is_followed and as_json:
-        raise typer.BadParameter("--follow serves a page and writes no JSON")
-    if any((run / "sweep.json").is_file() for run in runs):
-        if is_followed or title != "Laurel report":
-            raise typer.BadParameter("the page of a sweep has neither --follow nor --title")
-        from laurel.cli.sweep import copy_page
-
-        copy_page(runs, output)
-        if as_json:
-            write_json({"page": output, "sweep": runs[0]})
-        else:
-            print(output)
-        return
-    if is_followed:
-        from laurel.observe.report.live import follow
-
-        try:
-            follow(runs, title=title, port=port, say=partial(print, flush=True))
-        except KeyboardInterrupt:  # ends the server, which has printed a message
-            raise typer.Exit(130) from None
-        return
-    from laurel.observe.report.page import findings_of, write_report
-
-    write_report(output, runs, title=title)
-    if as_json:
-        write_json({"page": output, "runs": findings_of(runs)})
-    else:
-        print(output)
 
 
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)

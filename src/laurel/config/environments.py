@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -1081,6 +1082,17 @@ class CompositeEnvironmentConfig(Section):
     Null: all score every turn, and any of them ends it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundEnvironment:
+    """What the name of an environment stands for."""
+
+    kind: EnvironmentKind
+    where: str
+    """The key of its settings."""
+    section: Any
+    """Its settings."""
+
+
 class EnvironmentsConfig(OpenSection):
     """The environments, by the names that `data.env_name` uses."""
 
@@ -1092,17 +1104,6 @@ class EnvironmentsConfig(OpenSection):
     math: MathEnvironmentConfig = MathEnvironmentConfig()
     code: CodeEnvironmentConfig = CodeEnvironmentConfig()
     reward_model: RewardModelEnvironmentConfig = RewardModelEnvironmentConfig()
-    tools: ToolsConfig = ToolsConfig()
-    reasoning_gym: ReasoningGymEnvironmentConfig = ReasoningGymEnvironmentConfig()
-    verifiers: dict[str, VerifiersEnvironmentConfig] = Field(default_factory=dict)
-    """Tasksets of verifiers, by names of your own; `data.dataset_name: verifiers` reads the tasks
-    of the one that `data.env_name` names."""
-    openenv: dict[str, OpenEnvConfig] = Field(default_factory=dict)
-    """Servers of OpenEnv, by names of your own; `data.dataset_name: openenv` makes tasks with the
-    one that `data.env_name` names."""
-    openreward: dict[str, OpenRewardConfig] = Field(default_factory=dict)
-    """Servers of the Open Reward Standard, by names of your own; `data.dataset_name: openreward`
-    reads the tasks of the one that `data.env_name` names."""
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
@@ -1118,42 +1119,51 @@ class EnvironmentsConfig(OpenSection):
     def plugged_in(cls, key: str) -> FieldInfo | None:
         """Return the field of a kind of environments that a plug-in brings."""
         field = super().plugged_in(key)
-        if field is None or not plugins.find(EnvironmentKind, key).several:
+        found = None if field is None else plugins.find(EnvironmentKind, key)
+        if field is None or found is None or not found.several:
             return field
         kind: Any = dict[str, field.annotation]  # type: ignore[name-defined]
-        return FieldInfo(annotation=kind, default_factory=dict, description=field.description)
+        return FieldInfo(annotation=kind, default_factory=dict, description=found.__doc__)
 
     def named(self) -> dict[str, Mapping[str, Any]]:
         """Return the environments of each key that holds several, by the user's names."""
-        more = {key: self[key] for key in self.model_extra or () if isinstance(self[key], dict)}
+        kinds = [
+            name
+            for name in plugins.names("environments")
+            # Those of other packages are imported only if they are used.
+            if name in self or plugins.is_own("environments", name)
+        ]
         return {
-            "verifiers": self.verifiers,
-            "openenv": self.openenv,
-            "openreward": self.openreward,
-            **more,
+            kind: self.get(kind, {})
+            for kind in kinds
+            if plugins.find(EnvironmentKind, kind).several
         }
 
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
-        kinds = [name for name in plugins.names("environments") if name not in self.named()]
-        own = [name for named in self.named().values() for name in named]
+        several = self.named()
+        kinds = [name for name in plugins.names("environments") if name not in several]
+        own = [name for named in several.values() for name in named]
         return [*kinds, *own, *self.composite, *self.custom]
 
-    @model_validator(mode="after")
-    def _sessions_end_in_time(self) -> EnvironmentsConfig:
-        servers: dict[str, Mapping[str, SessionsConfig]] = {
-            "openenv": self.openenv,
-            "openreward": self.openreward,
-        }
-        for kind, named in servers.items():
-            for name, config in named.items():
-                # A step that a server lets wait, the outage, and the step again.
-                longest = config.connect_patience + 2 * config.step_timeout
-                if longest >= self.timeout_seconds:
-                    raise ValueError(
-                        f"{kind}.{name}: connect_patience={config.connect_patience:g} and twice "
-                        f"step_timeout={config.step_timeout:g} have to be less than "
-                        f"timeout_seconds={self.timeout_seconds:g}, after which the completion has "
-                        "failed anyway"
-                    )
-        return self
+    def found(self, name: str) -> FoundEnvironment | None:
+        """Return what the name of an environment stands for; None if no plug-in makes it.
+
+        Raises:
+            ConfigError: The plug-in cannot be imported, or needs settings that are not given.
+        """
+        for key, named in self.named().items():
+            if name in named:
+                kind = plugins.find(EnvironmentKind, key)
+                return FoundEnvironment(kind=kind, where=f"env.{key}.{name}", section=named[name])
+        is_one = name in plugins.names("environments")
+        if not is_one or plugins.find(EnvironmentKind, name).several:
+            return None
+        kind, section = self.settings_of(EnvironmentKind, name)
+        return FoundEnvironment(kind=kind, where=f"env.{name}", section=section)
+
+    def configured(self, default: str | None = None) -> dict[str, FoundEnvironment]:
+        """Return the environments of plug-ins that have settings, and the `default`, by name."""
+        kinds = [key for key in plugins.names("environments") if key in self or key == default]
+        own = [name for named in self.named().values() for name in named]
+        return {name: found for name in (*kinds, *own) if (found := self.found(name)) is not None}

@@ -106,22 +106,9 @@ class GRPORun(Section):
         return self
 
     @model_validator(mode="after")
-    def _attempts_have_turns(self) -> GRPORun:
-        attempts, turns = self.env.code.max_attempts, self.grpo.max_rollout_turns
-        if attempts > turns:
-            raise ValueError(
-                f"env.code.max_attempts={attempts} takes as many turns, and there are "
-                f"grpo.max_rollout_turns={turns}; set that to {attempts}, or ask for fewer attempts"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _calls_have_turns(self) -> GRPORun:
-        if self.env.tools.functions and self.grpo.max_rollout_turns < 2:
-            raise ValueError(
-                "env.tools.functions: a call and the answer after it take two turns, and there is "
-                f"grpo.max_rollout_turns={self.grpo.max_rollout_turns}; raise it"
-            )
+    def _environments_fit(self) -> GRPORun:
+        for found in self.env.configured().values():
+            found.kind.check(found.section, self, found.where)
         return self
 
     @model_validator(mode="after")

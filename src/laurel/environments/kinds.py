@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laurel.config.environments import (
     CodeEnvironmentConfig,
@@ -12,6 +12,7 @@ from laurel.config.environments import (
     OpenRewardConfig,
     ReasoningGymEnvironmentConfig,
     RewardModelEnvironmentConfig,
+    SessionsConfig,
     ToolsConfig,
     VerifiersEnvironmentConfig,
 )
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from laurel.config.environments import EnvironmentsConfig
     from laurel.data.tasks import MadeRows
     from laurel.protocols import Environment
+    from laurel.types import ToolSchemas
 
 Needs = Collection[Literal["answers", "tests"]]
 
@@ -46,6 +48,15 @@ class Code(EnvironmentKind):
     """Programs of the policy, run in a sandbox."""
 
     section = CodeEnvironmentConfig
+
+    def check(self, section: CodeEnvironmentConfig, run: Any, where: str) -> None:
+        """Check that there are as many turns as attempts."""
+        attempts, turns = section.max_attempts, run.grpo.max_rollout_turns
+        if attempts > turns:
+            raise ValueError(
+                f"{where}.max_attempts={attempts} takes as many turns, and there are "
+                f"grpo.max_rollout_turns={turns}; set that to {attempts}, or ask for fewer attempts"
+            )
 
     def make(self, section: CodeEnvironmentConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
@@ -84,6 +95,14 @@ class Tools(EnvironmentKind):
     section = ToolsConfig
     must_be_graded = True
 
+    def check(self, section: ToolsConfig, run: Any, where: str) -> None:
+        """Check that there are turns for a call and an answer."""
+        if section.functions and run.grpo.max_rollout_turns < 2:
+            raise ValueError(
+                f"{where}.functions: a call and the answer after it take two turns, and there is "
+                f"grpo.max_rollout_turns={run.grpo.max_rollout_turns}; raise it"
+            )
+
     def make(self, section: ToolsConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
         from laurel.environments.tool_environment import ToolEnvironment
@@ -93,6 +112,12 @@ class Tools(EnvironmentKind):
     def graded_by(self, section: ToolsConfig) -> str | None:
         """Return the environment that grades the final answer."""
         return section.graded_by
+
+    def tools(self, section: ToolsConfig, services: EnvironmentServices) -> ToolSchemas:
+        """Return the functions."""
+        from laurel.environments.tool_environment import schemas_of
+
+        return schemas_of(section)
 
 
 class ReasoningGym(EnvironmentKind):
@@ -110,7 +135,8 @@ class ReasoningGym(EnvironmentKind):
 
 
 class Verifiers(EnvironmentKind):
-    """Tasksets of verifiers."""
+    """Tasksets of verifiers, by names of your own; `data.dataset_name: verifiers` reads the tasks
+    of the one that `data.env_name` names."""
 
     section = VerifiersEnvironmentConfig
     several = True
@@ -123,12 +149,25 @@ class Verifiers(EnvironmentKind):
 
         return VerifiersEnvironment(services.name, section, max_turns=services.max_turns)
 
+    def tools(
+        self, section: VerifiersEnvironmentConfig, services: EnvironmentServices
+    ) -> ToolSchemas:
+        """Return the tools of the taskset, which alone knows them."""
+        environment = self.make(section, services)
+        environment.shutdown()
+        return environment.spec.tools
+
 
 class OpenEnv(EnvironmentKind):
-    """Servers of OpenEnv."""
+    """Servers of OpenEnv, by names of your own; `data.dataset_name: openenv` makes tasks with the
+    one that `data.env_name` names."""
 
     section = OpenEnvConfig
     several = True
+
+    def check(self, section: OpenEnvConfig, run: Any, where: str) -> None:
+        """Check that sessions end in time."""
+        _end_in_time(section, run, where)
 
     def make(self, section: OpenEnvConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
@@ -138,16 +177,38 @@ class OpenEnv(EnvironmentKind):
 
 
 class OpenReward(EnvironmentKind):
-    """Servers of the Open Reward Standard."""
+    """Servers of the Open Reward Standard, by names of your own; `data.dataset_name: openreward`
+    reads the tasks of the one that `data.env_name` names."""
 
     section = OpenRewardConfig
     several = True
+
+    def check(self, section: OpenRewardConfig, run: Any, where: str) -> None:
+        """Check that sessions end in time."""
+        _end_in_time(section, run, where)
+
+    def tools(self, section: OpenRewardConfig, services: EnvironmentServices) -> ToolSchemas:
+        """Return the tools of the server, which alone knows them."""
+        environment = self.make(section, services)
+        environment.shutdown()
+        return environment.spec.tools
 
     def make(self, section: OpenRewardConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
         from laurel.environments.session_servers import open_sessions
 
         return open_sessions(services.name, section)
+
+
+def _end_in_time(section: SessionsConfig, run: Any, where: str) -> None:
+    # A step that a server lets wait, the outage, and the step again.
+    longest = section.connect_patience + 2 * section.step_timeout
+    if longest >= run.env.timeout_seconds:
+        raise ValueError(
+            f"{where}: connect_patience={section.connect_patience:g} and twice "
+            f"step_timeout={section.step_timeout:g} have to be less than env.timeout_seconds="
+            f"{run.env.timeout_seconds:g}, after which the completion has failed anyway"
+        )
 
 
 # The data sets that packages of environments make.
@@ -158,12 +219,14 @@ class ReasoningGymRows(Rows):
 
     first_settings: ClassVar[Mapping[str, str]] = {"data.tasks": "{chain_sum: 1.0}"}
     to_do = "data.tasks names its generators and their weights"
+    keys = ("tasks",)
+    endless = True
 
     def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
         """Return the rows."""
         from laurel.environments.reasoning_gym import made_rows
 
-        return made_rows(chosen, environments.reasoning_gym)
+        return made_rows(chosen, environments.settings_of(EnvironmentKind, "reasoning_gym")[1])
 
 
 class VerifiersRows(Rows):
@@ -176,7 +239,7 @@ class VerifiersRows(Rows):
         """Return the rows."""
         from laurel.environments.verifiers import taskset_rows
 
-        return taskset_rows(chosen, environments.verifiers)
+        return taskset_rows(chosen, environments.get("verifiers", {}))
 
 
 class OpenEnvRows(Rows):
@@ -195,7 +258,7 @@ class OpenEnvRows(Rows):
         """Return the rows."""
         from laurel.environments.session_servers import session_rows
 
-        return session_rows(chosen, environments.openenv, kind="openenv")
+        return session_rows(chosen, environments.get("openenv", {}), kind="openenv")
 
 
 class OpenRewardRows(Rows):
@@ -210,4 +273,4 @@ class OpenRewardRows(Rows):
         """Return the rows."""
         from laurel.environments.session_servers import session_rows
 
-        return session_rows(chosen, environments.openreward, kind="openreward")
+        return session_rows(chosen, environments.get("openreward", {}), kind="openreward")

@@ -199,8 +199,9 @@ def _names_reward_model(config: GRPORun) -> bool:
         # A part may be a composite itself, and several may have the same part.
         if name not in named and name in config.env.composite:
             waiting += [part.env for part in config.env.composite[name].parts]
-        if name == "tools":
-            waiting.append(config.env.tools.graded_by or "")
+        found = config.env.found(name)
+        if found is not None:
+            waiting.append(found.kind.graded_by(found.section) or "")
         named.add(name)
     return config.env.reward_model.enabled or "reward_model" in named
 

@@ -6,14 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from imported_sources import OPENRLHF_RM, TRL_GRPO
-from laurel.cli.config import config_app
+from laurel.cli.main import app
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, DataError
 
 
 def run(*arguments, stdin=None):
-    done = CliRunner().invoke(config_app, list(arguments), input=stdin, catch_exceptions=False)
+    done = CliRunner().invoke(app, ["config", *arguments], input=stdin, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done
 

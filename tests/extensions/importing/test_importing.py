@@ -21,6 +21,7 @@ from imported_sources import (
     VERL,
     imported,
 )
+from laurel import plugins
 from laurel.config import nemo_rl
 from laurel.config.load import load_config
 from laurel.config.schema_info import kinds_of, sections_of, step_into
@@ -30,7 +31,12 @@ from laurel.errors import ConfigError
 from laurel.extensions.importing.commands import _filled
 from laurel.extensions.importing.import_config import to_text
 from laurel.extensions.importing.rules import Imported
-from laurel.extensions.importing.sources import TABLES, TITLES, ImportRequest, import_configuration
+from laurel.extensions.importing.sources import ImportRequest, import_configuration
+from laurel.extensions.importing.tables import TableImporter
+from packages import installed
+
+IMPORTERS = {name: plugins.find(plugins.Importer, name) for name in plugins.names("importers")}
+TABLES = {name: one.tables for name, one in IMPORTERS.items() if isinstance(one, TableImporter)}
 
 
 def said_by(directory: Path, name: str) -> Imported:
@@ -165,7 +171,8 @@ def test_every_key_is_in_one_list(tmp_path: Path, name: str) -> None:
     found = said_by(tmp_path, name)
     keys = [entry.key for entry in found.entries]
     assert len(keys) == len(set(keys))
-    table = TABLES[next(s for s in TITLES if TITLES[s] == found.system)][found.run]
+    (system,) = (name for name, one in IMPORTERS.items() if one.title == found.system)
+    table = TABLES[system][found.run]
     for entry in found.entries:
         assert entry.status in ("carried", "default", "not needed", "not carried")
         assert entry.is_said == (entry.status != "default") or entry.status == "not carried"
@@ -721,3 +728,40 @@ def test_a_python_program_is_refused_with_what_to_give_and_never_executed(tmp_pa
     with pytest.raises(ConfigError, match=r"Python program.*not executed.*`trl grpo --model_name"):
         imported(tmp_path, program, "train.py")
     assert not trace.exists()
+
+
+THEIRS = """
+from dataclasses import replace
+from pathlib import Path
+from laurel import plugins
+from laurel.config.load import check_tree
+from laurel.config.schemas import SCHEMAS
+
+class Tiny(plugins.Importer):
+    "A trainer of one key."
+    title = "Tiny"
+
+    def own_keys(self, values):
+        return [key for key in values if key.startswith("tiny_")]
+
+    def make(self, section, source):
+        from laurel.extensions.importing.rules import MappingTable, Work, import_said
+
+        work = Work(system=self.title, run=source.run or "rm", table=MappingTable(),
+                    said=source.values)
+        work.carry("tiny_model", "policy.model_name")
+        return import_said(work)
+"""
+
+
+def test_another_package_imports_another_system(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(
+        tmp_path, "tiny", {"tiny_system": THEIRS}, {"importers": {"tiny": "tiny_system:Tiny"}}
+    )
+    found = imported(tmp_path, "tiny_model: a/b\ntiny_other: 3\n")
+    assert (found.system, found.imported.config.policy.model_name) == ("tiny", "a/b")
+    assert "tiny_model" in found.by
+    assert fates(found.imported)["tiny_other"] == "not carried"
+    with pytest.raises(ConfigError, match="--from tiny"):
+        imported(tmp_path, "tiny_model: a/b\n", system="trl")

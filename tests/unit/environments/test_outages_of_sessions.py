@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from laurel.config.environments import EnvironmentsConfig, SessionsConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.environments.sessions import (
     ServerFullError,
     SessionEnvironment,
@@ -165,8 +166,8 @@ def test_a_row_whose_session_is_slow_to_begin_names_the_limit(server, environmen
 def test_an_outage_has_to_end_before_the_step_of_the_environment(kind):
     given = {"url": "http://h:1", "connect_patience": 200.0, "step_timeout": 200.0}
     with pytest.raises(ValueError, match="twice step_timeout=200 have to be less than"):
-        EnvironmentsConfig(**{kind: {"x": given}})
-    EnvironmentsConfig(**{kind: {"x": {**given, "step_timeout": 199.0}}})
+        GRPORun(env={kind: {"x": given}})
+    GRPORun(env={kind: {"x": {**given, "step_timeout": 199.0}}})
 
 
 def test_fields_of_every_action_leave_the_policy_its_own():

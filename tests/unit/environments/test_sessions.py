@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from laurel.config.environments import EnvironmentsConfig, SessionsConfig
+from laurel.config.environments import SessionsConfig
+from laurel.config.grpo_run import GRPORun
 from laurel.environments.sessions import SessionEnvironment, SessionLostError, SessionTurn
 from laurel.errors import ConfigError, EnvironmentFailedError, WorkerError
 from policy_fakes import SAMPLING, Say, ScriptedGenerator, rollouts_of, task
@@ -305,10 +306,16 @@ def test_figures_of_sessions(environment):
     [
         ({"url": "localhost:8000"}, "is no address"),
         ({"url": "http://me:secret@here:1"}, "has a password"),
-        ({"url": "http://here:1", "step_timeout": 900}, "have to be less than timeout_seconds=600"),
-        ({"url": "http://here:1", "connect_patience": 600}, "have to be less than timeout_seconds"),
+        (
+            {"url": "http://here:1", "step_timeout": 900},
+            "have to be less than env.timeout_seconds=600",
+        ),
+        (
+            {"url": "http://here:1", "connect_patience": 600},
+            "have to be less than env.timeout_seconds",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
-        EnvironmentsConfig(openenv={"mine": settings})
+        GRPORun(env={"openenv": {"mine": settings}})

@@ -252,7 +252,7 @@ def test_a_composite_in_which_tools_lead_nothing_is_refused():
 @pytest.mark.parametrize(
     ("judge", "problem"),
     [
-        (None, "env.tools runs functions and grades nothing: set env.tools.graded_by"),
+        (None, "env.tools grades nothing: set env.tools.graded_by"),
         ("maths", "no environment is called 'maths', as 'tools' names one; did you mean 'math'"),
         ("tools", "'tools' is part of itself"),
     ],

@@ -13,7 +13,6 @@ from laurel.config.dump import entry, literal
 from laurel.extensions.importing.rules import Imported, KeyOutcome, is_secret, shown
 from laurel.extensions.importing.sources import (
     STDIN,
-    TITLES,
     ImportReport,
     ImportRequest,
     import_configuration,
@@ -103,7 +102,7 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
 
     return {
         "from": report.system,
-        "system": TITLES[report.system],
+        "system": imported.system,
         "for": imported.run,
         "recognized_by": report.by or None,
         "carried": facts("carried"),
@@ -179,14 +178,13 @@ def _nested(imported: Imported) -> dict[str, Any]:
 
 def _block(imported: Imported, tree: Mapping[str, Any], indent: int = 0) -> Iterator[str]:
     margin = "  " * indent
-    is_unchanged = imported.system == TITLES["nemo-rl"]  # its references are references here
     for name, child in tree.items():
         if isinstance(child, dict):
             yield f"{margin}{name}:\n"
             yield from _block(imported, child, indent + 1)
             continue
         dotted, value = child
-        text = entry(name, value if is_unchanged else literal(value))
+        text = entry(name, value if imported.keeps_references else literal(value))
         about = f"  # {imported.origins[dotted]}" if imported.origins[dotted] else ""
         lines = text.rstrip("\n").split("\n")
         if len(lines) == 1:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import ClassVar
 
 from laurel.config.schemas import Kind
 from laurel.extensions.importing.rules import flag, real, whole
+from laurel.extensions.importing.tables import TableImporter
 from laurel.extensions.importing.translation import FAR, NO_CRITIC, Translation
 
 _DECAYS = ("cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup")
@@ -381,8 +383,13 @@ class OpenRLHFPPO(OpenRLHFProgram):
                 self.refuse(between)
 
 
-PROGRAMS: Mapping[Kind, type[Translation]] = {
-    "rm": OpenRLHFRewardModel,
-    "grpo": OpenRLHFPPO,
-    "sft": OpenRLHFSFT,
-}
+class OpenRLHF(TableImporter):
+    """OpenRLHF's reward models, fine-tuning and PPO family."""
+
+    table = "openrlhf"
+    title = "OpenRLHF"
+    rules: ClassVar[Mapping[Kind, type[Translation]]] = {
+        "rm": OpenRLHFRewardModel,
+        "grpo": OpenRLHFPPO,
+        "sft": OpenRLHFSFT,
+    }

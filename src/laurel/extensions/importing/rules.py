@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
@@ -21,7 +22,7 @@ from laurel.config.schema_info import with_defaults
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import Section, YamlNode, graft, nearest, plain_values
 from laurel.errors import ConfigError
-from laurel.extensions.importing.commands import LAUNCHER_FILE
+from laurel.extensions.importing.commands import LAUNCHER_FILE, Command
 
 Status = Literal["carried", "default", "not needed", "not carried"]
 
@@ -31,6 +32,24 @@ _SECRETS = re.compile(r"(^|[._])(wandb\.key|use_wandb|hub_token|\w*(api_?key|pas
 def is_secret(key: str) -> bool:
     """Report whether a key holds a secret, whose value must be neither shown nor written."""
     return _SECRETS.search(key.lower()) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What is imported, as it was read, with what it may lack."""
+
+    name: str
+    """Its name in messages."""
+    path: Path | None
+    """Its file; None: standard input."""
+    values: Mapping[str, Any]
+    """The values, nested as in the file."""
+    command: Command | None = None
+    """The command line that was found in it."""
+    run: Kind | None = None
+    """The run that the user named."""
+    devices: int | None = None
+    total_steps: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -314,6 +333,10 @@ class Imported:
     """The outcome of every key in the source, and of relevant defaults, in table order."""
     config: Section
     """The imported values, checked against the schema."""
+    recognized_by: str = ""
+    """The clue by which the kind of run was recognized; empty if it needed none."""
+    keeps_references: bool = False
+    """Whether what looks like a reference in a value is one."""
 
     def with_status(self, status: str) -> list[KeyOutcome]:
         """Return the outcomes with one status: carried, default, not needed or not carried."""

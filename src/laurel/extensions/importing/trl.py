@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from laurel.config.schemas import Kind
 from laurel.extensions.importing.rules import flag, real, text, whole
+from laurel.extensions.importing.tables import TableImporter
 from laurel.extensions.importing.translation import FAR, Translation
 
 _BUILDERS = ("json", "csv", "parquet", "arrow")
@@ -523,4 +524,14 @@ class TRLGRPO(TRLTrainer):
                 self.put(to, weights, "reward_weights", how=how)
 
 
-PROGRAMS: Mapping[Kind, type[Translation]] = {"rm": TRLReward, "grpo": TRLGRPO, "sft": TRLSFT}
+class TRL(TableImporter):
+    """TRL's RewardTrainer, SFTTrainer and GRPOTrainer."""
+
+    table = "trl"
+    title = "TRL"
+    devices_of_option = True
+    rules: ClassVar[Mapping[Kind, type[Translation]]] = {
+        "rm": TRLReward,
+        "grpo": TRLGRPO,
+        "sft": TRLSFT,
+    }

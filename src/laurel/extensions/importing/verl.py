@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import ClassVar
 
 from laurel.config.schemas import Kind
 from laurel.extensions.importing.rules import flag, real, whole
+from laurel.extensions.importing.tables import TableImporter
 from laurel.extensions.importing.translation import FAR, NO_CRITIC, Translation
 
 _ESTIMATORS = (
@@ -522,4 +524,9 @@ class VerlPPO(VerlTrainer):
             self.skip(why, "ALGO.filter_groups.metric")
 
 
-PROGRAMS: Mapping[Kind, type[Translation]] = {"grpo": VerlPPO, "sft": VerlSFT}
+class Verl(TableImporter):
+    """verl's trainers of PPO's family and of fine-tuning."""
+
+    table = "verl"
+    title = "verl"
+    rules: ClassVar[Mapping[Kind, type[Translation]]] = {"grpo": VerlPPO, "sft": VerlSFT}

@@ -13,7 +13,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from laurel.errors import ConfigError, DataError
-from laurel.observe.report.live import QUIET, QUIET_AFTER_LAST_STEP, FollowedRuns, follow, state_of
+from laurel.extensions.report.live import (
+    QUIET,
+    QUIET_AFTER_LAST_STEP,
+    FollowedRuns,
+    follow,
+    state_of,
+)
 from report_runs import record, reward_model_run
 
 

@@ -26,6 +26,15 @@ from laurel.config.grpo import GenerationConfig
 from laurel.config.policy import ClusterConfig, NamedCall, Precision
 from laurel.data.forest import to_forest, to_padded
 from laurel.errors import install_command
+from laurel.extensions.doctor.machine import measure_products
+from laurel.extensions.doctor.phases import (
+    StepPhases,
+    policy_labels,
+    policy_loss,
+    random_groups,
+    random_model,
+    saved_model,
+)
 from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.load import PluggedMaker, TransformersMaker
 from laurel.generation.replicas import GeneratorReplicas
@@ -46,18 +55,9 @@ from laurel.planning.step_time import (
 )
 from laurel.plugins import EngineStart
 from laurel.run.generator import probe_of, transfer_of
-from laurel.run.trial.phases import (
-    StepPhases,
-    policy_labels,
-    policy_loss,
-    random_groups,
-    random_model,
-    saved_model,
-)
 from laurel.training.learner import Learner, LocalLearner, MicroBatch
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.types import TokenGroup
-from laurel.workers.machine import measure_products
 from laurel.workers.spawned import SpawnedGroup
 
 NOISE = 2.0

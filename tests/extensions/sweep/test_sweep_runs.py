@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from laurel.run.options import SweepOptions
+from laurel.extensions.sweep.options import SweepOptions
+from laurel.extensions.sweep.sweep import Sweep
 from laurel.run.reward_model import load_data
-from laurel.run.sweep import Sweep
 from runs import TINY, environment, pairs, run, series, settings, wait_until, write_rows
 
 PROGRAM = ("-m", "laurel.cli.main", "sweep")

@@ -41,11 +41,11 @@ from laurel.errors import (
     WorkerError,
     counted,
 )
+from laurel.extensions.sweep.options import SweepOptions
 from laurel.models.checkpoint.store import DirectoryLock
 from laurel.observe.console import silent_console
 from laurel.observe.files import is_disk_error, replace_file
 from laurel.run.allocation import plan_allocation
-from laurel.run.options import SweepOptions
 from laurel.run.reward_model import (
     check_reward_run,
     load_data,

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from laurel.errors import ConfigError, DataError, counted
+from laurel.errors import counted
+from laurel.extensions.sweep.options import SweepOptions
+from laurel.extensions.sweep.sweep import BEST, InterruptedSweep, Sweep, TrialOutcome
 from laurel.observe.console import (
     format_number,
     make_console,
@@ -27,8 +28,6 @@ from laurel.observe.console import (
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import TrainingProgress
-from laurel.run.options import SweepOptions
-from laurel.run.sweep import BEST, InterruptedSweep, Sweep, TrialOutcome
 
 PAGE = "report.html"
 SHOWN_TRIALS = 20
@@ -179,32 +178,6 @@ def _mean(outcome: TrialOutcome) -> str:
 
 def _fields(outcome: TrialOutcome) -> dict[str, Any]:
     return {**asdict(outcome), "mean": outcome.mean, "half_width": outcome.half_width}
-
-
-def copy_page(directories: Sequence[Path], output: Path) -> None:
-    """Write the page of a sweep to another file: `laurel report` of its directory.
-
-    Raises:
-        ConfigError: More than the directory of one sweep is named.
-        DataError: The sweep has not ended yet, or its page cannot be read.
-    """
-    if len(directories) > 1:
-        raise ConfigError(
-            "the page of a sweep stands alone: name one directory of a sweep and nothing else, or "
-            "the logs of its runs, such as trial_000/seed_42/logs/exp_001"
-        )
-    page = directories[0] / PAGE
-    try:
-        text = page.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DataError(
-            f"{page} is not there: the sweep has not ended; run its command again, which goes on"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{page} cannot be read: {error}") from error
-    if output.absolute() != page.absolute():
-        with replace_file(output) as file:
-            file.write(text)
 
 
 _STYLE = (

@@ -8,11 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from laurel.cli.doctor import run_doctor_trial, trial_row
 from laurel.cli.main import app
+from laurel.extensions.doctor import checks
+from laurel.extensions.doctor.checks import ALL_CHECKS, SMALL, Sizes, Trial, run_trial
+from laurel.extensions.doctor.doctor import run_doctor_trial, trial_row
 from laurel.planning.request import Workload
-from laurel.run.trial import checks
-from laurel.run.trial.checks import ALL_CHECKS, SMALL, Sizes, Trial, run_trial
 from laurel.types import TokenForest
 
 EXACT = {name: check for name, check in ALL_CHECKS.items() if name.startswith("forest")}

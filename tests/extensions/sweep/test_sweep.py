@@ -11,7 +11,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from laurel.cli.main import app
-from laurel.cli.sweep import copy_page, ranked_trials, table_of
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.reading import prompts_of_folds
@@ -23,10 +22,12 @@ from laurel.errors import (
     UnsavedError,
     WorkerError,
 )
+from laurel.extensions.report.sweep_page import copy_page
+from laurel.extensions.sweep import sweep as sweeps
+from laurel.extensions.sweep.options import SweepOptions
+from laurel.extensions.sweep.run import ranked_trials, table_of
+from laurel.extensions.sweep.sweep import InterruptedSweep, Sweep, TrialOutcome, parse_words
 from laurel.observe.console import new_table, print_table
-from laurel.run import sweep as sweeps
-from laurel.run.options import SweepOptions
-from laurel.run.sweep import InterruptedSweep, Sweep, TrialOutcome, parse_words
 from runs import TINY, pairs, write_rows
 
 LR, SMOOTHING = "policy.optimizer.kwargs.lr", "rm.loss.label_smoothing"

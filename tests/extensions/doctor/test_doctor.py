@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from laurel import SLEEPING_THREADS
-from laurel.cli.doctor import PROBES, advise, run_doctor, run_probes
 from laurel.errors import install_command
+from laurel.extensions.doctor import machine
+from laurel.extensions.doctor.doctor import PROBES, advise, run_doctor, run_probes
+from laurel.extensions.doctor.machine import ProbeFinding, measure_products
 from laurel.sandbox import limits
-from laurel.workers import machine
-from laurel.workers.machine import ProbeFinding, measure_products
 
 
 def test_every_probe_works_on_this_machine(capsys):
