@@ -30,7 +30,6 @@ from laurel.run.options import (
     Overrides,
     PlanOptions,
     PreferenceSetOption,
-    ServeOptions,
     sets_column,
 )
 
@@ -203,20 +202,6 @@ def export_command(
             "--output DIR. One model is exported with --model DIR"
         )
     run_export(options)
-
-
-@app.command("serve")
-def serve_command(options: ServeOptions) -> None:
-    """Serve a reward model over HTTP.
-
-    The server answers clients of Laurel, vLLM, SGLang, OpenRLHF and slime. With --json it prints
-    one line of JSON with its address when it is ready.
-
-    Example: laurel serve --model results/rm --replicas 2 --port 8000
-    """
-    from laurel.cli.serve import run_serve
-
-    run_serve(options)
 
 
 @app.command("demo")
