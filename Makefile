@@ -102,7 +102,7 @@ $(ENV_STAMP): pyproject.toml
 	@touch $(ENV_STAMP)
 
 test-environments: $(ENV_STAMP)
-	$(ENV_VENV)/bin/python -m pytest tests/unit/environments/test_verifiers.py tests/unit/environments/test_openenv.py tests/end_to_end/test_grpo_sessions.py
+	$(ENV_VENV)/bin/python -m pytest tests/extensions/verifiers tests/extensions/environment_servers/test_openenv.py tests/end_to_end/test_grpo_sessions.py
 
 # openreward pins sse-starlette, so that it cannot be installed beside verifiers.
 $(ORS_STAMP): pyproject.toml
@@ -113,7 +113,7 @@ $(ORS_STAMP): pyproject.toml
 	@touch $(ORS_STAMP)
 
 test-openreward: $(ORS_STAMP)
-	$(ORS_VENV)/bin/python -m pytest tests/unit/environments/test_openreward.py tests/end_to_end/test_grpo_sessions.py
+	$(ORS_VENV)/bin/python -m pytest tests/extensions/environment_servers/test_openreward.py tests/end_to_end/test_grpo_sessions.py
 
 # One process: tests of several GPUs take them all. Warnings of torch's compiler are no errors here.
 test-gpu: $(STAMP)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from laurel.config.plugged import field_of
 from laurel.config.schemas import Run
 from laurel.config.yaml_tree import Section
-from laurel.planning.fit import FittedPlan, fit
+from laurel.extensions.plan.fit import FittedPlan, fit
 from laurel.planning.memory import Shapes
 from laurel.planning.plan import Plan, plan_run
 from laurel.run.request import request_of
