@@ -26,7 +26,7 @@ COMMANDS = {
     "rm": "end_to_end/test_reward_training.py::test_the_form_of_the_seeds",
     "sandbox": "unit/sandbox/test_sandbox_tiers.py::test_the_command_says_what_holds",
     "score": "unit/cli/test_score.py::",
-    "serve": "end_to_end/test_serve.py::test_a_model_its_scores_and_another_one",
+    "serve": "extensions/server/test_serve.py::test_a_model_its_scores_and_another_one",
     "sft": "end_to_end/test_sft.py::test_it_learns_to_answer_and_to_stop",
     "sweep": "extensions/sweep/test_sweep_runs.py::test_a_grid_over_folds_names_the_better_rate",
 }
@@ -42,7 +42,7 @@ ENVIRONMENTS = {
 OTHERS = (
     "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
     "end_to_end/test_on_ray.py::test_one_rank_on_ray_is_one_rank_here",
-    "end_to_end/test_serve.py::test_a_model_its_scores_and_another_one",
+    "extensions/server/test_serve.py::test_a_model_its_scores_and_another_one",
 )
 
 
