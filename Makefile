@@ -90,7 +90,7 @@ test-pages: $(STAMP)
 	$(PYTEST) tests/test_docs.py tests/test_docs_guides.py tests/test_notebooks.py
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python $(SIDE_BY_SIDE) -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
+	$(VLLM_VENV)/bin/python $(SIDE_BY_SIDE) -k vllm tests/extensions/vllm tests/unit/generation tests/contracts/test_generator.py
 
 # verifiers and openenv-core bring a hundred packages, some in other versions than those that the rest
 # is tested with.

@@ -14,8 +14,8 @@ from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from laurel.errors import ConfigError, EngineError
-from laurel.generation.vllm.loading import Loader, WeightLoading, choose_loading
-from laurel.generation.vllm.worker import ipc_update
+from laurel.extensions.vllm.loading import Loader, WeightLoading, choose_loading
+from laurel.extensions.vllm.worker import ipc_update
 from laurel.generation.weights.handles import GpuHandle, SharedMemory, handle_of
 from laurel.generation.weights.held import HeldDtype, as_held
 from laurel.types import Weights

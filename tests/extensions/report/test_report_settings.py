@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.observe.report.page import (
+from laurel.extensions.report.page import (
     _places,
     changed_settings,
     compare_runs,

@@ -10,9 +10,9 @@ from typing import Any
 
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError
-from laurel.extensions.vllm.plugin import vllm_section
+from laurel.extensions.vllm.sections import vllm_section
 
-WORKER = "laurel.generation.vllm.worker.LaurelWorker"
+WORKER = "laurel.extensions.vllm.worker.LaurelWorker"
 """Import path of the class that extends vLLM's worker."""
 CPU_CACHE_BYTES = 1 << 30
 """Bytes for keys and values on a CPU; `vllm_kwargs.kv_cache_memory_bytes` overrides it."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laurel.generation.vllm.processes import remove, segments_of
+from laurel.extensions.vllm.processes import remove, segments_of
 from laurel.generation.weights.buckets import TensorEntry
 from laurel.generation.weights.handles import GpuHandle, gpu_of, opened
 

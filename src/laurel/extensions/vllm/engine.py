@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from laurel.errors import ConfigError, DataError, EngineError, LaurelError
-from laurel.extensions.vllm.plugin import COLDEST, HOTTEST, vllm_section
+from laurel.extensions.vllm.loading import Loader, WeightLoading, choose_loading
+from laurel.extensions.vllm.processes import VllmProcesses
+from laurel.extensions.vllm.sections import COLDEST, HOTTEST, vllm_section
+from laurel.extensions.vllm.settings import engine_arguments, engine_dtype
 from laurel.generation.requests import GeneratorSpec, check_generation_request
 from laurel.generation.transformers.batch import StopStringWatch
-from laurel.generation.vllm.loading import Loader, WeightLoading, choose_loading
-from laurel.generation.vllm.processes import VllmProcesses
-from laurel.generation.vllm.settings import engine_arguments, engine_dtype
 from laurel.generation.waiting import PauseGate
 from laurel.generation.weights.buckets import shapes_in
 from laurel.generation.weights.held import HeldDtype, held_dtype

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from laurel.generation.vllm.settings import EAGER_ENVIRONMENT, ENVIRONMENT
+from laurel.extensions.vllm.settings import EAGER_ENVIRONMENT, ENVIRONMENT
 from laurel.rewards.remote import dialects
 from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpReplica, HttpScorer

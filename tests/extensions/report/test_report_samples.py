@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from laurel.observe.console import CompletionRow, write_completions
-from laurel.observe.report.samples import (
+from laurel.extensions.report.samples import (
     Chooser,
     RunSamples,
     SampleTable,
@@ -14,6 +13,7 @@ from laurel.observe.report.samples import (
     visible_lines,
     within,
 )
+from laurel.observe.console import CompletionRow, write_completions
 from report_runs import EVIL, record
 
 

@@ -26,10 +26,10 @@ from laurel.demo.data import (
     prompts,
 )
 from laurel.errors import CheckpointError, TrainingError
+from laurel.extensions.report.samples import Comparison, ScoredAnswer, print_comparisons
 from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
 from laurel.observe.report.findings import accuracy_words, first_findings
-from laurel.observe.report.samples import Comparison, ScoredAnswer, print_comparisons
 from laurel.observe.run_record import read_run_record
 from laurel.run.grpo import Measurement, measure_policy, train_policy
 from laurel.run.reward_model import train_reward_model
@@ -270,7 +270,7 @@ def _answer(truth: float | None, text: str, score: float | None) -> ScoredAnswer
 
 
 def _report(files: Files, result: DemoResult, comparisons: list[Comparison]) -> None:
-    from laurel.observe.report.page import Fact, write_report
+    from laurel.extensions.report.page import Fact, write_report
 
     runs = [next(iter(sorted(files.logs(stage).iterdir()))) for stage in ("sft", "rm", "grpo")]
     write_report(

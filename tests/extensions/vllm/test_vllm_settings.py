@@ -1,14 +1,17 @@
 """Laurel's configuration in vLLM's words. Needs no vLLM."""
 
+import multiprocessing
 import os
+import time
 
 import pytest
 
 from generators import request
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, DataError
-from laurel.generation.vllm.engine import check_limits, sampling_arguments
-from laurel.generation.vllm.settings import (
+from laurel.extensions.vllm.engine import check_limits, sampling_arguments
+from laurel.extensions.vllm.processes import end_processes
+from laurel.extensions.vllm.settings import (
     cpu_environment,
     engine_arguments,
     engine_dtype,
@@ -124,3 +127,12 @@ def test_what_vllm_would_draw_differently_is_refused(asked, reports, error, says
         check_limits(asked, max_length=40, reports_untruncated=reports)
     check_limits(request([5] * 39, temperature=0.0), max_length=40, reports_untruncated=False)
     check_limits(request(top_p=0.5), max_length=40, reports_untruncated=True)
+
+
+def test_a_process_of_vllm_that_is_killed_does_not_count_as_running():
+    """psutil takes the exit status: a run with vLLM said that an environment left a process."""
+    psutil = pytest.importorskip("psutil")
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    process.start()
+    end_processes([psutil.Process(process.pid)])
+    assert process not in multiprocessing.active_children()

@@ -337,7 +337,7 @@ def test_a_killed_program_leaves_no_engine_behind(tmp_path, short_folder):
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
 def test_without_vllm_the_error_says_how_to_install_it():
-    from laurel.generation.vllm.engine import VllmEngine
+    from laurel.extensions.vllm.engine import VllmEngine
 
     with pytest.raises(MissingDependencyError, match=re.escape(install_command("vllm"))):
         VllmEngine(

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from laurel.errors import ModelError, ScoringContractError, UserError, key_of
-from laurel.extensions.vllm.plugin import ScoringVllmConfig
-from laurel.generation.vllm.pooling import PoolingOptions, VllmPooling
+from laurel.extensions.vllm.pooling import PoolingOptions, VllmPooling
+from laurel.extensions.vllm.sections import ScoringVllmConfig
 from laurel.models.forest.decoder import Path as ModelPath
 from laurel.models.loading.pretrained import find_tokenizer
 from laurel.models.scoring import OLD_CONTENTS, ScoringContract, sigmoid
@@ -30,7 +30,7 @@ from laurel.rewards.scorer import (
     golden_scores,
     golden_tolerance,
 )
-from laurel.rewards.spec import Say, ScorerSpec
+from laurel.rewards.spec import ModelPlace, Say, ScorerSpec
 from laurel.types import TokenGroup
 
 
@@ -182,20 +182,18 @@ def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: fl
     )
 
 
-def load_vllm_scorer(section: ScoringVllmConfig, spec: ScorerSpec, *, say: Say) -> VllmScorer:
+def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:
     """Start vLLM with a reward model, and check that it scores as it did when it was saved.
 
     Args:
-        section: The devices of vLLM, which chooses the kind of device itself.
-        spec: The model, which has been found, and how it is loaded and scores.
+        place: Where the model is, as `find_reward_model` returns it.
+        spec: How the model is loaded and scores. vLLM chooses the device.
         say: Called with a line on all that was loaded and found.
 
     Raises:
         UserError: The model is not a reward model, or has changed; or vLLM is not installed.
         EngineError: vLLM does not start.
     """
-    place, engine = spec.found, spec.engine
-    assert place is not None
     rules = read_rules(place)
     if rules is not None and rules.golden:
         tokenizer = find_tokenizer(replace(spec.model, name=place.name))
@@ -211,6 +209,8 @@ def load_vllm_scorer(section: ScoringVllmConfig, spec: ScorerSpec, *, say: Say) 
         contract = own.contract.with_rules(golden=golden, golden_dtype=spec.precision)
         del own
     model = replace(spec.model, name=place.name, precision=spec.precision)
+    engine = spec.engine
+    section: ScoringVllmConfig = engine.section if engine is not None else ScoringVllmConfig()
     options = PoolingOptions(
         tensor_parallel_size=section.tensor_parallel_size,
         gpu_memory_utilization=section.gpu_memory_utilization,

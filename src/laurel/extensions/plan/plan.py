@@ -19,11 +19,13 @@ from laurel.config.load import load_config
 from laurel.config.policy import DTensorConfig, PolicyConfig
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
+from laurel.extensions.plan.fit import FittedPlan, fit, larger_micro_batch
+from laurel.extensions.plan.options import PlanOptions
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
-from laurel.planning.fit import GIB, FittedPlan, fit, larger_micro_batch
 from laurel.planning.memory import (
+    GIB,
     MASTER_BYTES,
     MemoryPhase,
     ModelShape,
@@ -36,7 +38,6 @@ from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName
 from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
 from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
-from laurel.run.options import PlanOptions
 from laurel.run.request import (
     judge_notes,
     request_of,

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from laurel.errors import DataError, LaurelError
-from laurel.generation.vllm.processes import VllmProcesses
-from laurel.generation.vllm.settings import WORKER, cpu_arguments
+from laurel.extensions.vllm.processes import VllmProcesses
+from laurel.extensions.vllm.settings import WORKER, cpu_arguments
 from laurel.models.spec import ModelSpec
 
 

@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import importlib
 import itertools
+import multiprocessing
 import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -18,9 +19,9 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from laurel import plugins
 from laurel.errors import EngineError, LaurelError
-from laurel.extensions.vllm.plugin import Vllm
-from laurel.generation.vllm.settings import (
+from laurel.extensions.vllm.settings import (
     ENVIRONMENT,
     cpu_environment,
     environment,
@@ -118,10 +119,7 @@ class VllmProcesses:
             with suppress(Exception):
                 llm.shutdown()
                 llm.engine_core.resources.ctx.term()  # its sockets are closed by now
-        for process in self._processes:  # those that still run: their parent died before them
-            with suppress(Exception):
-                process.kill()
-                process.wait(5)
+        end_processes(self._processes)  # those that still run: their parent died before them
         remove(self._segments)  # vLLM 0.32 leaves some of them behind
 
     async def _end(self) -> None:
@@ -176,7 +174,7 @@ def import_vllm(purpose: str) -> SimpleNamespace:
     Raises:
         MissingDependencyError: vLLM is not installed.
     """
-    Vllm().check_installed(purpose)
+    plugins.find(plugins.Engine, "vllm").check_installed(purpose)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm.config import PoolerConfig
@@ -198,6 +196,18 @@ def import_vllm(purpose: str) -> SimpleNamespace:
         current_platform=current_platform,
         tokens_input=tokens_input,
     )
+
+
+def end_processes(processes: Iterable[Any]) -> None:
+    """Kill processes of psutil that still run, and wait for their end."""
+    children = {child.pid: child for child in multiprocessing.active_children()}
+    for process in processes:
+        with suppress(Exception):
+            process.kill()
+            # psutil would take away the exit status of a child of multiprocessing, for which it
+            # would run for ever.
+            child = children.get(process.pid)
+            process.wait(5) if child is None else child.join(5)
 
 
 def processes_of(llm: Any) -> list[Any]:

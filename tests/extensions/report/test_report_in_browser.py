@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from headless_browser import NAMES, browser_page, find_browser
-from laurel.observe.report.page import write_report
+from laurel.extensions.report.page import write_report
 from report_runs import reward_model_run, write_lines
 
 BROWSER = find_browser()

@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from laurel.planning.memory import MemoryPhase, ModelShape, Shapes, estimate
+from laurel.planning.memory import GIB, MemoryPhase, ModelShape, Shapes, estimate
 from laurel.planning.plan import Plan, plan_run
 from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
 from laurel.planning.roles import Conflict, RolePlan, divisors
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,20 @@ from laurel.config.schema_info import Kinds, step_into
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section as ConfigSection
 from laurel.errors import counted
+from laurel.extensions.report import charts as curves
+from laurel.extensions.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
+from laurel.extensions.report.samples import (
+    Comparison,
+    RunSamples,
+    SampleTable,
+    one_line,
+    script_json,
+    visible_lines,
+    within,
+)
 from laurel.observe.console import format_number
 from laurel.observe.health import gold_metric
 from laurel.observe.loggers import flat
-from laurel.observe.report import charts as curves
-from laurel.observe.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
 from laurel.observe.report.evaluations import evaluation_of, lines_of, percent_text
 from laurel.observe.report.findings import (
     BASELINES,
@@ -38,15 +47,6 @@ from laurel.observe.report.findings import (
     alarms_of,
     findings,
     is_success,
-)
-from laurel.observe.report.samples import (
-    Comparison,
-    RunSamples,
-    SampleTable,
-    one_line,
-    script_json,
-    visible_lines,
-    within,
 )
 from laurel.observe.run_record import RunRecord, read_run_record
 
@@ -267,7 +267,7 @@ def _environment() -> Any:
     from markupsafe import Markup, escape
 
     environment = Environment(
-        loader=PackageLoader("laurel.observe"),
+        loader=PackageLoader("laurel.extensions.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -301,7 +301,7 @@ def page_script() -> Any:
 def _source(name: str) -> Any:
     from markupsafe import Markup
 
-    folder = resources.files("laurel.observe") / "templates"
+    folder = resources.files("laurel.extensions.report") / "templates"
     return Markup((folder / name).read_text(encoding="utf-8"))
 
 

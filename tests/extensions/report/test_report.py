@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from laurel.errors import DataError
-from laurel.observe.report.page import Fact, duration, write_report
-from laurel.observe.report.samples import Comparison, ScoredAnswer
+from laurel.extensions.report.page import Fact, duration, write_report
+from laurel.extensions.report.samples import Comparison, ScoredAnswer
 
 EVIL = '<script>alert("x")</script> & \x1b[31m'
 METRICS = [

@@ -10,17 +10,17 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from laurel.cli.plan import command_of_file, read_shapes, run_plan
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError
+from laurel.extensions.plan.options import PlanOptions
+from laurel.extensions.plan.plan import command_of_file, read_shapes, run_plan
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.pretrained import count_parameters, read_shape
 from laurel.models.parallel.tensor import tensor_plan
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import Shapes
-from laurel.run.options import PlanOptions
 from laurel.run.request import judge_notes, sampling_notes
 from laurel.run.train import trained
 from model_directories import save_model

@@ -17,7 +17,8 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.demo.demo import (
+from laurel.errors import CheckpointError
+from laurel.extensions.demo.demo import (
     DemoResult,
     Files,
     _conclude,
@@ -28,7 +29,6 @@ from laurel.demo.demo import (
     sft_run,
     write_demo_data,
 )
-from laurel.errors import CheckpointError
 from laurel.training.loop import RunOutcome
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laurel.observe.report.charts import (
+from laurel.extensions.report.charts import (
     NUM_PLACES,
     _edges,
     charts_of,

@@ -31,13 +31,13 @@ from laurel.errors import (
     ScoringContractError,
     install_command,
 )
-from laurel.generation.vllm import processes
+from laurel.extensions.vllm import processes
+from laurel.extensions.vllm.scorer import VllmScorer, load_vllm_scorer
 from laurel.models.spec import ModelSpec
 from laurel.rewards.batching import BatchingScorer
 from laurel.rewards.model_judge import ModelJudge
-from laurel.rewards.open import load_scorer, load_vllm_scorer, open_scorer
+from laurel.rewards.open import load_scorer, open_scorer
 from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
-from laurel.rewards.vllm import VllmScorer
 from laurel.types import Message, group_of
 from model_directories import save_model
 from reward_models import small_model
@@ -258,7 +258,7 @@ def test_a_killed_program_leaves_no_reward_model_behind(tmp_path, short_folder):
             f"""
             import json, os, signal
             from laurel.rewards.spec import ScorerSpec, find_model
-            from laurel.rewards.open import load_vllm_scorer
+            from laurel.extensions.vllm.scorer import load_vllm_scorer
 
             if __name__ == "__main__":
                 place = find_model({str(tmp_path / "model")!r})
