@@ -90,7 +90,7 @@ test-pages: $(STAMP)
 	$(PYTEST) tests/test_docs.py tests/test_docs_guides.py tests/test_notebooks.py
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python $(SIDE_BY_SIDE) -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
+	$(VLLM_VENV)/bin/python $(SIDE_BY_SIDE) -k vllm tests/extensions/vllm tests/unit/generation tests/contracts/test_generator.py
 
 # verifiers and openenv-core bring a hundred packages, some in other versions than those that the rest
 # is tested with.
@@ -102,7 +102,7 @@ $(ENV_STAMP): pyproject.toml
 	@touch $(ENV_STAMP)
 
 test-environments: $(ENV_STAMP)
-	$(ENV_VENV)/bin/python -m pytest tests/unit/environments/test_verifiers.py tests/unit/environments/test_openenv.py tests/end_to_end/test_grpo_sessions.py
+	$(ENV_VENV)/bin/python -m pytest tests/extensions/verifiers tests/extensions/environment_servers/test_openenv.py tests/end_to_end/test_grpo_sessions.py
 
 # openreward pins sse-starlette, so that it cannot be installed beside verifiers.
 $(ORS_STAMP): pyproject.toml
@@ -113,7 +113,7 @@ $(ORS_STAMP): pyproject.toml
 	@touch $(ORS_STAMP)
 
 test-openreward: $(ORS_STAMP)
-	$(ORS_VENV)/bin/python -m pytest tests/unit/environments/test_openreward.py tests/end_to_end/test_grpo_sessions.py
+	$(ORS_VENV)/bin/python -m pytest tests/extensions/environment_servers/test_openreward.py tests/end_to_end/test_grpo_sessions.py
 
 # One process: tests of several GPUs take them all. Warnings of torch's compiler are no errors here.
 test-gpu: $(STAMP)

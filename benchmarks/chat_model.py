@@ -196,15 +196,21 @@ def tools_row(options: argparse.Namespace) -> None:
         f"data.train.data_path={problems}/tasks.jsonl",
         held_out,
     )
-    validated = {
-        str(line["step"]): {
-            name: line.get(f"validation/{key}", 0.0) for name, key in TOOL_FIGURES.items()
-        }
-        for line in metrics(run)
-        if "validation/accuracy" in line
-    }
-    before = {name: untrained.get(key, 0.0) for name, key in TOOL_FIGURES.items()}
-    write_figures(run, curve={"untrained": before, **validated}, seconds=seconds)
+    lines = metrics(run)
+    curve = {"untrained, held out": shares_of(untrained, "")}
+    for line in lines:
+        if "validation/accuracy" in line:
+            curve[f"{line['step']}, held out"] = shares_of(line, "validation/")
+        if "train/loss" in line or "train/reward" in line:
+            drawn = {**line, "accuracy": line["train/reward"]}
+            drawn["truncation_rate"] = line.get("train/truncation_rate", 0.0)
+            curve[f"{line['step']}, in training"] = shares_of(drawn, "")
+    write_figures(run, curve=curve, seconds=seconds)
+
+
+def shares_of(line: dict[str, Any], prefix: str) -> dict[str, float]:
+    """The figures of `TOOL_FIGURES`; of no calls no share is malformed."""
+    return {name: line.get(prefix + key, 0.0) for name, key in TOOL_FIGURES.items()}
 
 
 def code_row(options: argparse.Namespace) -> None:
@@ -260,13 +266,14 @@ def resume_row(options: argparse.Namespace) -> None:
             "grpo.max_num_steps=4",
             "grpo.val_period=0",
             "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
         ),
         "rm": (
             "smollm2_reward_cpu.yaml",
             f"policy.model_name={options.model}",
             f"data.train_data_path={data('ukp_convarg1/train')}",
             "~data.val_data_path",
-            "policy.train_global_batch_size=4",
+            "policy.train_global_batch_size=2",
             "rm.max_num_steps=4",
         ),
     }
@@ -372,7 +379,7 @@ def short_run(options: argparse.Namespace, command: str, judge: Path) -> tuple[s
             f"policy.model_name={options.model}",
             f"data.train_data_path={data('ukp_convarg1/train')}",
             "~data.val_data_path",
-            "policy.train_global_batch_size=4",
+            "policy.train_global_batch_size=2",
             "rm.max_num_steps=3",
             "checkpointing.enabled=false",
             "cluster.device=cpu",
@@ -391,6 +398,7 @@ def short_run(options: argparse.Namespace, command: str, judge: Path) -> tuple[s
         "grpo.max_num_steps=3",
         "grpo.val_period=0",
         "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
         "checkpointing.enabled=false",
         "cluster.device=cpu",
     )
@@ -437,6 +445,7 @@ def vllm_row(options: argparse.Namespace) -> None:
         "grpo.max_num_steps=4",
         "grpo.val_period=0",
         "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
         "checkpointing.enabled=false",
         "policy.generation.backend=vllm",
         python=options.vllm_python,
@@ -483,6 +492,7 @@ def pushed_row(options: argparse.Namespace) -> None:
             f"policy.optimizer.kwargs.lr={rate}",
             "grpo.val_period=0",
             "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
             "checkpointing.save_period=100",
         )
         steps = [line for line in metrics(run) if "train/loss" in line]
@@ -624,8 +634,11 @@ def train(
 
 
 def evaluate(options: argparse.Namespace, name: str, *words: str) -> dict[str, Any]:
-    """What `laurel eval` prints as JSON; its messages are in a file."""
+    """What `laurel eval` prints as JSON, which is kept; its messages are in a file."""
     run: Path = options.work / name
+    kept = run / "evaluation.json"
+    if kept.is_file():
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
     run.mkdir(parents=True, exist_ok=True)
     command = [*LAUREL, "eval", *words, "--json"]
     with (run / "output.txt").open("a", encoding="utf-8") as log:
@@ -633,6 +646,7 @@ def evaluate(options: argparse.Namespace, name: str, *words: str) -> dict[str, A
     if done.returncode > 1:  # 1: a completion could not be graded, which the figures say
         raise SystemExit(f"laurel eval ended with {done.returncode}: see {run / 'output.txt'}")
     found: dict[str, Any] = json.loads(done.stdout)
+    kept.write_text(done.stdout, encoding="utf-8")
     return found
 
 
@@ -715,7 +729,99 @@ def report(options: argparse.Namespace) -> str:
             for name, run in found.items()
         ]
         parts.append(table(header, lines, as_markdown=options.markdown))
+    for name, of_run in {
+        "tools": lines_of_tools,
+        "resume_*": lines_of_resume,
+        "placement_*": lines_of_placement,
+        "vllm": lines_of_vllm,
+        "pushed_*": lines_of_pushed,
+    }.items():
+        there = {
+            path.name: run for path in sorted(options.work.glob(name)) if (run := figures_of(path))
+        }
+        if there:
+            header, *lines = of_run(there)
+            parts.append(table(header, lines, as_markdown=options.markdown))
     return "\n\n".join(parts)
+
+
+def lines_of_tools(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each validation, the shares."""
+    (run,) = runs.values()
+    return [
+        ["step", *TOOL_FIGURES],
+        *(
+            [step, *(f"{figures[name]:.3f}" for name in TOOL_FIGURES)]
+            for step, figures in run["curve"].items()
+        ),
+    ]
+
+
+def lines_of_resume(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each run, when it was killed, and whether it ended as the other did."""
+    return [
+        ["run", "killed", "files of weights that are the same", "losses are the same"],
+        *(
+            [
+                name,
+                ", ".join(run["seconds"]),
+                f"{sum(run['same_files'].values())} of {len(run['same_files'])}",
+                str(run["same_losses"]),
+            ]
+            for name, run in runs.items()
+        ),
+    ]
+
+
+def lines_of_placement(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each place, losses beside those of one process, and what each process held."""
+    lines = [["run", "losses", "largest difference", "GiB of each process", "seconds of a step"]]
+    for name, run in runs.items():
+        kind = name.split("_")[1]
+        here = runs.get(f"placement_{kind}_one_process", run)["losses"]
+        apart = max(abs(a - b) for a, b in zip(run["losses"], here, strict=True))
+        lines.append(
+            [
+                name.removeprefix("placement_"),
+                ", ".join(f"{loss:.6f}" for loss in run["losses"]),
+                f"{apart:.1e}",
+                ", ".join(f"{size:.2f}" for size in run["gib"].values()),
+                ", ".join(f"{seconds:.1f}" for seconds in run["step_seconds"]),
+            ]
+        )
+    return lines
+
+
+def lines_of_vllm(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each step, how far the engine's probabilities are from the learner's."""
+    (run,) = runs.values()
+    keys = ("token_mult_prob_error", "token_mult_prob_error_max", "gen_kl_error", "reward")
+    return [
+        ["step", *keys],
+        *(
+            [str(step), *(f"{run[key][step - 1]:.3g}" for key in keys)]
+            for step in range(1, 1 + len(run["reward"]))
+        ),
+    ]
+
+
+def lines_of_pushed(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of some steps of each run: reward, known answers, divergence, length, and alarms so far."""
+    keys = {
+        "reward": "train/reward",
+        "right": "env/judged/math/accuracy",
+        "KL": "train/kl_penalty",
+        "entropy": "train/entropy",
+        "length": "train/mean_gen_tokens_per_sample",
+    }
+    lines = [["run", "step", *keys, "alarms"]]
+    for name, run in runs.items():
+        steps = run["steps"]
+        for line in steps[:: max(1, len(steps) // 5)]:
+            alarms = [key for key, value in line.items() if key.startswith("health/") and value]
+            shown = [f"{line[key]:.3f}" if key in line else "" for key in keys.values()]
+            lines.append([name, str(line["step"]), *shown, ", ".join(alarms)])
+    return lines
 
 
 def share(value: float, count: int) -> str:

@@ -17,13 +17,13 @@ TESTS = Path(__file__).parent
 COMMANDS = {
     "config": "extensions/importing/test_import_config.py::",
     "data": "unit/cli/test_data_check.py::test_pairs_fit_three_commands",
-    "demo": "unit/demo/test_demo.py::test_the_policy_is_rewarded_by_the_reward_model",
+    "demo": "extensions/demo/test_demo.py::test_the_policy_is_rewarded_by_the_reward_model",
     "doctor": "extensions/doctor/test_doctor.py::",
     "eval": "end_to_end/test_eval_reward_models.py::test_reward_bench_from_rows_to_files",
     "export": "unit/export/test_export.py::test_plain_transformers_gives_the_scores",
     "grpo": "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
     "init": "extensions/starter/test_init.py::test_a_starter_from_scratch_runs_as_it_is",
-    "plan": "unit/cli/test_plan.py::",
+    "plan": "extensions/plan/test_plan.py::",
     "report": "extensions/report/test_report_command.py::test_report",
     "rm": "end_to_end/test_reward_training.py::test_the_form_of_the_seeds",
     "sandbox": "unit/sandbox/test_sandbox_tiers.py::test_the_command_says_what_holds",
@@ -37,8 +37,8 @@ ENVIRONMENTS = {
     "math_default": "contracts/test_environment.py::test_any_number_of_conversations[math]",
     "code": "end_to_end/test_grpo_code.py::test_programs_are_graded_by_tests",
     "reward_model": "end_to_end/test_reward_model_as_environment.py::test_d29_rewards",
-    "reasoning_gym": "unit/environments/test_reasoning_gym.py::test_answers_stand_in",
-    "tools": "unit/environments/test_tool_environment.py::test_the_answer_is_graded_by_another",
+    "reasoning_gym": "extensions/reasoning_gym/test_reasoning_gym.py::test_answers_stand_in",
+    "tools": "extensions/function_tools/test_tools.py::test_the_answer_is_graded_by_another",
     "composite": "contracts/test_environment.py::test_any_number_of_conversations[composite",
 }
 OTHERS = (

@@ -1,7 +1,8 @@
 """Reward servers that die, hang, lie and come back, as real processes.
 
 Every case ends like a quiet run: a verdict on every completion, once, and the same numbers. Figures
-in brackets are the cases of the project's fault matrix.
+in brackets are the cases of the project's fault matrix. Outages, deadlines, a slow tail and other
+models [11, 13, 14, 15] are in `unit/rewards/test_router*.py`, where seconds cost nothing.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ BRANCHES = {
     "generation/weights/buckets.py": (
         "test_weight_broadcast_gpu.py::test_what_is_heard_is_what_was_told"
     ),
-    "generation/vllm/worker.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",
+    "extensions/vllm/worker.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",
     "generation/weights/handles.py": (
         "test_weight_handles_gpu.py::test_another_process_reads_a_chunk"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,11 @@ from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.environments.registry import shown_tools
 from laurel.errors import ConfigError
+from laurel.generation.load import PluggedMaker
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.observe.loggers import check_available
+from laurel.run.request import _drawing, _generation
+from laurel.run.specs import generator_spec
 from laurel.run.tasks import needs_of
 from packages import installed
 
@@ -202,6 +206,53 @@ def test_an_installed_package_declares_its_own(tmp_path, monkeypatch):
     importlib.invalidate_caches()
     monkeypatch.setattr(plugins, "__file__", str(tmp_path / "a" / "b" / "plugins.py"))
     assert plugins.names("losses") == ["one"]
+
+
+ENGINE = """
+from laurel.config.yaml_tree import Section
+from laurel.plugins import Engine, EngineNeeds
+
+class Size(Section):
+    "Its settings."
+    ranks: int = 1
+    "Devices of a replica."
+
+class X(Engine):
+    "An engine."
+    section = Size
+
+    def needs(self, section):
+        return EngineNeeds(tensor_parallel_size=section.ranks, memory_share=0.5)
+
+    def check(self, settings):
+        if settings.generation.top_k == 7:
+            raise ValueError("seven")
+
+    def make(self, section, start):
+        return section.ranks, start.precision, start.spec.end_ids
+"""
+
+
+def test_an_engine_of_a_package_is_used_by_name(site):
+    installed(site, "theirs", {"an_engine": ENGINE}, {"engines": {"x": "an_engine:X"}})
+    chosen = ["policy.generation.backend=x", "policy.generation.x_cfg.ranks=2"]
+    run = load_config(GRPORun, None, chosen).config
+    role, drawing = _generation(run), _drawing(run)
+    assert (role.parallel_key, role.tp) == ("policy.generation.x_cfg", 2)
+    assert (drawing.has_own_weights, drawing.memory_share) == (True, 0.5)
+    start = plugins.EngineStart(
+        directory=str(site), spec=generator_spec(run, (3,)), precision="float32"
+    )
+    maker = pickle.loads(pickle.dumps(PluggedMaker(name="x", start=start)))
+    assert maker() == (2, "float32", (3,))
+    for wrong, what in (
+        ("policy.generation.backend=y", "backend"),
+        ("policy.generation.x_cfg.rank=2", "did you mean 'ranks'"),
+        ("policy.generation.top_k=7", "seven"),
+        ("+env.reward_model.generation.backend=x", "computes no scores"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            load_config(GRPORun, None, [*chosen, wrong])
 
 
 KIND = """

@@ -17,7 +17,7 @@ from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
 from laurel.cli.evaluate import eval_app
 from laurel.cli.sandbox import sandbox_app
-from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
+from laurel.errors import ConfigError, LaurelError, Terms, speaking
 from laurel.observe.console import make_console, verbosity
 from laurel.run.options import (
     ColumnKeys,
@@ -28,7 +28,6 @@ from laurel.run.options import (
     LocalScorerOptions,
     ModelOption,
     Overrides,
-    PlanOptions,
     PreferenceSetOption,
     ServeOptions,
     sets_column,
@@ -102,21 +101,6 @@ def grpo_command(
     from laurel.run.train import run_training
 
     run_training("grpo", config, overrides or [], as_json=as_json)
-
-
-@app.command("plan")
-def plan(config: ConfigOption = None, overrides: Overrides = None, *, options: PlanOptions) -> None:
-    """Show where each part of a run would be placed, and whether it fits.
-
-    Nothing is loaded or started. For every setting that does not fit, the plan names the nearest
-    one that does, and the exit code is 2.
-
-    Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
-    """
-    from laurel.cli.plan import run_plan
-
-    if not run_plan(config, overrides or [], options):
-        raise typer.Exit(2)
 
 
 @app.command("score")
@@ -217,37 +201,6 @@ def serve_command(options: ServeOptions) -> None:
     from laurel.cli.serve import run_serve
 
     run_serve(options)
-
-
-@app.command("demo")
-def demo(
-    directory: Annotated[
-        Path, typer.Option("--directory", "-d", help="The directory that everything is written to.")
-    ] = Path("demo"),
-    seed: Annotated[
-        int, typer.Option(min=0, help="The seed of the data, the model and the sampling.")
-    ] = 0,
-    data_only: Annotated[
-        bool,
-        typer.Option(
-            "--data-only",
-            help="Write the data sets and the configurations, but train nothing.",
-        ),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Run every stage of training on generated data: offline, in minutes.
-
-    The demo generates data, fine-tunes a small model on it, trains a reward model, and trains a
-    policy against that reward model with GRPO.
-    """
-    from laurel.demo.demo import run_demo, write_demo_data
-
-    if data_only:
-        write_demo_data(directory, seed=seed, as_json=as_json)
-        return
-    with if_interrupted(lambda: f"{directory} keeps what was made, and another demo starts over"):
-        run_demo(directory, seed=seed, as_json=as_json)
 
 
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)

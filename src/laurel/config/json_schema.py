@@ -38,7 +38,7 @@ def json_schema(kind: Kind) -> dict[str, Any]:
             block = schema if section is top else definitions[section.__name__]
             block["additionalProperties"] = False
             for key, field in section.all_plugged_in():
-                place = f"{section.kind_of_plugin}.{key}"
+                place = f"{section.__name__}.{key}"
                 block["properties"][key] = _plugged_in(place, field, definitions, named)
     for name, definition in definitions.items():
         _accept(definition, named[name], named)

@@ -22,6 +22,7 @@ from laurel.planning.roles import Mesh
 
 # The measures of a decoder, from which its memory is estimated.
 
+GIB = 2**30
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -174,7 +175,7 @@ def parse_bytes(text: str) -> int:
     units = {
         "KiB": 2**10,
         "MiB": 2**20,
-        "GiB": 2**30,
+        "GiB": GIB,
         "TiB": 2**40,
         "KB": 10**3,
         "MB": 10**6,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from laurel.config.policy import PolicyConfig
 from laurel.data.report import TextReport
 from laurel.errors import ModelError
-from laurel.planning.fit import GIB
+from laurel.planning.memory import GIB
 from laurel.run.context import R, RunContext, describe_data, describe_output
 from laurel.run.model import TrainedModel, describe_model, load_trained_model
 from laurel.run.specs import model_spec

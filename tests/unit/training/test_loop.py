@@ -389,6 +389,10 @@ def test_a_run_that_no_longer_improves_ends_where_it_ends_in_one_piece(run):
     assert (run.ended, outcome.is_early) == (("finished", 6), True)
     assert "was no better than 0.5000 in 2 validations" in run.text
     assert run(9, early_stopping=watched).step == 6, "it has ended"
+    whole = Run(run.root.parent / "whole")
+    whole.root.parent.mkdir()
+    whole.losses = run.losses
+    assert not whole(6, early_stopping=watched).is_early, "its last step anyway"
 
 
 @pytest.mark.parametrize(("last", "is_early"), [(6, True), (4, False)])

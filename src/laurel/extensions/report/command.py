@@ -77,7 +77,7 @@ def report_command(
         except KeyboardInterrupt:  # ends the server, which has printed a message
             raise typer.Exit(130) from None
         return
-    from laurel.observe.report.page import findings_of, write_report
+    from laurel.extensions.report.page import findings_of, write_report
 
     write_report(output, runs, title=title)
     if as_json:

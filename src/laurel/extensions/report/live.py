@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from laurel.errors import ConfigError, DataError
-from laurel.observe.report.page import Live, content_policy, page_of, page_script
-from laurel.observe.report.samples import RunSamples, stamps_of
+from laurel.extensions.report.page import Live, content_policy, page_of, page_script
+from laurel.extensions.report.samples import RunSamples, stamps_of
 from laurel.observe.run_record import COMPLETIONS_DIRECTORY, EVALUATIONS, RunRecord, read_run_record
 
 HOST = "127.0.0.1"
