@@ -39,13 +39,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("export", "demo"),
     ("cli",),
     ("api", "__main__"),
+    ("extensions",),  # nothing imports them: they are found by name (plugins.py)
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # What only these files may import: the file, or the folder, relative to src/laurel.
 HOMES = {
     "ray": "workers/ray_",
-    "vllm": "generation/vllm/",
+    "vllm": "extensions/vllm/",
     "fastapi": "rewards/server",
     "uvicorn": "rewards/server",
     "starlette": "rewards/server",
@@ -135,6 +136,24 @@ def broken_layers(sources: list[Source]) -> list[str]:
     return found
 
 
+def tangled_extensions(sources: list[Source]) -> list[str]:
+    """Extensions that import another one, or a private name of the rest."""
+    found = []
+    for source in sources:
+        if source.room != "extensions" or "/" not in source.path.removeprefix("extensions/"):
+            continue
+        own = ".".join(source.module.split(".")[:3])
+        for imported in imports_of(source):
+            parts = imported.module.split(".")
+            if parts[0] != "laurel" or f"{imported.module}.".startswith(f"{own}."):
+                continue
+            if parts[1:2] == ["extensions"]:
+                found.append(f"{source.path}:{imported.line}: imports {imported.module}")
+            elif any(part.startswith("_") for part in parts[1:]) and parts[-1] != "__version__":
+                found.append(f"{source.path}:{imported.line}: imports private {imported.module}")
+    return found
+
+
 def stray_imports(sources: list[Source]) -> list[str]:
     return [
         f"{source.path}:{imported.line}: {library} may be imported only in {home}"
@@ -182,6 +201,10 @@ def house() -> list[Source]:
 
 def test_rooms_import_only_rooms_below(house: list[Source]) -> None:
     assert broken_layers(house) == []
+
+
+def test_extensions_stand_apart(house: list[Source]) -> None:
+    assert tangled_extensions(house) == []
 
 
 def test_each_library_has_one_home(house: list[Source]) -> None:
@@ -256,6 +279,26 @@ def test_a_room_above_is_seen() -> None:
         "rewards/f.py:2: rewards imports evaluation",
         "kitchen/g.py: 'kitchen' is no room of the house",
     ]
+
+
+def test_a_tangled_extension_is_seen() -> None:
+    planted = [
+        Source("extensions/__init__.py", "from laurel.plugins import _read\n"),
+        Source(
+            "extensions/a/x.py",
+            "from laurel import __version__\nfrom laurel.extensions.a import y\n"
+            "from laurel.extensions.b import z\nfrom laurel.config.load import _field\n"
+            "def f():\n    from laurel.extensions import ab\n",
+        ),
+        Source("extensions/a/y.py", "from . import x\nfrom laurel.models import load\n"),
+        Source("config/c.py", "from laurel.extensions.a import x\n"),
+    ]
+    assert tangled_extensions(planted) == [
+        "extensions/a/x.py:3: imports laurel.extensions.b.z",
+        "extensions/a/x.py:4: imports private laurel.config.load._field",
+        "extensions/a/x.py:6: imports laurel.extensions.ab",
+    ]
+    assert broken_layers(planted) == ["config/c.py:1: config imports extensions"]
 
 
 def test_a_second_importer_is_seen() -> None:

@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "laurel"
@@ -228,6 +229,33 @@ def _takes_a_run(node: ast.AST) -> bool:
     return any(re.fullmatch(r"\w*Run|PolicyConfig", name) for name in names)
 
 
+def leaf_keys(section: Any, path: str) -> Iterator[str]:
+    """The keys without keys of their own that a section may have, those of our plug-ins too.
+
+    A section counts at each place where it may stand, and in each form (alone, in a list, by name)
+    that it may have there.
+    """
+    from laurel.config.plugged import OpenSection
+    from laurel.config.schema_info import is_mapping, item_kinds, kinds_of_field, sections_of
+
+    def places(kinds: Any, here: str) -> Iterator[tuple[Any, str]]:
+        yield from ((one, here) for one in dict.fromkeys(sections_of(kinds)))
+        for kind in kinds:
+            inside = item_kinds(kind) or ()
+            yield from places(inside, here + (".NAME" if is_mapping(kind) else "[]"))
+
+    fields = dict(section.model_fields)
+    if issubclass(section, OpenSection):
+        fields |= dict(section.all_plugged_in())
+    for name, field in fields.items():
+        below = list(places(kinds_of_field(field), f"{path}.{name}"))
+        if not below and name in section.model_fields:
+            yield f"{path}.{name}"
+        for one, here in below:
+            if one.__module__.startswith("laurel."):
+                yield from leaf_keys(one, here)
+
+
 def trace(which: str) -> dict[str, list[str]]:
     """The modules whose functions ran in the second step, and before the loop and not in it."""
     module, name = LOOPS[which]
@@ -258,13 +286,15 @@ def trace(which: str) -> dict[str, list[str]]:
 
 def bars(*, traced: bool = True) -> list[Bar]:
     """All figures of the house."""
+    from laurel.config.schemas import SCHEMAS
+
     house = House()
     circles = house.circles()
     visited = house.visited_by_the_run()
     strangers = [name for name in visited if name.split("/")[0] not in OF_RUNS]
     skips, twice = house.skips(), house.names_defined_twice()
     once = house.private_functions_named_once()
-    thousands = sum(text.count("\n") for text in house.texts.values()) / 1000
+    thousands = lines(house.texts.values()) / 1000
     found = [
         Bar("circles of imports", len(circles), 0, held=True, where=tuple(map(" ".join, circles))),
         Bar("# fmt: skip", len(skips), 0, held=True, where=tuple(skips)),
@@ -274,6 +304,16 @@ def bars(*, traced: bool = True) -> list[Bar]:
         # At most 4 per 1,000 lines.
         Bar("private functions named once", len(once), int(4 * thousands), False, tuple(once)),
     ]
+    core = [text for name, text in house.texts.items() if not name.startswith("extensions/")]
+    tests = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")]
+    found += [
+        Bar("lines of the core", lines(core), 45_000, held=False),
+        Bar("lines with extensions", lines(house.texts.values()), 78_000, held=False),
+        Bar("lines of tests", lines(tests), 64_000, held=False),
+    ]
+    for which, most in (("grpo", 420), ("rm", 180)):
+        keys = tuple(key.lstrip(".") for key in leaf_keys(SCHEMAS[which], ""))
+        found.append(Bar(f"leaf keys of {which}", len(keys), most, held=False, where=keys))
     if traced:
         for which, in_step, before in (("grpo", 41, 59), ("rm", 14, 57)):
             run = trace(which)
@@ -283,6 +323,11 @@ def bars(*, traced: bool = True) -> list[Bar]:
             )
             found.append(Bar(f"more that run before, {which}", len(way), before, True, way))
     return found
+
+
+def lines(texts: Iterable[str]) -> int:
+    """Count the lines of texts."""
+    return sum(text.count("\n") for text in texts)
 
 
 def main() -> int:

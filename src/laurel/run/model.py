@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from laurel.config.load import to_yaml
-from laurel.config.resuming import changes
+from laurel.config.load import to_yaml, translated
+from laurel.config.resuming import changes, gone
 from laurel.config.yaml_tree import Section, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
@@ -70,7 +70,8 @@ def load_trained_model(
 
         quiet_libraries()
         if context.resume_from:
-            check_same_settings(context.resume_from, context.config)
+            for line in check_same_settings(context.resume_from, context.config):
+                context.console.print(line)
         # Settings that torch refuses are reported before anything is loaded.
         optimizer = build_optimizer(policy.optimizer, list(nn.Linear(1, 1).named_parameters()))
         build_scheduler(policy.scheduler, optimizer)
@@ -97,8 +98,11 @@ def load_trained_model(
     return _spread(context, load, settings)
 
 
-def check_same_settings(directory: Path, config: Section) -> None:
+def check_same_settings(directory: Path, config: Section) -> list[str]:
     """Refuse to resume from the checkpoint of a run with other settings.
+
+    Returns:
+        A line about the settings of an earlier version that there are no more, if there are any.
 
     Raises:
         CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
@@ -108,7 +112,8 @@ def check_same_settings(directory: Path, config: Section) -> None:
     check_same_rows(directory, {})
     path = directory / CONFIG
     try:
-        before = read_document(path.read_text(encoding="utf-8"), str(path))
+        saved = read_document(path.read_text(encoding="utf-8"), str(path))
+        before = translated(type(config), saved)
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     # Both are read the same way, so that no value changes by how it is written.
@@ -117,6 +122,8 @@ def check_same_settings(directory: Path, config: Section) -> None:
     changed = [(one.key, one.before, one.now) for one in found]
     if changed:
         raise another_run(directory, changed)
+    old = "; ".join(gone((type(config),), before))
+    return [f"{directory.name} was saved with settings that are gone: {old}"] if old else []
 
 
 def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> TrainedModel:
