@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "laurel"
-OF_RUNS = ("config", "run", "cli", "grpo", "training")
+OF_RUNS = ("config", "run", "cli", "grpo", "training", "extensions")
 """Rooms that may be given the configuration of a whole run."""
 
 # A run of each kind that takes seconds: a model of one layer, three steps.
@@ -228,6 +229,33 @@ def _takes_a_run(node: ast.AST) -> bool:
     return any(re.fullmatch(r"\w*Run|PolicyConfig", name) for name in names)
 
 
+def leaf_keys(section: Any, path: str) -> Iterator[str]:
+    """The keys without keys of their own that a section may have, those of our plug-ins too.
+
+    A section counts at each place where it may stand, and in each form (alone, in a list, by name)
+    that it may have there.
+    """
+    from laurel.config.plugged import OpenSection
+    from laurel.config.schema_info import is_mapping, item_kinds, kinds_of_field, sections_of
+
+    def places(kinds: Any, here: str) -> Iterator[tuple[Any, str]]:
+        yield from ((one, here) for one in dict.fromkeys(sections_of(kinds)))
+        for kind in kinds:
+            inside = item_kinds(kind) or ()
+            yield from places(inside, here + (".NAME" if is_mapping(kind) else "[]"))
+
+    fields = dict(section.model_fields)
+    if issubclass(section, OpenSection):
+        fields |= dict(section.all_plugged_in())
+    for name, field in fields.items():
+        below = list(places(kinds_of_field(field), f"{path}.{name}"))
+        if not below and name in section.model_fields:
+            yield f"{path}.{name}"
+        for one, here in below:
+            if one.__module__.startswith("laurel."):
+                yield from leaf_keys(one, here)
+
+
 def trace(which: str) -> dict[str, list[str]]:
     """The modules whose functions ran in the second step, and before the loop and not in it."""
     module, name = LOOPS[which]
@@ -258,6 +286,8 @@ def trace(which: str) -> dict[str, list[str]]:
 
 def bars(*, traced: bool = True) -> list[Bar]:
     """All figures of the house."""
+    from laurel.config.schemas import SCHEMAS
+
     house = House()
     circles = house.circles()
     visited = house.visited_by_the_run()
@@ -281,6 +311,9 @@ def bars(*, traced: bool = True) -> list[Bar]:
         Bar("lines with extensions", lines(house.texts.values()), 78_000, held=False),
         Bar("lines of tests", lines(tests), 64_000, held=False),
     ]
+    for which, most in (("grpo", 420), ("rm", 180)):
+        keys = tuple(key.lstrip(".") for key in leaf_keys(SCHEMAS[which], ""))
+        found.append(Bar(f"leaf keys of {which}", len(keys), most, held=False, where=keys))
     if traced:
         for which, in_step, before in (("grpo", 41, 59), ("rm", 14, 57)):
             run = trace(which)

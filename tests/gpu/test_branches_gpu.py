@@ -9,23 +9,24 @@ import torch
 
 import tiny
 import tiny_tokenizers as made
-from laurel.cli.doctor import PROBES
-from laurel.cli.starter import run_init
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.extensions.doctor.checks import SIZES, Trial, run_trial
+from laurel.extensions.doctor.doctor import PROBES
+from laurel.extensions.doctor.machine import measure_products
+from laurel.extensions.server.replicas import ModelWorker
+from laurel.extensions.server.service import ServingSpec
+from laurel.extensions.starter.starter import run_init
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.checkpoint.state import random_states, restore_random_states
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
-from laurel.rewards.server.replicas import ModelWorker
-from laurel.rewards.server.service import ServingSpec
 from laurel.rewards.spec import ScorerSpec
+from laurel.run.micro_batches import _device_memory
 from laurel.run.policy import _free_bytes
-from laurel.run.trial.checks import SIZES, Trial, run_trial
 from laurel.types import GenerationRequest, Message, SamplingParams, group_of
-from laurel.workers.machine import measure_products
 from laurel.workers.process import choose_device
 from laurel.workers.rendezvous import RankPlace
 from reward_models import small_model, write_model
@@ -70,6 +71,12 @@ def test_a_starter_counts_the_gpus(tmp_path):
 def test_free_memory_is_the_gpus():
     free = _free_bytes(DEVICE)
     assert 0 < free <= torch.cuda.get_device_properties(DEVICE).total_memory
+
+
+def test_micro_batches_are_chosen_by_the_gpus_memory():
+    run = load_config(RewardTrainingRun, None, []).config
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    assert _device_memory(run) == total
 
 
 def test_random_states_come_back():

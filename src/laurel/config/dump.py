@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from laurel.config.interpolation import escaped
-from laurel.config.plugged import all_fields, fields_in
+from laurel.config.plugged import all_fields, fields_in, values_in
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of
 from laurel.config.yaml_tree import Section, read_scalars_our_way
 
@@ -75,13 +75,12 @@ def to_yaml(
 
     def lines(section: Section, path: str, keys: Collection[str] | None) -> Iterator[str]:
         margin = "  " * path.count(".")
-        for name, field in fields_in(section).items():
+        for name, field, value in values_in(section, with_plugins=describe and keys is None):
             if type(section) in repeatable and name not in section.model_fields_set:
                 continue
             here = f"{path}{name}"
             if keys is not None and not any(f"{key}.".startswith(f"{here}.") for key in keys):
                 continue
-            value = getattr(section, name)
             if describe:
                 about = meaning(type(section), name, field.description or "", named)
                 if isinstance(field.default, str | int | float) and field.default != value:
@@ -138,18 +137,18 @@ def literal(value: Any) -> Any:
     return _as_plain(value, set())
 
 
-def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
+def _as_plain(
+    value: Any, repeatable: set[type[Section]], *, is_one_of_several: bool = False
+) -> Any:
     if isinstance(value, Section):
-        names = [
-            name
-            for name in fields_in(value)
-            if type(value) not in repeatable or name in value.model_fields_set
-        ]
+        only_given = is_one_of_several or type(value) in repeatable
+        names = [n for n in fields_in(value) if not only_given or n in value.model_fields_set]
         return {name: _as_plain(getattr(value, name), repeatable) for name in names}
     if isinstance(value, dict):
-        return {key: _as_plain(item, repeatable) for key, item in value.items()}
+        items = value.items()
+        return {k: _as_plain(item, repeatable, is_one_of_several=True) for k, item in items}
     if isinstance(value, list | tuple):
-        return [_as_plain(item, repeatable) for item in value]
+        return [_as_plain(item, repeatable, is_one_of_several=True) for item in value]
     return escaped(value) if isinstance(value, str) else value
 
 

@@ -21,42 +21,14 @@ from laurel.config.yaml_tree import (
     LENGTH_MAY_CHANGE,
     MAY_CHANGE,
     OffPeriod,
+    Removed,
     Section,
     foreign,
+    removed,
 )
+from laurel.plugins import Engine, EngineNeeds
 
 # The `policy.generation` section: how completions are sampled. Names follow NeMo RL's files.
-
-
-class VllmConfig(Section):
-    """The settings of vLLM's engine."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig")
-
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of its weights; `auto` is `policy.precision`."""
-    tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
-    """Devices of one node that share each layer."""
-    pipeline_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
-    """Devices of one node that share the layers."""
-    gpu_memory_utilization: Annotated[float, MAY_CHANGE] = Field(default=0.6, gt=0, lt=1)
-    """Share of a GPU's memory that it may take. Default: the policy's weights are on the same
-    device."""
-    max_model_len: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=2)
-    """Longest prompt with its completion; null is `policy.max_total_sequence_length`."""
-    enforce_eager: Annotated[bool, MAY_CHANGE] = False
-    """Do not capture CUDA graphs. Default: graphs make decoding faster."""
-    load_format: Annotated[str, MAY_CHANGE] = "auto"
-    """How vLLM reads the first weights."""
-    weight_loading: Annotated[Literal["auto", "ipc", "files"], MAY_CHANGE] = "auto"
-    """How vLLM's processes get new weights from the process that started them: `ipc`, GPU memory
-    that both have open (CUDA IPC), or `files` in memory. The run logs the choice of `auto` and its
-    reason. Default: `ipc` where a try shows that it works (one process that sees vLLM's GPUs)."""
-
-    @property
-    def num_devices(self) -> int:
-        """Return the number of devices that one copy of the model is spread over."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class TransformersConfig(Section):
@@ -78,12 +50,15 @@ class ColocatedConfig(Section):
     """Otherwise: its own."""
 
 
-class GenerationConfig(Section):
+class GenerationConfig(OpenSection):
     """The sampling of completions, and its engine."""
+
+    kind_of_plugin: ClassVar[str] = "engines"
+    suffix_of_plugins: ClassVar[str] = "_cfg"
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("GenerationConfig")
 
-    backend: Annotated[Literal["auto", "transformers", "vllm"], MAY_CHANGE] = "auto"
+    backend: Annotated[str, NameOf("engines", ("auto", "transformers")), MAY_CHANGE] = "auto"
     """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
     (extra `vllm`). `auto`: vllm if it is installed and there is a GPU, otherwise transformers.
     Default: the in-process engine needs no second copy of the weights."""
@@ -118,7 +93,6 @@ class GenerationConfig(Section):
     """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
     transformers_cfg: TransformersConfig = TransformersConfig()
-    vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     colocated: Annotated[ColocatedConfig, MAY_CHANGE] = ColocatedConfig()
@@ -133,6 +107,21 @@ class GenerationConfig(Section):
     weight_probe_tolerance: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     """Largest difference between log-probabilities of engine and learner in the probe after a
     weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
+
+    def engine_of(self, *, has_gpu: bool) -> str:
+        """Return the name of the engine, which `auto` chooses by whether there is a GPU."""
+        if self.backend != "auto":
+            return self.backend
+        own = (name for name in plugins.names("engines") if plugins.is_own("engines", name))
+        automatic = (name for name in own if plugins.find(Engine, name).is_automatic)
+        return next(automatic, "transformers") if has_gpu else "transformers"
+
+    def needs_of(self, name: str) -> EngineNeeds | None:
+        """Return what a replica of an engine takes; None for `transformers`."""
+        if name == "transformers":
+            return None
+        engine, section = self.settings_of(Engine, name)
+        return engine.needs(section)
 
     @property
     def conversation_bytes(self) -> int:
@@ -407,9 +396,6 @@ Alarm = Literal[
 """The names of the health alarms; `observe/health.py` explains each."""
 
 
-_NEVER_ROSE = "it rose in no run that gamed its reward"
-
-
 class HealthConfig(Section):
     """Alarms. They look at what a run logs anyway and change nothing of what it learns.
 
@@ -417,15 +403,7 @@ class HealthConfig(Section):
     window before it. A figure that a run does not measure raises none.
     """
 
-    removed: ClassVar[Mapping[str, str]] = {
-        "kl_without_reward": _NEVER_ROSE,
-        "kl_growth": f"its alarm kl_without_reward was removed: {_NEVER_ROSE}",
-        "entropy": f"{_NEVER_ROSE}; laurel report tells a fall of entropy",
-        "entropy_share": f"its alarm entropy was removed: {_NEVER_ROSE}",
-        "gold_jump": "gold_drop and num_spreads hold for a fall in one step as well",
-        "noise_floor_groups": _NEVER_ROSE,
-        "noise_floor_share": f"its alarm noise_floor_groups was removed: {_NEVER_ROSE}",
-    }
+    removed: ClassVar[Mapping[str, Removed]] = removed("HealthConfig")
 
     enabled: bool = True
     """Watch the run: warnings on the console, `health.jsonl`, metrics `health/<alarm>`."""
@@ -453,37 +431,6 @@ class HealthConfig(Section):
     jump_spreads: float = Field(default=6.0, ge=0)
     """The same for a single step against the window before it, from step 2: `length`,
     `repetition`, `truncation`, `control_tokens`."""
-    gold_drop: float = Field(default=0.1, gt=0, lt=1)
-    """`overoptimisation`: share of its peak that `gold_metric` lost while the reward lost
-    nothing."""
-    collapse_drop: float = Field(default=0.5, gt=0, lt=1)
-    """`collapse`: share of its peak that `gold_metric` lost, over two steps or more, and the reward
-    fell too."""
-    kl_jump: float = Field(default=3.0, gt=1)
-    """`kl_jump`: factor by which the divergence from the reference is larger than where the steps
-    before led."""
-    kl_least: float = Field(default=0.5, ge=0)
-    """`kl_jump`: smallest divergence that counts; nats a token (a completion with
-    `loss_fn.use_kl_in_reward`)."""
-    length_factor: float = Field(default=1.5, gt=1)
-    """`length`: factor by which completions are longer or shorter than in the first steps."""
-    length_correlation: float = Field(default=0.5, gt=0, lt=1)
-    """`length_bias`: correlation of reward and length within groups, while lengths grow."""
-    repetition_rise: float = Field(default=0.2, gt=0, lt=1)
-    """`repetition`: by how much the share of repeated 4-grams has risen."""
-    truncation_rise: float = Field(default=0.2, gt=0, lt=1)
-    """`truncation`: rise of the share of completions without an end."""
-    control_token_rise: float = Field(default=0.05, gt=0, lt=1)
-    """`control_tokens`: rise of the share of completions that spell a control token as text."""
-    format_drop: float = Field(default=0.1, gt=0)
-    """`format`: by how much `format_metric` has fallen."""
-    zero_spread_share: float = Field(default=0.9, gt=0, le=1)
-    """`zero_spread_groups`: share of groups whose rewards are all equal."""
-    disagreement: float = Field(default=1.0, gt=0)
-    """`ensemble`: disagreement of several reward models about the gain since the first steps, in
-    standard deviations of their first scores."""
-    failure_share: float = Field(default=0.1, gt=0, le=1)
-    """`failures`: share of completions without a reward."""
 
     @model_validator(mode="after")
     def _can_stop(self) -> HealthConfig:

@@ -43,6 +43,7 @@ from laurel.config.schema_info import (
     item_kinds,
     kind_that_fits,
     kinds_of_field,
+    says_nothing,
     unknown_key,
     with_defaults,
 )
@@ -61,7 +62,7 @@ from laurel.config.yaml_tree import (
 )
 from laurel.errors import ConfigError
 
-__all__ = ["LoadedConfig", "check_tree", "load_config", "to_yaml"]
+__all__ = ["LoadedConfig", "check_tree", "load_config", "to_yaml", "translated"]
 
 T = TypeVar("T", bound=Section)
 
@@ -109,6 +110,19 @@ def load_config(
     )
 
 
+def translated(schema: type[Section], tree: YamlNode) -> YamlNode:
+    """Translate a configuration that an earlier version saved, as a file of a user's is.
+
+    Raises:
+        ConfigError: It cannot be translated.
+    """
+    problems: list[str] = []
+    found = adapt(schema, at_their_place(schema, tree, problems), problems).tree
+    if problems:
+        raise all_of(problems)
+    return found
+
+
 def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) -> tuple[T, Checker]:
     """Build the sections of a tree with defaults filled in, and return them with their checker.
 
@@ -153,6 +167,8 @@ class Checker:
         self.interpolations = Interpolations(tree, schema)
         self.problems = list(problems)
         self.ignored: list[str] = []
+        self.removed: dict[str, str] = {}
+        """The keys that there are no more, whose values ask for what holds now."""
         self.without_effect: dict[str, str] = {}
         """The keys that have no effect beside others, with the reason."""
         self.nulls: dict[str, Any] = {}
@@ -171,10 +187,14 @@ class Checker:
                     continue
                 if key not in section.model_fields and not _has_broken(value):
                     value = self._checked(section, key, field, value, node, path)
-                values[key] = value
                 whole = whole and not _has_broken(value)
-            elif key in section.foreign_keys or (key in section.removed and child.value is None):
+                # The section would validate what a plug-in's key holds again, whatever it is.
+                if key in section.model_fields or not _has_broken(value):
+                    values[key] = value
+            elif key in section.foreign_keys:
                 self.ignored.append(dotted(here))
+            elif key in section.removed and says_nothing(section.removed[key], child):
+                self.removed[dotted(here)] = section.removed[key].instead
             else:
                 whole = False
                 if key not in known_keys(section):  # otherwise reported: it cannot be imported
@@ -205,6 +225,8 @@ class Checker:
         ]
         if nothing:
             yield f"these keys mean nothing here and are ignored: {', '.join(nothing)}"
+        if self.removed:
+            yield f"these keys are gone, and what they say holds anyway: {', '.join(self.removed)}"
         if self.without_effect:
             listed = "; ".join(f"{key} ({why})" for key, why in self.without_effect.items())
             yield f"these settings have no effect beside the others: {listed}"
@@ -318,7 +340,7 @@ class Checker:
             message += f"; did you mean '{near}'?" if near else ""
             gone = section.removed.get(str(value))
             if gone is not None:
-                message = f"there is no {value} any more ({gone}); leave it out"
+                message = f"there is no {value} any more ({gone.instead}); leave it out"
         elif problem["type"] == "finite_number":
             or_null = ", or null" if type(None) in kinds else ""
             message = f"must be a finite number{or_null}, not {_shown(value)}"

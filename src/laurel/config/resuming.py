@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from laurel.config.schema_info import KeyInfo, Kinds, sections_of, step_into
-from laurel.config.yaml_tree import KeyPath, MayChange, Section, dotted
+from laurel.config.schema_info import KeyInfo, Kinds, says_nothing, sections_of, step_into
+from laurel.config.yaml_tree import KeyPath, MayChange, Section, YamlNode, dotted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,29 @@ def changes(
         in_sweep: Whether the length of a run counts, too, as it does where trials are compared.
     """
     return _changes((schema,), before, now, (), None, in_sweep=in_sweep)
+
+
+def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[str]:
+    """Yield the keys of a saved configuration that there are no more, unless they said nothing.
+
+    Args:
+        kinds: The schema of the configuration.
+        before: The configuration as it was saved.
+        path: Where it stands.
+    """
+    if isinstance(before.value, list):
+        for i, child in enumerate(before.value):
+            yield from gone(step_into(kinds, i).kinds, child, (*path, i))
+    elif isinstance(before.value, dict):
+        removed = {
+            key: one for section in sections_of(kinds) for key, one in section.removed.items()
+        }
+        for key, child in before.value.items():
+            info = step_into(kinds, key)
+            if info.standing in ("field", "name"):
+                yield from gone(info.kinds, child, (*path, key))
+            elif key in removed and not says_nothing(removed[key], child):
+                yield f"{dotted((*path, key))} ({removed[key].instead})"
 
 
 def mark_of(field: FieldInfo) -> MayChange | None:

@@ -10,9 +10,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from laurel import plugins
 from laurel.config.plugged import NameOf, field_of, known_keys
-from laurel.config.yaml_tree import DEFAULT, Section, YamlNode, dotted, graft, nearest, overlay
+from laurel.config.yaml_tree import (
+    DEFAULT,
+    Removed,
+    Section,
+    YamlNode,
+    dotted,
+    graft,
+    nearest,
+    overlay,
+    plain_values,
+)
 from laurel.errors import ConfigError
 
 Kinds = tuple[Any, ...]
@@ -37,7 +46,7 @@ def kinds_of_field(field: FieldInfo) -> Kinds:
 
 def _names_of(marks: Sequence[Any]) -> Kinds:
     named = next((mark for mark in marks if isinstance(mark, NameOf)), None)
-    return () if named is None else (Literal[tuple(plugins.names(named.kind))],)
+    return () if named is None else (Literal[tuple(named.words)],)
 
 
 def sections_of(kinds: Kinds) -> list[type[Section]]:
@@ -247,7 +256,7 @@ def _describe_one(kind: Any, *, many: bool = False) -> str:
 def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
     """Return the error message for an unknown key of a section, with the most similar known key."""
     if key in section.removed:
-        return f"there is no such key any more ({section.removed[key]}); leave it out"
+        return f"there is no such key any more ({section.removed[key].instead}); leave it out"
     if key == "_override_":
         return "replaces whole sections only: write it directly below one of the file's first level"
     if key in section.other_commands:
@@ -259,6 +268,14 @@ def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
     if elsewhere:
         return f"unknown key here; it belongs at {' or '.join(elsewhere[:3])}"
     return f"unknown key; known here: {', '.join(known_keys(section))}"
+
+
+def says_nothing(one: Removed, node: YamlNode) -> bool:
+    """Report whether the value of a removed key asks for nothing but what holds now."""
+    value = plain_values(node)
+    return value is None or (
+        value == one.was and isinstance(value, bool) == isinstance(one.was, bool)
+    )
 
 
 def _all_paths(schema: type[Section], prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -414,17 +414,40 @@ LENGTH_MAY_CHANGE = MayChange(in_sweeps=False)
 
 
 @cache
-def nemo_rl_tables() -> Mapping[str, Any]:
-    """Load the tables of NeMo RL's keys and features that Laurel adapts or lacks."""
-    text = files(__package__).joinpath("nemo_rl.yaml").read_text(encoding="utf-8")
+def _tables(name: str) -> Mapping[str, Any]:
+    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     tables: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return tables
+
+
+def nemo_rl_tables() -> Mapping[str, Any]:
+    """Load the tables of NeMo RL's keys and features that Laurel adapts or lacks."""
+    return _tables("nemo_rl.yaml")
 
 
 def foreign(*sections: str) -> frozenset[str]:
     """Return the keys that the named sections of NeMo RL have and Laurel's lack."""
     lists = nemo_rl_tables()["foreign_keys"]
     return frozenset(key for section in sections for key in lists[section])
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A key that there is no more, or one of the names that a key took."""
+
+    instead: str
+    """What holds now, or what to do instead, as a part of a sentence."""
+    was: Any = None
+    """The value that asks for what holds now anyway: it is accepted, as null is."""
+
+
+def removed(section: str) -> Mapping[str, Removed]:
+    """Return the removed keys and names of a section, from `removed.yaml`."""
+    return {
+        key: Removed(instead, was)
+        for instead, keys in _tables("removed.yaml")[section].items()
+        for key, was in keys.items()
+    }
 
 
 class Section(BaseModel):
@@ -444,8 +467,8 @@ class Section(BaseModel):
     )
 
     foreign_keys: ClassVar[frozenset[str]] = frozenset()
-    removed: ClassVar[Mapping[str, str]] = {}
-    """Removed keys and choices, with the reason that an error about them gives."""
+    removed: ClassVar[Mapping[str, Removed]] = {}
+    """Removed keys and choices."""
     other_commands: ClassVar[Mapping[str, str]] = {}
     """Keys that only other commands have, with what an error about them names instead."""
     other_names: ClassVar[Mapping[str, str]] = {}

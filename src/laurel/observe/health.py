@@ -67,6 +67,34 @@ EFFECTIVE_SIZE = 25.0
 """The effective sample size of a step that is assumed where those metrics are missing."""
 ASSUMED = 4
 """The number of differences between steps that weigh as much as these assumptions."""
+# The thresholds of the rules (docs/reward_hacking.md has the rates that were measured with them).
+# Where chance moves a metric further, `num_spreads` and `jump_spreads` decide.
+
+GOLD_DROP = 0.1
+"""`overoptimisation`: the share of its peak that the gold metric lost while the reward did not."""
+COLLAPSE_DROP = 0.5
+"""`collapse`: the share of its peak that it lost, over two steps or more, with the reward."""
+KL_JUMP = 3.0
+"""`kl_jump`: the factor by which the divergence is larger than where the steps before led."""
+KL_LEAST = 0.5
+"""`kl_jump`: the smallest divergence that counts; nats a token, or a completion in the reward."""
+LENGTH_FACTOR = 1.5
+"""`length`: the factor by which completions are longer or shorter."""
+LEAST_CORRELATION = 0.5
+"""`length_bias`: the correlation of reward and length within groups, while lengths grow."""
+SHARE_RISE = 0.2
+"""`repetition` and `truncation`: by how much the share has risen."""
+CONTROL_TOKEN_RISE = 0.05
+"""`control_tokens`: likewise."""
+FORMAT_DROP = 0.1
+"""`format`: by how much the metric has fallen."""
+EQUAL_SHARE = 0.9
+"""`zero_spread_groups`: the share of groups whose rewards are all equal."""
+DISAGREEMENT = 1.0
+"""`ensemble`: how far apart gains are, in standard deviations of the first scores."""
+FAILED_SHARE = 0.1
+"""`failures`: the share of completions without a reward."""
+
 _OF_MEMBER = re.compile(r"(env/.+/part/)(.+)/(?:mean|std)")
 
 
@@ -441,7 +469,7 @@ def overoptimisation(history: History) -> AlarmFinding | None:
     function of the root of its KL divergence from its start (Gao, Schulman and Hilton, arXiv
     2210.10760).
     """
-    found = _falls_of_gold(history, history.config.gold_drop, least_steps=1)
+    found = _falls_of_gold(history, GOLD_DROP, least_steps=1)
     return _first_bad(*[replace(fall, is_bad=fall.is_bad and is_paid) for fall, is_paid in found])
 
 
@@ -451,7 +479,7 @@ def collapse(history: History) -> AlarmFinding | None:
     Nothing is gamed then: an update was bad, or the policy returned to its reference. A single bad
     step, after which all is well again, is no collapse.
     """
-    found = _falls_of_gold(history, history.config.collapse_drop, least_steps=2)
+    found = _falls_of_gold(history, COLLAPSE_DROP, least_steps=2)
     return _first_bad(
         *[
             replace(fall, is_bad=fall.is_bad and not is_paid, evidence="worst")
@@ -546,7 +574,7 @@ def kl_jump(history: History) -> AlarmFinding | None:
     speeds = [after - earlier for earlier, after in pairwise(distances)]
     speed = max(0.0, statistics.median(speeds)) if speeds else 0.0
     expected = (max(distances) + speed) ** 2
-    threshold = max(config.kl_least, config.kl_jump * expected)
+    threshold = max(KL_LEAST, KL_JUMP * expected)
     reward = history.step(REWARD)
     is_paid = reward is None or reward.value >= reward.before
     return AlarmFinding(
@@ -565,7 +593,7 @@ def length(history: History) -> AlarmFinding | None:
     Length is the most common way to a higher score without better answers (Singhal et al., arXiv
     2310.03716). It is no problem if the policy learns to reason longer.
     """
-    config, factor = history.config, history.config.length_factor
+    config, factor = history.config, LENGTH_FACTOR
     found: list[AlarmFinding] = []
 
     def compare(value: float, before: float, above: float, below: float, when: str) -> None:
@@ -610,10 +638,10 @@ def length_bias(history: History) -> AlarmFinding | None:
     # Half the growth that raises an alarm by itself suffices, because two conditions must hold.
     grows = length_now > baseline.median + config.num_spreads / 2 * baseline.spread
     return AlarmFinding(
-        is_bad=grows and now >= config.length_correlation,
+        is_bad=grows and now >= LEAST_CORRELATION,
         metric=name,
         value=now,
-        threshold=config.length_correlation,
+        threshold=LEAST_CORRELATION,
         text=f"reward and length correlate by {_of(now)} within groups, and completions grew from "
         f"{_of(baseline.median)} to {_of(length_now)} tokens",
         evidence="longest",
@@ -651,21 +679,19 @@ def _risen(
 def repetition(history: History) -> AlarmFinding | None:
     """Check whether completions repeat themselves more than before; None if data is missing."""
     what = "share of 4-grams that a completion has already said"
-    return _risen(history, REPETITION, history.config.repetition_rise, what, "repetitive")
+    return _risen(history, REPETITION, SHARE_RISE, what, "repetitive")
 
 
 def truncation(history: History) -> AlarmFinding | None:
     """Check whether more completions are cut at the length limit."""
     what = "share of completions without an end"
-    return _risen(history, TRUNCATION, history.config.truncation_rise, what, "cut_off")
+    return _risen(history, TRUNCATION, SHARE_RISE, what, "cut_off")
 
 
 def control_tokens(history: History) -> AlarmFinding | None:
     """Check whether more completions spell control tokens, which would forge a turn to a judge."""
     what = "share of completions that spell a control token as text"
-    return _risen(
-        history, CONTROL_TOKENS, history.config.control_token_rise, what, "control_tokens"
-    )
+    return _risen(history, CONTROL_TOKENS, CONTROL_TOKEN_RISE, what, "control_tokens")
 
 
 def keeps_format(history: History) -> AlarmFinding | None:
@@ -676,7 +702,7 @@ def keeps_format(history: History) -> AlarmFinding | None:
     baseline, now = history.baseline(name), history.now(name)
     if baseline is None or now is None:
         return None
-    threshold = baseline.median - max(config.format_drop, config.num_spreads * baseline.spread)
+    threshold = baseline.median - max(FORMAT_DROP, config.num_spreads * baseline.spread)
     return AlarmFinding(
         is_bad=now <= threshold,
         metric=name,
@@ -708,7 +734,7 @@ def _too_large(
 def zero_spread_groups(history: History) -> AlarmFinding | None:
     """Check whether most groups have equal rewards, from which nothing is learned."""
     what = "share of groups whose rewards are all equal"
-    found = _too_large(history, ZERO_SPREAD, history.config.zero_spread_share, what, "equal")
+    found = _too_large(history, ZERO_SPREAD, EQUAL_SHARE, what, "equal")
     reward = history.now(REWARD)
     if found is None or reward is None:
         return found
@@ -734,7 +760,7 @@ def no_updates(history: History) -> AlarmFinding | None:
 def missing_rewards(history: History) -> AlarmFinding | None:
     """Check whether many completions have no reward: they are masked, which biases the rest."""
     what = "share of completions without a reward"
-    return _too_large(history, FAILURES, history.config.failure_share, what, "failed")
+    return _too_large(history, FAILURES, FAILED_SHARE, what, "failed")
 
 
 def ensemble(history: History) -> AlarmFinding | None:
@@ -761,10 +787,10 @@ def ensemble(history: History) -> AlarmFinding | None:
         apart = gains[most] - gains[least]
         found.append(
             AlarmFinding(
-                is_bad=apart >= history.config.disagreement,
+                is_bad=apart >= DISAGREEMENT,
                 metric=f"{most}/mean",
                 value=apart,
-                threshold=history.config.disagreement,
+                threshold=DISAGREEMENT,
                 text=f"{most} has gained {_of(gains[most])} standard deviations since the first "
                 f"steps, {least} {_of(gains[least])}",
             )

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import cast
 
 from laurel.config.schemas import Run
-from laurel.planning.fit import fit, larger_micro_batch
-from laurel.planning.memory import Shapes
+from laurel.config.yaml_tree import plain_values
+from laurel.planning.larger import larger_micro_batch
+from laurel.planning.memory import Shapes, estimate
+from laurel.planning.plan import plan_run
 from laurel.run.context import R, RunContext
 from laurel.run.model import settings_of
 from laurel.run.request import request_of
@@ -43,17 +45,18 @@ def with_tokens(config: R, tokens: int) -> R:
 def largest_tokens(config: Run, shapes: Shapes, device_memory: int) -> int | None:
     """Return the tokens of the largest micro-batches that fit; None if the default ones do not."""
     request = request_of(config)
-    fitted = fit(request, shapes, device_memory=device_memory)
-    if not fitted.fits:
+    plan = plan_run(request)
+    phases = estimate(request, plan, shapes, device_memory=device_memory)
+    if not plan.fits or not all(phase.fits(device_memory) for phase in phases):
         return None
-    found = larger_micro_batch(request, fitted.plan, shapes, device_memory=device_memory)
-    return (fitted.plan if found is None else found[0]).batch("policy").tokens
+    found = larger_micro_batch(request, plan, shapes, device_memory=device_memory)
+    return (plan if found is None else found[0]).batch("policy").tokens
 
 
 def _kept(context: RunContext[R]) -> int | None:
     if context.resume_from is None:
         return None
-    before = settings_of(context.resume_from)
+    before = plain_values(settings_of(context.resume_from, type(context.config)))
     kept = before.get("policy", {}).get("sequence_packing", {}).get("train_mb_tokens")
     policy = context.config.policy
     # A run that began with null goes on with what null meant.

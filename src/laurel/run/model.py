@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from laurel.config.load import to_yaml
-from laurel.config.resuming import changes
-from laurel.config.yaml_tree import Section, plain_values, read_document
+from laurel.config.load import to_yaml, translated
+from laurel.config.resuming import changes, gone
+from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
 from laurel.observe.console import format_parameters, quiet_libraries, say_on
@@ -70,7 +70,8 @@ def load_trained_model(
 
         quiet_libraries()
         if context.resume_from:
-            check_same_settings(context.resume_from, context.config)
+            for line in check_same_settings(context.resume_from, context.config):
+                context.console.print(line)
         # Settings that torch refuses are reported before anything is loaded.
         optimizer = build_optimizer(policy.optimizer, list(nn.Linear(1, 1).named_parameters()))
         build_scheduler(policy.scheduler, optimizer)
@@ -97,8 +98,11 @@ def load_trained_model(
     return _spread(context, load, settings)
 
 
-def check_same_settings(directory: Path, config: Section) -> None:
+def check_same_settings(directory: Path, config: Section) -> list[str]:
     """Refuse to resume from the checkpoint of a run with other settings.
+
+    Returns:
+        A line about the settings of an earlier version that there are no more, if there are any.
 
     Raises:
         CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
@@ -106,16 +110,19 @@ def check_same_settings(directory: Path, config: Section) -> None:
     from laurel.training.state import another_run, check_same_rows
 
     check_same_rows(directory, {})
+    before = settings_of(directory, type(config))
     # Both are read the same way, so that no value changes by how it is written.
     now = read_document(to_yaml(config), "this run")
-    found = changes(type(config), settings_of(directory), plain_values(now))
+    found = changes(type(config), plain_values(before), plain_values(now))
     changed = [(one.key, one.before, one.now) for one in found]
     if changed:
         raise another_run(directory, changed)
+    old = "; ".join(gone((type(config),), before))
+    return [f"{directory.name} was saved with settings that are gone: {old}"] if old else []
 
 
-def settings_of(directory: Path) -> Any:
-    """Return the plain values of the configuration that a checkpoint was saved with.
+def settings_of(directory: Path, schema: type[Section]) -> YamlNode:
+    """Return the configuration that a checkpoint was saved with, by today's names.
 
     Raises:
         CheckpointError: They cannot be read.
@@ -124,7 +131,8 @@ def settings_of(directory: Path) -> Any:
 
     path = directory / CONFIG
     try:
-        return plain_values(read_document(path.read_text(encoding="utf-8"), str(path)))
+        saved = read_document(path.read_text(encoding="utf-8"), str(path))
+        return translated(schema, saved)
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

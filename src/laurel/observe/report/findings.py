@@ -709,7 +709,7 @@ LEAST_FALL = 0.02
 """The smallest fall that counts, as a share of the peak."""
 FALL_OF_FEW = 0.1
 """The smallest fall that counts if there are too few values to estimate noise, as a share of the
-peak; it is the default of `grpo.health.gold_drop`."""
+peak; `health.GOLD_DROP` is the same."""
 
 
 class GoldCourse(NamedTuple):

@@ -1,0 +1,75 @@
+"""Keys that there are no more: each is refused with what holds now, and known in old checkpoints."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from laurel.config.load import load_config
+from laurel.config.resuming import gone
+from laurel.config.schema_info import is_mapping, item_kinds, kinds_of_field, sections_of
+from laurel.config.schemas import SCHEMAS, Kind
+from laurel.config.yaml_tree import Removed, Section, graft
+from laurel.errors import ConfigError
+
+OTHER = "surely no default"
+Place = tuple[str, ...]
+
+
+def places(schema: Any, path: Place = ()) -> Iterator[tuple[type[Section], Place]]:
+    yield schema, path
+
+    def below(kinds: Any, here: Place) -> Iterator[tuple[type[Section], Place]]:
+        for section in dict.fromkeys(sections_of(kinds)):
+            yield from places(section, here)
+        for kind in kinds:
+            name = "x" if is_mapping(kind) else "0"
+            yield from below(item_kinds(kind) or (), (*here, name))
+
+    for name, field in schema.model_fields.items():
+        yield from below(kinds_of_field(field), (*path, name))
+
+
+def cases() -> Iterator[Any]:
+    for kind, schema in SCHEMAS.items():
+        for section, path in places(schema):
+            for key, one in section.removed.items():
+                yield pytest.param(kind, (*path, key), one, id=f"{kind} {'.'.join(path)}.{key}")
+
+
+def written(path: Place, value: Any) -> Any:
+    for key in reversed(path):
+        value = [value] if key == "0" else {key: value}
+    return value
+
+
+@pytest.mark.parametrize(("kind", "path", "one"), [*cases()])
+def test_it_is_refused_with_what_holds_now(kind: Kind, path: Place, one: Removed, tmp_path) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml.safe_dump(written(path, OTHER)))
+    with pytest.raises(ConfigError) as raised:
+        load_config(SCHEMAS[kind], file)
+    message = " ".join(str(raised.value).split())
+    assert "old.yaml:" in message
+    assert path[-1] in message
+    assert one.instead in message
+
+    file.write_text(yaml.safe_dump(written(path, one.was)))
+    try:
+        warnings = load_config(SCHEMAS[kind], file).warnings
+    except ConfigError as error:  # something else is missing at such a place
+        assert one.instead not in str(error)
+    else:
+        assert any(path[-1] in line for line in warnings)
+
+
+@pytest.mark.parametrize(("kind", "path", "one"), [*cases()])
+def test_a_checkpoint_may_have_it(kind: Kind, path: Place, one: Removed) -> None:
+    (line,) = gone((SCHEMAS[kind],), graft(written(path, OTHER), "config.yaml"))
+    assert line.endswith(f"{path[-1]} ({one.instead})")
+    assert not list(gone((SCHEMAS[kind],), graft(written(path, one.was), "config.yaml")))
+
+
+def test_all_are_of_a_section() -> None:
+    assert len([*cases()]) > 20
