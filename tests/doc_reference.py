@@ -13,11 +13,10 @@ from itertools import chain
 from typing import Any
 
 import click
-import typer.main
 from pydantic.fields import FieldInfo
 
+from command_tree import all_commands
 from doc_models import models_text
-from laurel.cli.main import app
 from laurel.config.dump import entry, literal
 from laurel.config.plugged import all_fields
 from laurel.config.resuming import mark_of
@@ -51,7 +50,7 @@ def commands_text() -> str:
             for one in command.get_params(context)
             if (record := one.get_help_record(context))
         ]
-        for path, command, context in _commands(typer.main.get_command(app), "laurel")
+        for path, command, context in _commands()
     }
     common: dict[str, tuple[str, str]] = {}
     for record, count in Counter(chain.from_iterable(options.values())).most_common():
@@ -62,7 +61,7 @@ def commands_text() -> str:
     lines += map(_option, common.values())
     first: dict[tuple[str, ...], str] = {}
     places: dict[tuple[str, str], str] = {}
-    for path, command, _ in _commands(typer.main.get_command(app), "laurel"):
+    for path, command, _ in _commands():
         own = [record for record in options[path] if record not in common.values()]
         shared = [f"`{_name(one)}`" for one in options[path] if one in list(common.values())[2:]]
         about, *_ = re.split(r"\n\s*\n", (command.help or "").strip())
@@ -86,15 +85,9 @@ def commands_text() -> str:
     return "\n".join(lines)
 
 
-def _commands(
-    command: Any, path: str, above: click.Context | None = None
-) -> Iterator[tuple[str, click.Command, click.Context]]:
-    context = click.Context(command, parent=above, info_name=path.rpartition(" ")[2])
-    if not hasattr(command, "list_commands"):
-        yield path, command, context
-        return
-    for name in command.list_commands(context):
-        yield from _commands(command.get_command(context, name), f"{path} {name}", context)
+def _commands() -> Iterator[tuple[str, click.Command, click.Context]]:
+    for path, command, context in all_commands():
+        yield " ".join(("laurel", *path)), command, context
 
 
 def _name(record: tuple[str, str]) -> str:
