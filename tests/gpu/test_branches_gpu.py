@@ -15,14 +15,14 @@ from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.extensions.doctor.checks import SIZES, Trial, run_trial
 from laurel.extensions.doctor.doctor import PROBES
 from laurel.extensions.doctor.machine import measure_products
+from laurel.extensions.server.replicas import ModelWorker
+from laurel.extensions.server.service import ServingSpec
 from laurel.extensions.starter.starter import run_init
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.checkpoint.state import random_states, restore_random_states
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
-from laurel.rewards.server.replicas import ModelWorker
-from laurel.rewards.server.service import ServingSpec
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.policy import _free_bytes
 from laurel.types import GenerationRequest, Message, SamplingParams, group_of

@@ -29,7 +29,6 @@ from laurel.run.options import (
     ModelOption,
     Overrides,
     PreferenceSetOption,
-    ServeOptions,
     sets_column,
 )
 
@@ -187,20 +186,6 @@ def export_command(
             "--output DIR. One model is exported with --model DIR"
         )
     run_export(options)
-
-
-@app.command("serve")
-def serve_command(options: ServeOptions) -> None:
-    """Serve a reward model over HTTP.
-
-    The server answers clients of Laurel, vLLM, SGLang, OpenRLHF and slime. With --json it prints
-    one line of JSON with its address when it is ready.
-
-    Example: laurel serve --model results/rm --replicas 2 --port 8000
-    """
-    from laurel.cli.serve import run_serve
-
-    run_serve(options)
 
 
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)

@@ -413,35 +413,11 @@ class CheckpointingConfig(Section):
         return device == "cuda" if self.in_background is None else self.in_background
 
 
-class WandbConfig(Section):
-    """The Weights & Biases logger."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("WandbConfig")
-
-    project: str = "laurel"
-    """Project."""
-    name: str | None = None
-    """Run name."""
-    entity: str | None = None
-    """Team."""
-
-
 class TensorboardConfig(Section):
     """The logger of TensorBoard events."""
 
     log_dir: str = "tensorboard"
     """Directory inside the run's log directory."""
-
-
-class MlflowConfig(Section):
-    """The logger of an MLflow run."""
-
-    experiment_name: str = "laurel"
-    """Experiment."""
-    run_name: str | None = None
-    """Run."""
-    tracking_uri: str | None = None
-    """Server; null means MLflow's default."""
 
 
 class LoggerConfig(OpenSection):
@@ -457,13 +433,7 @@ class LoggerConfig(OpenSection):
     """Write `metrics.jsonl`, one line a step. Default: `laurel report` reads it."""
     tensorboard_enabled: bool = True
     """Write TensorBoard events."""
-    wandb_enabled: bool = False
-    """Log to Weights & Biases (extra `wandb`)."""
-    mlflow_enabled: bool = False
-    """Log to MLflow (extra `mlflow`)."""
-    wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
-    mlflow: MlflowConfig = MlflowConfig()
     num_val_samples_to_print: int = Field(default=3, ge=0)
     """Pairs or completions shown at each validation: one line each, whole if this key is set or
     with `laurel --verbose`."""
@@ -483,6 +453,9 @@ class LoggerConfig(OpenSection):
             return super().plugged_in(key)
         (package, *_) = (one.distribution for one in plugins.entries("loggers") if one.name == name)
         about = f"Log with `{name}` of the package {package}."
+        if plugins.is_own("loggers", name):
+            logger = plugins.find(plugins.Logger, name)
+            about = f"Log to {(logger.__doc__ or name).rstrip('.')} (extra `{logger.extra}`)."
         return FieldInfo(annotation=bool, default=False, description=about)
 
     @property

@@ -13,6 +13,7 @@ import torch
 from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
 from laurel.errors import ConfigError, EnvironmentFailedError, ModelError, Terms
+from laurel.extensions.server import service
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ModelSpec
@@ -21,7 +22,6 @@ from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.rewards.replicas import GroupScorer
 from laurel.rewards.scorer import golden_scores
-from laurel.rewards.server import service
 from laurel.rewards.spec import MemberSpec, ScorerSpec, find_reward_model
 from laurel.types import Message, group_of
 from local_group import LocalGroup
