@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -245,9 +245,19 @@ class BatchingConfig(Section):
 
     enabled: bool = False
     """See `policy.sequence_packing` and `policy.dynamic_batching`."""
-    train_mb_tokens: int | None = Field(default=None, ge=1)
+    train_mb_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Tokens of one micro-batch; null means max_total_sequence_length * train_micro_batch_size. A
-    group longer than the budget travels alone."""
+    group longer than the budget travels alone. `auto` (of `policy.sequence_packing`): on a GPU the
+    largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
+    keeps what it began with."""
+
+    @property
+    def tokens(self) -> int | None:
+        """`train_mb_tokens` where it is a number."""
+        return None if self.train_mb_tokens == "auto" else self.train_mb_tokens
+
+
+B = TypeVar("B", bound=BatchingConfig)
 
 
 class PackingConfig(BatchingConfig):
@@ -257,6 +267,18 @@ class PackingConfig(BatchingConfig):
     """On: exact and several times faster. Off: padded rows, one per completion."""
     share_prompts: bool = True
     """Compute a prompt once for all its completions. Off is for measuring what that brings."""
+
+
+def _not_auto(batching: B) -> B:
+    if batching.train_mb_tokens == "auto":
+        raise ValueError(
+            "train_mb_tokens: auto is for policy.sequence_packing alone; write a number, or null"
+        )
+    return batching
+
+
+FixedPacking = Annotated[PackingConfig, AfterValidator(_not_auto)]
+FixedBatching = Annotated[BatchingConfig, AfterValidator(_not_auto)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +357,7 @@ class PolicyConfig(Section):
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
     sequence_packing: Annotated[PackingConfig, MAY_CHANGE] = PackingConfig()
-    dynamic_batching: Annotated[BatchingConfig, MAY_CHANGE] = BatchingConfig()
+    dynamic_batching: Annotated[FixedBatching, MAY_CHANGE] = BatchingConfig()
     """Where packing is off: padded micro-batches of similar lengths up to a token budget."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm; null leaves them. Default: one odd batch cannot throw
@@ -361,7 +383,7 @@ class PolicyConfig(Section):
     def token_budget(self, batching: BatchingConfig) -> int:
         """Return the tokens per micro-batch under `sequence_packing` or `dynamic_batching`."""
         whole = self.max_total_sequence_length * self.train_micro_batch_size
-        return batching.train_mb_tokens or whole
+        return batching.tokens or whole
 
     @property
     def batch_limits(self) -> BatchLimits:

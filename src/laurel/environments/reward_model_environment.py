@@ -57,7 +57,7 @@ from laurel.rewards.open import (
 )
 from laurel.rewards.replicas import ROLE
 from laurel.rewards.scorer import ContractScorer, ModelScorer, conversation_group
-from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec, ScoringEngine
+from laurel.rewards.spec import Device, MemberSpec, NamedSource, Say, ScorerSpec, ScoringEngine
 from laurel.rewards.version import content_of
 from laurel.types import (
     Completion,
@@ -971,7 +971,7 @@ def _of_source(
     # Files usually repeat the name of the model in the block of the tokenizer.
     is_repeated = source.tokenizer.name in (source.model_name, source.checkpoint_path)
     budgets = [
-        block.train_mb_tokens or source.batch_tokens
+        block.tokens or source.batch_tokens
         for block in (source.sequence_packing, source.dynamic_batching)
         if block.enabled
     ]
@@ -1004,8 +1004,7 @@ def _of_source(
         device=device,
         engine=engine,
         servers=source if source.urls is not None else None,
-        judge=source.judge,
-        function=source.function,
+        source=None if source.named is None else NamedSource(*source.named),
         num_replicas=config.num_replicas,
         in_loop=config.use_reward_loop,
         shares_prompts=source.sequence_packing.share_prompts,
