@@ -49,14 +49,3 @@ def reward_model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("reward_model")
     write_model(small_model(), directory)
     return directory
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    """Two reward models in directories of the same name."""
-    found = []
-    for seed in (0, 1):
-        directory = tmp_path_factory.mktemp(f"model-{seed}") / "rm"
-        write_model(small_model(seed=seed, max_length=512), directory)
-        found.append(directory)
-    return found

@@ -3,6 +3,7 @@
 import pytest
 
 import threads
+from reward_models import small_model, write_model
 
 
 @pytest.fixture(scope="module")
@@ -12,6 +13,17 @@ def plain():
 
     with Running() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Two reward models in directories of the same name."""
+    found = []
+    for seed in (0, 1):
+        directory = tmp_path_factory.mktemp(f"model-{seed}") / "rm"
+        write_model(small_model(seed=seed, max_length=512), directory)
+        found.append(directory)
+    return found
 
 
 one_thread = threads.one_thread

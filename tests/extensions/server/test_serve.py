@@ -16,9 +16,9 @@ import time
 import psutil
 import pytest
 
-from laurel.cli import serve as command
 from laurel.cli.main import main
 from laurel.errors import MissingDependencyError, install_command
+from laurel.extensions.server import serve as command
 from sandbox_processes import wait_until
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
 
