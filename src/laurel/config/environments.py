@@ -670,8 +670,13 @@ class ScorerSource(AskingConfig, OpenSection):
         return next(iter(self._named()), None)
 
     def _named(self) -> list[tuple[str, Any]]:
-        known = plugins.names("scorers")
-        return [(name, self[name]) for name in known if self.get(name) is not None]
+        names = plugins.names("scorers")
+        own = [key for key in type(self).model_fields if key in names]
+        return [
+            (name, self[name])
+            for name in dict.fromkeys((*own, *names))
+            if self.get(name) is not None
+        ]
 
     @classmethod
     def keys_of_plugins(cls) -> list[str]:
