@@ -182,6 +182,10 @@ def _call(value: Any, keys: Sequence[str]) -> ReadCall:
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return MalformedCall('it has no "name" of a function')
+    others = sorted(value.keys() - {"name", "id", "type", *keys})
+    if others and not value.keys() & {*keys}:
+        # Taken for a call without arguments, the reply would be that each is missing.
+        return MalformedCall(f'it has no "{keys[0]}", but "{others[0]:.50}"')
     arguments: Any = next((value[key] for key in keys if key in value), {})
     if not isinstance(arguments, dict):
         return MalformedCall(f'its "{keys[0]}" must be a JSON object')

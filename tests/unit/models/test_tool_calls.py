@@ -196,3 +196,12 @@ def test_a_template_that_fails_on_calls_is_refused():
     broken = HERMES.replace("message['tool_calls'] %}", "1 // 0 %}")
     with pytest.raises(ModelError, match="cannot render a conversation with tools"):
         form_of(chatml_like(broken))
+
+
+def test_arguments_under_another_key_are_not_taken_for_none():
+    """A real chat model wrote "parameters" after Hermes, and read that all were missing."""
+    written = '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>'
+    assert FORMS["hermes"].read(written) == [
+        MalformedCall('it has no "arguments", but "parameters"')
+    ]
+    assert FORMS["hermes"].read('<tool_call>{"name": "f"}</tool_call>') == [ToolCall("f", {})]

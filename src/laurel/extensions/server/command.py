@@ -12,7 +12,7 @@ from laurel.plugins import Command
 class Serve(Command):
     """Serve a reward model over HTTP."""
 
-    after = "export"
+    after = "init"
 
     def make(self, section: None, name: str) -> Callable[..., Any]:
         """Return the function."""
