@@ -73,7 +73,7 @@ def test_free_memory_is_the_gpus():
     assert 0 < free <= torch.cuda.get_device_properties(DEVICE).total_memory
 
 
-def test_micro_batches_are_chosen_by_the_gpus_memory():
+def test_micro_batches_ask_for_the_gpus_memory():
     run = load_config(RewardTrainingRun, None, []).config
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     assert _device_memory(run) == total
