@@ -1,4 +1,4 @@
-"""Keys that there are no more: each is refused with what holds now, and known in old checkpoints."""
+"""Keys that are gone: each is refused with what holds now, and known in old checkpoints."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from laurel.rewards.remote.dialects import Dialect
 
 
-class Vllm(ServerDialect):
+class VllmClassify(ServerDialect):
     """vLLM's `/classify`."""
 
     rendered = "with_model"
