@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from policy_runs import MATCHES, completions_of, grpo, grpo_settings, metrics_of
 from laurel.observe import health
+from policy_runs import MATCHES, completions_of, grpo, grpo_settings, metrics_of
 from runs import manifest_hashes
 
 NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false")

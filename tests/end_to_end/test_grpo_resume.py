@@ -231,7 +231,7 @@ def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path, model):
 def test_a_validation_of_fine_tuning_is_cut_short_as_well(tmp_path, monkeypatch):
     held_out = write_rows(tmp_path / "held_out.jsonl", noisy_answers(24, seed=5))
     changes = ["sft.val_period=2", "sft.max_num_steps=3", f"data.val_data_path={held_out}"]
-    changes += ["policy.sequence_packing.enabled=false", "sft.val_micro_batch_size=2"]
+    changes += ["policy.sequence_packing.enabled=false"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     sft(sft_settings(straight, *changes))
     rows, advance = [], ProgressPhase.advance

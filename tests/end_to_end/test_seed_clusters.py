@@ -20,7 +20,6 @@ FOUR_HEADS = (
 JUDGED = (
     "env.reward_model.enabled=true",
     "env.reward_model.precision=float32",
-    "env.reward_model.batch_size=32",
     "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
     "policy.dtensor_cfg.tensor_parallel_size=2",
     "data.env_name=reward_model",

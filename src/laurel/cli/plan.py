@@ -13,10 +13,10 @@ from typing import Any, cast
 
 from rich.text import Text
 
-from laurel.config.environments import ScorerSource
+from laurel.config.environments import ScorerSource, ScoringParallelConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.config.policy import DTensorConfig, PolicyConfig
+from laurel.config.policy import PolicyConfig, RewardPolicyConfig
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
 from laurel.models.spec import ModelSpec
@@ -143,7 +143,7 @@ def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
 
 
 def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape:
-    has_head = not policy.reward_model_cfg.enabled
+    has_head = not isinstance(policy, RewardPolicyConfig)
     if written is not None:
         return parse_shape(written, has_language_head=has_head)
     scratch = policy.scratch
@@ -164,7 +164,9 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
     return _read(replace(model_spec(policy), name=name), has_head)
 
 
-def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None) -> ModelShape:
+def _judge_shape(
+    judge: ScorerSource, split: ScoringParallelConfig, written: str | None
+) -> ModelShape:
     if written is not None:
         return parse_shape(written, has_language_head=False)
     name, key = judge.model_name, "model_name"

@@ -449,11 +449,7 @@ class HealthConfig(Section):
 class GRPOPolicyConfig(PolicyConfig):
     """The policy: the trained model, which also generates completions."""
 
-    foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {
-        "generation",
-        "logprob_batch_size",
-        "logprob_chunk_size",
-    }
+    foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {"generation"}
 
     model_name: str | None = "Qwen/Qwen2.5-1.5B"
     """Hub name, directory or GGUF file of a causal language model. Null with `policy.scratch`.
@@ -465,13 +461,6 @@ class GRPOPolicyConfig(PolicyConfig):
     train_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=4, ge=1)
     """Completions of one forward pass without packing; with packing it scales the budget. Default:
     2,048 tokens a pass at the default length."""
-    logprob_batch_size: Annotated[int, MAY_CHANGE] = Field(default=4, ge=1)
-    """Sequences of full length in the token budget of a pass without gradients (old and reference
-    log-probabilities)."""
-    logprob_chunk_size: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null: 16M logits on a CPU, 268M on a GPU.
-    Default: logits of a large vocabulary would else outweigh the model. On a GPU small chunks are
-    slow: each reads the head three times."""
     max_total_sequence_length: int = Field(default=512, ge=2)
     """Longest prompt with its completion, in tokens. Default: short answers, on one GPU; reasoning
     needs thousands."""

@@ -179,7 +179,9 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
+    problems += _heads_out_of_place(schema, work, values)
     if "policy" in schema.model_fields:
+        _take_budget_of_padded_rows(work, values)
         _pack_where_rows_are_divided(work)
     return work
 
@@ -326,8 +328,6 @@ def _translate_megatron(work: Adapted, values: _Values, problems: list[str]) -> 
     for key, ours in _SIMPLE.items():
         if (value := values.get(_MEGATRON + key)) is not None:
             work.set(ours, value, by=_MEGATRON + key, was=value)
-    if values.get(_DTENSOR + "enabled") is False:
-        work.set(_DTENSOR + "enabled", True, by=_MEGATRON + "enabled", was=True)
     try:
         _set_optimizer(work, values)
         _set_schedule(work, values)
@@ -469,6 +469,28 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
         f"grpo.async_grpo is translated: grpo.max_staleness={age}, the steps that generation may "
         "run ahead of training"
     )
+
+
+def _heads_out_of_place(schema: type[Section], work: Adapted, values: _Values) -> Iterator[str]:
+    """Yield a line for each model that a file makes a reward model, or none, in another's place."""
+    is_trained = "rm" in schema.model_fields
+    for at, is_one, why in (
+        ("policy", is_trained, "laurel rm trains reward models, the other commands policies"),
+        ("env.reward_model", True, "what scores is a reward model"),
+    ):
+        key = f"{at}.reward_model_cfg.enabled"
+        found = _at(work.tree, key)
+        if found is not None and values.get(key) is (not is_one):
+            yield f"{found.place}: {key}: must be {str(is_one).lower()}: {why}"
+
+
+def _take_budget_of_padded_rows(work: Adapted, values: _Values) -> None:
+    """Take the token budget of dynamic batching as the only one, if rows are padded."""
+    by, ours = "policy.dynamic_batching.train_mb_tokens", "policy.sequence_packing.train_mb_tokens"
+    is_padded = values.get("policy.sequence_packing.enabled") is False
+    budget = values.get(by)
+    if budget and is_padded and values.get("policy.dynamic_batching.enabled") is True:
+        work.set(ours, budget, by=by, was=budget)
 
 
 def _pack_where_rows_are_divided(work: Adapted) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from laurel.config.load import to_yaml
-from laurel.config.load import translated
+from laurel.config.load import to_yaml, translated
 from laurel.config.resuming import changes, gone
 from laurel.config.yaml_tree import Section, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError

@@ -16,8 +16,7 @@ from laurel.config.policy import (
     LoraConfig,
     Milestones,
     NamedCall,
-    PolicyConfig,
-    RewardModelConfig,
+    RewardPolicyConfig,
     ScratchConfig,
     TokenizerConfig,
 )
@@ -105,7 +104,7 @@ flat = some(
     split_validation_size=st.floats(0, 0.999),
 )
 policies = some(
-    PolicyConfig,
+    RewardPolicyConfig,
     model_name=texts,
     revision=texts | st.none(),
     hf_config_overrides=mappings,
@@ -119,8 +118,6 @@ policies = some(
         custom_parallel_plan=texts | mappings | st.none(),
         lora_cfg=some(LoraConfig, target_modules=st.lists(texts, max_size=3)),
     ),
-).map(
-    lambda policy: policy.model_copy(update={"reward_model_cfg": RewardModelConfig(enabled=True)})
 )
 runs = some(
     RewardTrainingRun,

@@ -34,7 +34,11 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("rm", "policy.optimizer.kwargs.lr=fast", "policy.optimizer: kwargs.lr is 'fast', and must"),
     ("sft", "policy.optimizer.kwargs.weight_decay=true", "weight_decay is True, and must be a"),
     ("grpo", "policy.optimizer.kwargs.fused=true", "add it: '+policy.optimizer.kwargs.fused=true'"),
-    ("rm", "policy.reward_model_cfg.enabled=false", "policy.reward_model_cfg.enabled must be true"),
+    (
+        "rm",
+        "policy.reward_model_cfg.enabled=false",
+        "policy.reward_model_cfg.enabled: must be true",
+    ),
     ("sft", "policy.reward_model_cfg.enabled=true", "laurel rm"),
     ("sft", "sft.val_perod=3", "did you mean 'val_period'"),
     ("rm", "policy.optimizer.kwargs.lr=.inf", "kwargs.lr is inf, and must be a finite number"),

@@ -125,8 +125,8 @@ def test_keys_of_the_other_system_are_taken_and_named(checkpoint, caplog):
         "reward_model_cfg": HEAD,
         "processor": "math_hf_data_processor",
     }
-    with make(checkpoint, **settings) as padded, make(checkpoint) as packed:
-        assert rewards(padded, LOGS) == pytest.approx(rewards(packed, LOGS), abs=5e-6)
+    with make(checkpoint, **settings) as theirs, make(checkpoint) as ours:
+        assert rewards(theirs, LOGS) == pytest.approx(rewards(ours, LOGS), abs=5e-6)
     (warning,) = [one.message for one in caplog.records if "mean nothing here" in one.message]
     names = ("logprob_batch_size", "max_grad_norm", "offload_optimizer_for_logprob", "processor")
     assert warning.startswith("env.reward_model: ")
@@ -273,15 +273,9 @@ def test_a_model_without_a_contract_takes_its_length_and_template_from_the_setti
     "settings",
     [
         {},
-        {"sequence_packing": {"enabled": False}, "batch_size": 4},
-        {
-            "sequence_packing": {"enabled": False},
-            "dynamic_batching": {"enabled": True},
-            "batch_tokens": 100,
-        },
-        {"sequence_packing": {"enabled": True, "share_prompts": False}, "batch_tokens": 50},
+        {"batch_tokens": 50},
     ],
-    ids=["forest", "padded", "budget", "unshared"],
+    ids=["forest", "budget"],
 )
 def test_d6_every_number_of_conversations_is_scored_as_one_by_one(checkpoint, settings):
     logs = [
@@ -446,7 +440,6 @@ def test_d18_what_the_settings_get_wrong_is_told_before_anything_is_loaded(tmp_p
         ({"batch_sze": 4}, ConfigError, "did you mean 'batch_size'"),
         ({"transform": {"clip": [2, 1]}}, ConfigError, "must be .lowest, highest"),
         ({"precision": "int8"}, ConfigError, "one of float32, bfloat16, float16"),
-        ({"reward_model_cfg": {"enabled": False}}, ConfigError, "enabled must be true"),
         ({"dtensor_cfg": {"tensor_parallel_size": 2}}, ConfigError, "parallel_size=2.*one process"),
         ({"dtensor_cfg": {"context_parallel_size": 2}}, ConfigError, "context.*set it to its de"),
         ({"dtensor_cfg": {"sequence_parallel": True}}, ConfigError, "sequence.*set it to its de"),

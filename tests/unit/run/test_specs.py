@@ -9,7 +9,7 @@ from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.policy import LoraConfig, NamedCall, PolicyConfig, ScratchConfig
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.sft import SFTPolicyConfig, SFTRun
+from laurel.config.sft import SFTRun
 from laurel.models.spec import ModelSpec
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.specs import change_notes, generator_spec, model_spec, scorer_spec, step_order
@@ -25,7 +25,6 @@ SECTION = {
     "reward_model_cfg": {"reward_model_type": "regression", "attributes": ["helpfulness"]},
     "precision": "float32",
     "sequence_packing": {"enabled": False},
-    "logprob_chunk_size": 5,
     "compile": True,
     "dtensor_cfg": {
         "lora_cfg": {"enabled": True},
@@ -42,7 +41,6 @@ SECTION = {
 def test_nothing_of_a_model_is_left_out():
     spec = model_spec(GRPOPolicyConfig.model_validate(SECTION))
     assert model_spec(PolicyConfig(model_name="a/b")) == ModelSpec(name="a/b")
-    assert model_spec(SFTPolicyConfig(logprob_chunk_size=5)).logprob_chunk_size == 5
     alike = [
         one.name for one in fields(spec) if asdict(spec)[one.name] == asdict(ModelSpec())[one.name]
     ]

@@ -110,9 +110,9 @@ def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size, used):
         {"sequence_packing": {"share_prompts": False}},
         {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 3, "path": "padded"},
         {
-            "sequence_packing": {"enabled": False},
+            "sequence_packing": {"enabled": False, "train_mb_tokens": 30},
             "path": "padded",
-            "dynamic_batching": {"enabled": True, "train_mb_tokens": 30},
+            "dynamic_batching": {"enabled": True},
         },
     ],
     ids=["small", "large", "alone", "padded", "dynamic"],
