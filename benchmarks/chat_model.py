@@ -117,7 +117,7 @@ def grpo_row(options: argparse.Namespace) -> None:
             "smollm2_grpo_cpu.yaml",
             run,
             f"policy.model_name={newest(warm)}",
-            f"data.default.system_prompt_file={problems}/system.txt",
+            f"data.system_prompt_file={problems}/system.txt",
             f"data.train.data_path={problems}/tasks.jsonl",
             f"data.validation.data_path={problems}/tasks_test.jsonl",
             f"grpo.seed={seed}",

@@ -88,6 +88,7 @@ def main() -> None:
             # TRL's own defaults, so that both sides take the same steps
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4, "weight_decay": 0.0}},
             "max_grad_norm": 1.0,
+            "train_micro_batch_size": SETTINGS["micro_batch_pairs"],
             **SETTINGS["overrides"],
         }
     )
@@ -103,10 +104,9 @@ def main() -> None:
     batcher = Batcher(
         loaded.model.path, policy.batch_limits, pad_id=loaded.contract.rules.pad_id or 0
     )
-    micro_batch = SETTINGS["micro_batch_pairs"]
 
     def first_loss(num_pairs: int) -> float:
-        batch = cut(batcher, samples[:num_pairs], micro_batch)
+        batch = cut(batcher, samples[:num_pairs])
         outputs = learner.outputs([b.inputs for b in batch])
         pairs = zip(outputs, batch, strict=True)
         return float(sum(loss(o, b.labels, num_groups=num_pairs).loss for o, b in pairs))
@@ -117,7 +117,7 @@ def main() -> None:
 
     def step() -> None:
         chosen = [samples[row] for row in order.rows(next(steps))]
-        batch = cut(batcher, chosen, micro_batch)
+        batch = cut(batcher, chosen)
         computed.append(sum(micro.num_tokens for micro in batch))
         update = learner.update(batch, loss)
         assert update.failure is None, update.failure

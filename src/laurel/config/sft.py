@@ -41,7 +41,7 @@ class DemonstrationSetConfig(TextSetConfig):
 
 
 class DemonstrationDataConfig(TextDataConfig):
-    """The rows of conversations: either the flat keys or the `train`/`validation` blocks."""
+    """The rows of conversations. Flat keys fill what `train` and `validation` leave out."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationDataConfig")
 
@@ -55,8 +55,6 @@ class DemonstrationDataConfig(TextDataConfig):
     """Block form of the training set; a list is a mixture, all rows of all."""
     validation: DemonstrationSetConfig | list[DemonstrationSetConfig] | None = None
     """Block form of the validation set."""
-    default: DemonstrationSetConfig | None = None
-    """Fills the keys that `train` and `validation` leave out."""
 
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens; the end of longer ones is cut off and counted. Null is

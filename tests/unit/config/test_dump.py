@@ -92,14 +92,12 @@ blocks = some(
     | st.dictionaries(
         texts, data_sets.filter(lambda b: b.model_fields_set), min_size=1, max_size=2
     ),
-    default=data_sets,
     prompt_file=texts,
 )
 flat = some(
     DataConfig,
     dataset_name=texts,
     train_data_path=texts,
-    val_data_paths=st.dictionaries(texts, texts | data_sets, max_size=3),
     shuffle=st.booleans(),
     split_validation_size=st.floats(0, 0.999),
 )
