@@ -15,11 +15,12 @@ ORS_STAMP := $(ORS_VENV)/.laurel-installed
 
 DOCS_STAMP := $(VENV)/.laurel-docs-installed
 
-.PHONY: help setup setup-docs setup-vllm demo test test-all test-vllm test-environments test-openreward test-gpu test-real check house format bench docs docs-serve notebooks release release-version clean
+.PHONY: help setup setup-docs setup-vllm demo test test-all test-pages test-vllm test-environments test-openreward test-gpu test-real check house format bench docs docs-serve notebooks release release-version clean
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
 	@echo "make test-all   all tests (over half an hour on 2 cores), as CI runs them"
+	@echo "make test-pages   those of them that run README, docs/ and the notebooks"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make test-environments   set up an environment with verifiers and openenv-core, then run the tests that need it"
 	@echo "make test-openreward   set up an environment with openreward, then run the tests that need it"
@@ -84,8 +85,12 @@ $(VLLM_STAMP): pyproject.toml
 
 setup-vllm: $(VLLM_STAMP)
 
+# README, docs/ and the notebooks, by themselves.
+test-pages: $(STAMP)
+	$(PYTEST) tests/test_docs.py tests/test_docs_guides.py tests/test_notebooks.py
+
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python $(SIDE_BY_SIDE) -k vllm tests/unit/generation tests/unit/rewards/test_vllm_scorer.py tests/contracts/test_generator.py tests/end_to_end/test_grpo_vllm.py tests/end_to_end/test_vllm_reward_server.py
+	$(VLLM_VENV)/bin/python $(SIDE_BY_SIDE) -k vllm tests/extensions/vllm tests/unit/generation tests/contracts/test_generator.py
 
 # verifiers and openenv-core bring a hundred packages, some in other versions than those that the rest
 # is tested with.
@@ -97,7 +102,7 @@ $(ENV_STAMP): pyproject.toml
 	@touch $(ENV_STAMP)
 
 test-environments: $(ENV_STAMP)
-	$(ENV_VENV)/bin/python -m pytest tests/unit/environments/test_verifiers.py tests/unit/environments/test_openenv.py tests/end_to_end/test_grpo_sessions.py
+	$(ENV_VENV)/bin/python -m pytest tests/extensions/verifiers tests/extensions/environment_servers/test_openenv.py tests/end_to_end/test_grpo_sessions.py
 
 # openreward pins sse-starlette, so that it cannot be installed beside verifiers.
 $(ORS_STAMP): pyproject.toml
@@ -108,7 +113,7 @@ $(ORS_STAMP): pyproject.toml
 	@touch $(ORS_STAMP)
 
 test-openreward: $(ORS_STAMP)
-	$(ORS_VENV)/bin/python -m pytest tests/unit/environments/test_openreward.py tests/end_to_end/test_grpo_sessions.py
+	$(ORS_VENV)/bin/python -m pytest tests/extensions/environment_servers/test_openreward.py tests/end_to_end/test_grpo_sessions.py
 
 # One process: tests of several GPUs take them all. Warnings of torch's compiler are no errors here.
 test-gpu: $(STAMP)

@@ -15,10 +15,12 @@ as it trains. Seconds mean nothing on a busy machine: its load is beside them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +57,14 @@ PAIRS = {
     "ultrafeedback": Pairs("ultrafeedback_1k/", tokens=384),
     "gsm8k": Pairs("gsm8k_model_solutions/pairs_", tokens=384, steps=100),
 }
+TOOL_FIGURES = {
+    "right": "accuracy",
+    "calling": "env/tools/tools/calling_share",
+    "malformed": "env/tools/tools/calls/malformed",
+    "wrong arguments": "env/tools/tools/calls/wrong_arguments",
+    "cut off": "truncation_rate",
+}
+"""What is said of held-out problems with a calculator; `malformed` are shares of calls."""
 RATES = (2e-6, 1e-5, 5e-5)
 """Learning rates of the row `rates`: that of Laurel's defaults first."""
 
@@ -77,6 +87,7 @@ def read_options() -> argparse.Namespace:
     add("--list", action="store_true", help="print the names of the rows")
     add("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a directory or a hub name")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of GRPO")
+    add("--vllm-python", default=sys.executable, help="interpreter with vLLM, of the row vllm")
     add("--validation", type=int, default=400, help="held-out pairs")
     add("--threads", type=int, default=1)
     add("--work", type=Path, default=Path("benchmark_results/chat_model"))
@@ -88,25 +99,23 @@ def read_options() -> argparse.Namespace:
 def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
     """The rows by name, in the order of their worth."""
     preferences = {f"reward-{name}": lambda o, name=name: reward_row(o, name) for name in PAIRS}
-    return {"grpo": grpo_row, **preferences, "rates": rates_row}
+    return {
+        "grpo": grpo_row,
+        **preferences,
+        "rates": rates_row,
+        "tools": tools_row,
+        "code": code_row,
+        "judge": judge_row,
+        "resume": resume_row,
+        "placement": placement_row,
+        "vllm": vllm_row,
+        "pushed": pushed_row,
+    }
 
 
 def grpo_row(options: argparse.Namespace) -> None:
     """The form of an answer from 32 examples, then GRPO on known answers, once a seed."""
-    problems = options.work / "largest_number"
-    if not problems.is_dir():
-        writer = ROOT / "examples" / "largest_number.py"
-        subprocess.run([sys.executable, str(writer), str(problems)], check=True)
-    warm = options.work / "warm_up"
-    if not list(warm.glob("step_*")):
-        train(
-            options,
-            "sft",
-            "smollm2_sft_cpu.yaml",
-            warm,
-            f"policy.model_name={options.model}",
-            f"data.train.data_path={problems}/demonstrations.jsonl",
-        )
+    problems, warm = written_by("largest_number", options), warm_up(options)
     for seed in options.seeds:
         run = options.work / f"grpo_{seed}"
         if figures_of(run):
@@ -136,6 +145,378 @@ def grpo_row(options: argparse.Namespace) -> None:
             },
             seconds=seconds,
         )
+
+
+def warm_up(options: argparse.Namespace) -> Path:
+    """The run that has learned the form of answers about the largest number."""
+    run: Path = options.work / "warm_up"
+    if not list(run.glob("step_*")):
+        train(
+            options,
+            "sft",
+            "smollm2_sft_cpu.yaml",
+            run,
+            f"policy.model_name={options.model}",
+            f"data.train.data_path={written_by('largest_number', options)}/demonstrations.jsonl",
+        )
+    return run
+
+
+def tools_row(options: argparse.Namespace) -> None:
+    """The form of a call from 16 of them, then GRPO on answers: does it find out that calls pay?"""
+    run = options.work / "tools"
+    if figures_of(run):
+        return
+    problems = written_by("calculator_sums", options)
+    warm = options.work / "tools_warm_up"
+    if not list(warm.glob("step_*")):
+        train(
+            options,
+            "sft",
+            "smollm2_tools_sft_cpu.yaml",
+            warm,
+            f"policy.model_name={options.model}",
+            f"data.train.data_path={problems}/demonstrations.jsonl",
+        )
+    recipe = RECIPES / "smollm2_tools_cpu.yaml"
+    held_out = f"data.validation.data_path={problems}/tasks_test.jsonl"
+    untrained = evaluate(
+        options,
+        "tools_untrained",
+        *("policy", "-m", str(options.model), "-c", str(recipe), "--temperature", "1"),
+        held_out,
+        "policy.tokenizer.chat_template=hermes",
+    )["figures"]
+    seconds = train(
+        options,
+        "grpo",
+        recipe.name,
+        run,
+        f"policy.model_name={newest(warm)}",
+        f"data.train.data_path={problems}/tasks.jsonl",
+        held_out,
+    )
+    lines = metrics(run)
+    curve = {"untrained, held out": shares_of(untrained, "")}
+    for line in lines:
+        if "validation/accuracy" in line:
+            curve[f"{line['step']}, held out"] = shares_of(line, "validation/")
+        if "train/loss" in line or "train/reward" in line:
+            drawn = {**line, "accuracy": line["train/reward"]}
+            drawn["truncation_rate"] = line.get("train/truncation_rate", 0.0)
+            curve[f"{line['step']}, in training"] = shares_of(drawn, "")
+    write_figures(run, curve=curve, seconds=seconds)
+
+
+def shares_of(line: dict[str, Any], prefix: str) -> dict[str, float]:
+    """The figures of `TOOL_FIGURES`; of no calls no share is malformed."""
+    return {name: line.get(prefix + key, 0.0) for name, key in TOOL_FIGURES.items()}
+
+
+def code_row(options: argparse.Namespace) -> None:
+    """Functions of MBPP, four samples each: pass@1, verdicts, and what is left in the machine."""
+    run = options.work / "code"
+    if figures_of(run):
+        return
+    found = evaluate(
+        options,
+        "code",
+        *("policy", "-m", str(options.model), "-e", "code", "--dataset", "MBPP"),
+        *("--data-path", str(DATA_DIR.resolve() / "mbpp" / "test.jsonl.gz")),
+        *("-n", "4", "--temperature", "1", "--max-samples", "60", "--max-new-tokens", "256"),
+        "policy.precision=float32",
+        f"cluster.cpu_threads={options.threads}",
+    )
+    write_figures(run, **found["figures"])
+
+
+def judge_row(options: argparse.Namespace) -> None:
+    """Which of two solutions is right, by the untrained model: written, and by log-probability."""
+    pairs = sample(options, "gsm8k_model_solutions/pairs_validation")
+    for read_out in ("log_probability", "written"):
+        run = options.work / f"judge_{read_out}"
+        if figures_of(run):
+            continue
+        run.mkdir(parents=True, exist_ok=True)
+        judge = {
+            "model": str(options.model),
+            "precision": "float32",
+            "read_out": read_out,
+            "compares": True,
+            "max_tokens": 96,
+        }
+        file = run / "judge.yaml"
+        file.write_text(json.dumps({"judge": judge}), encoding="utf-8")
+        found = evaluate(
+            options, run.name, "pairs", "--judge", str(file), "-d", str(pairs), "--device", "cpu"
+        )
+        write_figures(run, found=found)
+
+
+def resume_row(options: argparse.Namespace) -> None:
+    """Runs of four steps that are killed three times, beside undisturbed ones, bit for bit."""
+    problems, warm = written_by("largest_number", options), warm_up(options)
+    runs = {
+        "grpo": (
+            "smollm2_grpo_cpu.yaml",
+            f"policy.model_name={newest(warm)}",
+            f"data.system_prompt_file={problems}/system.txt",
+            f"data.train.data_path={problems}/tasks.jsonl",
+            "~data.validation",
+            "grpo.max_num_steps=4",
+            "grpo.val_period=0",
+            "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
+        ),
+        "rm": (
+            "smollm2_reward_cpu.yaml",
+            f"policy.model_name={options.model}",
+            f"data.train_data_path={data('ukp_convarg1/train')}",
+            "~data.val_data_path",
+            "policy.train_global_batch_size=2",
+            "rm.max_num_steps=4",
+        ),
+    }
+    for command, (recipe, *settings) in runs.items():
+        run = options.work / f"resume_{command}"
+        if figures_of(run):
+            continue
+        settings = [*settings, "checkpointing.save_period=2"]
+        train(options, command, recipe, run / "undisturbed", *settings)
+        killed = run / "killed"
+        moments = {
+            "in the second step": lambda where=killed: has_step(where, 1),
+            "while the first checkpoint is written": lambda where=killed: any(
+                where.glob(".tmp-*/*.safetensors")
+            ),
+            "in the fourth step": lambda where=killed: has_step(where, 3),
+        }
+        seconds = {}
+        for moment, is_now in moments.items():
+            started = time.monotonic()
+            train(options, command, recipe, killed, *settings, watch=killer(is_now))
+            seconds[moment] = time.monotonic() - started
+        train(options, command, recipe, killed, *settings)
+        hashes = [weights_in(run / name / "step_4") for name in ("undisturbed", "killed")]
+        same = {name: digest == hashes[1].get(name) for name, digest in hashes[0].items()}
+        losses = [
+            [line["train/loss"] for line in metrics(run / name) if "train/loss" in line]
+            for name in ("undisturbed", "killed")
+        ]
+        write_figures(
+            run, seconds=seconds, same_files=same, same_losses=losses[0] == losses[1], losses=losses
+        )
+
+
+def killer(is_now: Callable[[], bool]) -> Callable[[subprocess.Popen[bytes]], None]:
+    """Kill a run as soon as something is so."""
+    return lambda process: process.kill() if is_now() else None
+
+
+def weights_in(checkpoint: Path) -> dict[str, str]:
+    """The hashes of the files of weights and optimizer in a checkpoint."""
+    files = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
+    return {name: file["sha256"] for name, file in files.items() if name.endswith(".safetensors")}
+
+
+def has_step(run: Path, step: int) -> bool:
+    """Whether a run that may be going on has finished a step."""
+    try:
+        return any(line["step"] >= step for line in metrics(run))
+    except json.JSONDecodeError:  # a line that is being written
+        return False
+
+
+PLACES = {
+    "one process": (),
+    "FSDP2 over 2 slots": ("cluster.gpus_per_node=2",),
+    "tensor parallel over 3 slots": (
+        "cluster.gpus_per_node=3",
+        "policy.dtensor_cfg.tensor_parallel_size=3",
+    ),
+}
+"""Where a reward model is trained. It has 9 heads, which 2 does not divide."""
+ROLES = {
+    "one process": (),
+    "the reward model on its own slot": (
+        "cluster.gpus_per_node=2",
+        "env.reward_model.resources.gpus_per_node=1",
+    ),
+}
+"""Where a policy and its reward model are."""
+
+
+def placement_row(options: argparse.Namespace) -> None:
+    """Steps of a reward model, and of GRPO with it, in one process and over slots of Ray."""
+    judge = options.work / "resume_rm" / "undisturbed"
+    if not list(judge.glob("step_*")):
+        resume_row(options)
+    for command, places in (("rm", PLACES), ("grpo", ROLES)):
+        for place, settings in places.items():
+            run = options.work / f"placement_{command}_{place.replace(' ', '_')}"
+            if figures_of(run):
+                continue
+            shown = short_run(options, command, judge)
+            watched = Memory()
+            seconds = train(options, command, *shown[:1], run, *shown[1:], *settings, watch=watched)
+            steps = [line for line in metrics(run) if "train/loss" in line]
+            write_figures(
+                run,
+                place=place,
+                losses=[line["train/loss"] for line in steps],
+                rewards=[line["train/reward"] for line in steps if "train/reward" in line],
+                step_seconds=[line["timing/train/total_step_time"] for line in steps],
+                gib={name: size / 2**30 for name, size in watched.most.items()},
+                seconds=seconds,
+            )
+
+
+def short_run(options: argparse.Namespace, command: str, judge: Path) -> tuple[str, ...]:
+    """The recipe and the settings of three steps without validation."""
+    if command == "rm":
+        return (
+            "smollm2_reward_cpu.yaml",
+            f"policy.model_name={options.model}",
+            f"data.train_data_path={data('ukp_convarg1/train')}",
+            "~data.val_data_path",
+            "policy.train_global_batch_size=2",
+            "rm.max_num_steps=3",
+            "checkpointing.enabled=false",
+            "cluster.device=cpu",
+        )
+    problems = written_by("largest_number", options)
+    return (
+        "smollm2_grpo_cpu.yaml",
+        f"policy.model_name={newest(warm_up(options))}",
+        f"data.system_prompt_file={problems}/system.txt",
+        f"data.train.data_path={problems}/tasks.jsonl",
+        "~data.validation",
+        "data.env_name=reward_model",
+        "+env.reward_model.enabled=true",
+        f"+env.reward_model.model_name={newest(judge)}",
+        "+env.reward_model.precision=float32",
+        "grpo.max_num_steps=3",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+        "checkpointing.enabled=false",
+        "cluster.device=cpu",
+    )
+
+
+class Memory:
+    """Looks what a run and the processes below it hold, without the files that they map."""
+
+    def __init__(self) -> None:
+        self.most: dict[str, int] = {}
+
+    def __call__(self, process: subprocess.Popen[bytes]) -> None:
+        """Look once."""
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(process.pid)
+            for one in [top, *top.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    name = "driver" if one is top else one.name()
+                    if one is top or name.startswith("ray::"):
+                        name = f"{name} {one.pid}"
+                        held = one.memory_info()
+                        size = held.rss - held.shared
+                        self.most[name] = max(size, self.most.get(name, 0))
+        time.sleep(0.1)
+
+
+def vllm_row(options: argparse.Namespace) -> None:
+    """Steps of GRPO whose completions vLLM samples: how far are its log-probabilities?"""
+    run = options.work / "vllm"
+    if figures_of(run):
+        return
+    problems = written_by("largest_number", options)
+    train(
+        options,
+        "grpo",
+        "smollm2_grpo_cpu.yaml",
+        run,
+        f"policy.model_name={newest(warm_up(options))}",
+        f"data.system_prompt_file={problems}/system.txt",
+        f"data.train.data_path={problems}/tasks.jsonl",
+        "~data.validation",
+        "grpo.max_num_steps=4",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+        "checkpointing.enabled=false",
+        "policy.generation.backend=vllm",
+        python=options.vllm_python,
+    )
+    steps = [line for line in metrics(run) if "train/loss" in line]
+    keys = ("token_mult_prob_error", "token_mult_prob_error_max", "gen_kl_error", "reward")
+    write_figures(run, **{key: [line[f"train/{key}"] for line in steps] for key in keys})
+
+
+def pushed_row(options: argparse.Namespace) -> None:
+    """GRPO against a reward model, known answers beside it, at the rate and at ten times it."""
+    problems = written_by("largest_number", options)
+    judge = options.work / "pushed_judge"
+    if not list(judge.glob("step_*")):
+        train(
+            options,
+            "rm",
+            "smollm2_reward_cpu.yaml",
+            judge,
+            f"policy.model_name={options.model}",
+            f"data.train_data_path={number_pairs(problems, 'tasks', 320)}",
+            f"data.val_data_path={number_pairs(problems, 'tasks_test', 64)}",
+            "policy.max_total_sequence_length=96",
+            "rm.max_num_steps=20",
+        )
+    for name, rate in (("rate", 1e-5), ("ten times the rate", 1e-4)):
+        run = options.work / f"pushed_{rate:g}"
+        if figures_of(run):
+            continue
+        train(
+            options,
+            "grpo",
+            "smollm2_grpo_cpu.yaml",
+            run,
+            f"policy.model_name={newest(warm_up(options))}",
+            f"data.system_prompt_file={problems}/system.txt",
+            f"data.train.data_path={problems}/tasks.jsonl",
+            "~data.validation",
+            "data.env_name=judged",
+            "+env.reward_model.enabled=true",
+            f"+env.reward_model.model_name={newest(judge)}",
+            "+env.reward_model.precision=float32",
+            "+env.composite.judged.parts=[{env: reward_model}, {env: math, weight: 0}]",
+            f"policy.optimizer.kwargs.lr={rate}",
+            "grpo.val_period=0",
+            "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
+            "checkpointing.save_period=100",
+        )
+        steps = [line for line in metrics(run) if "train/loss" in line]
+        write_figures(run, name=name, steps=steps)
+
+
+def number_pairs(problems: Path, name: str, count: int) -> Path:
+    """Write pairs: the largest number in a box, and another number of the list in one."""
+    written = problems / f"pairs_{name}.jsonl"
+    chance, system = random.Random(1), (problems / "system.txt").read_text(encoding="utf-8")
+    lines = []
+    for text in (problems / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
+        row = json.loads(text)
+        others = [number for number in row["question"].split(", ") if number != row["answer"]]
+        turns = [("system", system), ("user", row["question"])]
+        lines.append(
+            {
+                "prompt": [{"role": role, "content": said} for role, said in turns],
+                "chosen": f"\\boxed{{{row['answer']}}}",
+                "rejected": f"\\boxed{{{chance.choice(others)}}}",
+            }
+        )
+    written.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return written
 
 
 def reward_row(options: argparse.Namespace, name: str, *changes: str, run_name: str = "") -> None:
@@ -214,11 +595,21 @@ def sample(options: argparse.Namespace, name: str) -> Path:
 
 
 def train(
-    options: argparse.Namespace, command: str, recipe: str, run: Path, *settings: str
+    options: argparse.Namespace,
+    command: str,
+    recipe: str,
+    run: Path,
+    *settings: str,
+    watch: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    python: str = sys.executable,
 ) -> float:
-    """Run a recipe, or go on with it; return the seconds of this process."""
+    """Run a recipe, or go on with it; return the seconds of this process.
+
+    `watch` is called again and again while it runs, and may kill it.
+    """
     words = [
-        *LAUREL,
+        python,
+        *LAUREL[1:],
         command,
         "--config",
         str(RECIPES / recipe),
@@ -231,11 +622,41 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with (run / "output.txt").open("a", encoding="utf-8") as log:
-        done = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
+        done = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
+        while watch is not None and done.poll() is None:
+            watch(done)
+            time.sleep(0.02)
+        is_killed = done.wait() == -signal.SIGKILL and watch is not None
+    if done.returncode and not is_killed:
         end = (run / "output.txt").read_text(encoding="utf-8", errors="replace")[-2000:]
         raise SystemExit(f"laurel {command} ended with {done.returncode}; its end:\n{end}")
     return time.monotonic() - started
+
+
+def evaluate(options: argparse.Namespace, name: str, *words: str) -> dict[str, Any]:
+    """What `laurel eval` prints as JSON, which is kept; its messages are in a file."""
+    run: Path = options.work / name
+    kept = run / "evaluation.json"
+    if kept.is_file():
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
+    run.mkdir(parents=True, exist_ok=True)
+    command = [*LAUREL, "eval", *words, "--json"]
+    with (run / "output.txt").open("a", encoding="utf-8") as log:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=False)
+    if done.returncode > 1:  # 1: a completion could not be graded, which the figures say
+        raise SystemExit(f"laurel eval ended with {done.returncode}: see {run / 'output.txt'}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    kept.write_text(done.stdout, encoding="utf-8")
+    return found
+
+
+def written_by(example: str, options: argparse.Namespace) -> Path:
+    """The directory that a program of examples/ fills with problems."""
+    problems: Path = options.work / example
+    if not problems.is_dir():
+        writer = ROOT / "examples" / f"{example}.py"
+        subprocess.run([sys.executable, str(writer), str(problems)], check=True)
+    return problems
 
 
 def newest(run: Path) -> Path:
@@ -308,7 +729,99 @@ def report(options: argparse.Namespace) -> str:
             for name, run in found.items()
         ]
         parts.append(table(header, lines, as_markdown=options.markdown))
+    for name, of_run in {
+        "tools": lines_of_tools,
+        "resume_*": lines_of_resume,
+        "placement_*": lines_of_placement,
+        "vllm": lines_of_vllm,
+        "pushed_*": lines_of_pushed,
+    }.items():
+        there = {
+            path.name: run for path in sorted(options.work.glob(name)) if (run := figures_of(path))
+        }
+        if there:
+            header, *lines = of_run(there)
+            parts.append(table(header, lines, as_markdown=options.markdown))
     return "\n\n".join(parts)
+
+
+def lines_of_tools(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each validation, the shares."""
+    (run,) = runs.values()
+    return [
+        ["step", *TOOL_FIGURES],
+        *(
+            [step, *(f"{figures[name]:.3f}" for name in TOOL_FIGURES)]
+            for step, figures in run["curve"].items()
+        ),
+    ]
+
+
+def lines_of_resume(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each run, when it was killed, and whether it ended as the other did."""
+    return [
+        ["run", "killed", "files of weights that are the same", "losses are the same"],
+        *(
+            [
+                name,
+                ", ".join(run["seconds"]),
+                f"{sum(run['same_files'].values())} of {len(run['same_files'])}",
+                str(run["same_losses"]),
+            ]
+            for name, run in runs.items()
+        ),
+    ]
+
+
+def lines_of_placement(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each place, losses beside those of one process, and what each process held."""
+    lines = [["run", "losses", "largest difference", "GiB of each process", "seconds of a step"]]
+    for name, run in runs.items():
+        kind = name.split("_")[1]
+        here = runs.get(f"placement_{kind}_one_process", run)["losses"]
+        apart = max(abs(a - b) for a, b in zip(run["losses"], here, strict=True))
+        lines.append(
+            [
+                name.removeprefix("placement_"),
+                ", ".join(f"{loss:.6f}" for loss in run["losses"]),
+                f"{apart:.1e}",
+                ", ".join(f"{size:.2f}" for size in run["gib"].values()),
+                ", ".join(f"{seconds:.1f}" for seconds in run["step_seconds"]),
+            ]
+        )
+    return lines
+
+
+def lines_of_vllm(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each step, how far the engine's probabilities are from the learner's."""
+    (run,) = runs.values()
+    keys = ("token_mult_prob_error", "token_mult_prob_error_max", "gen_kl_error", "reward")
+    return [
+        ["step", *keys],
+        *(
+            [str(step), *(f"{run[key][step - 1]:.3g}" for key in keys)]
+            for step in range(1, 1 + len(run["reward"]))
+        ),
+    ]
+
+
+def lines_of_pushed(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of some steps of each run: reward, known answers, divergence, length, and alarms so far."""
+    keys = {
+        "reward": "train/reward",
+        "right": "env/judged/math/accuracy",
+        "KL": "train/kl_penalty",
+        "entropy": "train/entropy",
+        "length": "train/mean_gen_tokens_per_sample",
+    }
+    lines = [["run", "step", *keys, "alarms"]]
+    for name, run in runs.items():
+        steps = run["steps"]
+        for line in steps[:: max(1, len(steps) // 5)]:
+            alarms = [key for key, value in line.items() if key.startswith("health/") and value]
+            shown = [f"{line[key]:.3f}" if key in line else "" for key in keys.values()]
+            lines.append([name, str(line["step"]), *shown, ", ".join(alarms)])
+    return lines
 
 
 def share(value: float, count: int) -> str:

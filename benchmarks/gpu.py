@@ -37,6 +37,8 @@ from plan_time import bandwidth, prediction
 from rounds import table
 
 from laurel.data.forest import to_padded
+from laurel.extensions.doctor.checks import SIZES, peak_of, with_vocabulary
+from laurel.extensions.doctor.phases import StepPhases
 from laurel.models.forest.attention import FOREST
 from laurel.observe.json_output import json_text
 from laurel.planning.memory import ModelShape, Shapes
@@ -48,8 +50,6 @@ from laurel.planning.step_time import (
     known_devices,
     training_operations,
 )
-from laurel.run.trial.checks import SIZES, peak_of, with_vocabulary
-from laurel.run.trial.phases import StepPhases
 
 WORKLOADS = ("8x8:512+512", "8x16:1024+256", "2x16:8192+512")
 TINY = ("2x4:32+16",)

@@ -26,13 +26,13 @@ from rounds import machine, table, write_json
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
+from laurel.extensions.doctor.phases import StepPhases
 from laurel.models.cpu_matmul import prefers_onednn
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape
 from laurel.planning.plan import plan_run
 from laurel.planning.request import Workload
 from laurel.planning.step_time import Device, Efficiency, StepTime, step_time
 from laurel.run.request import request_of
-from laurel.run.trial.phases import StepPhases
 
 WORKLOADS = (
     Workload(num_prompts=2, per_prompt=8, prompt_tokens=256, completion_tokens=128),

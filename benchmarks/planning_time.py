@@ -10,10 +10,10 @@ import os
 import statistics
 import time
 
-from laurel.cli.plan import ReadShapes, plan_text
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.planning.fit import FittedPlan, fit
+from laurel.extensions.plan.fit import FittedPlan, fit
+from laurel.extensions.plan.plan import ReadShapes, plan_text
 from laurel.planning.memory import Shapes, parse_shape
 from laurel.run.request import request_of
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config, to_yaml
+from laurel.extensions.report.page import write_report
 from laurel.observe.console import CompletionRow, write_completions
 from laurel.observe.loggers import JsonlLogger
-from laurel.observe.report.page import write_report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from headless_browser import browser_page, find_browser

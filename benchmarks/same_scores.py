@@ -7,6 +7,9 @@ transformers and by `vllm serve` after `laurel export`, in float32 and in bfloat
 gets them one by one, without padding, rendered by the template of the exported tokenizer, and vLLM
 as messages. The program fails where a score differs from that of transformers in float32 by more
 than the bound of the dtype.
+
+A score is the last hidden state along one direction, so of few scores chance decides
+whose rounding looks smaller. So bfloat16 is put beside float32 by the whole state, too.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import math
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from material import DATA_SETS, choose, data_set, load_rows
 from reward_server import KEY, free_port, laurel_serve, server
 from rounds import machine, table, write_json
+
+from laurel.types import Group
 
 LAUREL = (sys.executable, "-m", "laurel.cli.main")
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.1}
@@ -42,13 +48,14 @@ def main() -> None:
     if not exported.is_dir():
         command = [*LAUREL, "export", "--model", str(options.model), "--output", str(exported)]
         subprocess.run(command, check=True)
+    chosen = choose(load_rows(dataset), options.pairs)
     groups = [
         {
             "id": str(index),
             "prompt": [{"role": m.role, "content": m.content} for m in row.group.prompt],
             "completions": [one.messages[-1].content for one in row.group.completions_G],
         }
-        for index, row in enumerate(choose(load_rows(dataset), options.pairs))
+        for index, row in enumerate(chosen)
     ]
     scores: dict[tuple[str, str], list[float]] = {}
     for dtype in BOUNDS:
@@ -76,10 +83,16 @@ def main() -> None:
     header = ["asked", "dtype", "largest difference", "mean difference", "bound"]
     print(f"{len(plain)} conversations, standard deviation of their scores {spread:.3f}\n")
     print(table(header, lines, as_markdown=options.markdown))
+    states = state_errors([row.group for row in chosen], groups, exported, options)
+    print()
+    header = ["last hidden state in bfloat16", "relative error, rms", "largest"]
+    lines = [[way, f"{error[0]:.4f}", f"{error[1]:.4f}"] for way, error in states.items()]
+    print(table(header, lines, as_markdown=options.markdown))
     result = {
         "machine": machine(),
         "options": vars(options),
         "standard_deviation": spread,
+        "state_errors": states,
         "scores": {" ".join(key): found for key, found in scores.items()},
     }
     write_json(options.json, result)
@@ -148,6 +161,57 @@ def by_transformers(
             rows = tokenizer(text, add_special_tokens=False, return_tensors="pt")
             found.append(float(model(input_ids=rows["input_ids"]).logits[0, 0]))
     return found
+
+
+def state_errors(
+    rows: list[Group], groups: list[dict[str, Any]], exported: Path, options: argparse.Namespace
+) -> dict[str, tuple[float, float]]:
+    """How far the states that the head reads are from those of transformers in float32."""
+    import torch
+
+    from laurel.data.forest import to_forest
+    from laurel.models.spec import ModelSpec
+    from laurel.rewards.open import open_local
+    from laurel.rewards.spec import ScorerSpec
+
+    exact = states_of_transformers(groups, exported, "float32")
+    found = {"transformers": states_of_transformers(groups, exported, "bfloat16")}
+    spec = ScorerSpec(
+        model=ModelSpec(name=str(exported)),
+        precision="bfloat16",
+        device="cpu",
+        cpu_threads=options.threads,
+    )
+    alone = [replace(group, completions_G=(one,)) for group in rows for one in group.completions_G]
+    with open_local(spec, say=lambda _: None) as scorer, torch.inference_mode():
+        for way, asked in (("Laurel, pairs share their prompt", rows), ("Laurel, alone", alone)):
+            forests = [to_forest([tokens]) for tokens in scorer.encode(asked)]
+            found[way] = torch.cat([scorer.model.last_hidden(one).float() for one in forests])
+    errors = {
+        way: (states - exact).norm(dim=1) / exact.norm(dim=1) for way, states in found.items()
+    }
+    return {
+        way: (float(error.square().mean().sqrt()), float(error.max()))
+        for way, error in errors.items()
+    }
+
+
+def states_of_transformers(groups: list[dict[str, Any]], exported: Path, dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    make: Any = AutoModelForSequenceClassification
+    model = make.from_pretrained(exported, dtype=getattr(torch, dtype)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    texts = [tokenizer.apply_chat_template(one, tokenize=False) for one in conversations(groups)]
+    with torch.inference_mode():
+        states = [
+            model.base_model(
+                input_ids=tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            ).last_hidden_state[0, -1]
+            for text in texts
+        ]
+    return torch.stack(states).float()
 
 
 def by_vllm(

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from laurel.config.data import GeneratorConfig, TaskSetConfig
-from laurel.config.environments import ReasoningGymEnvironmentConfig
-from laurel.environments.reasoning_gym import made_rows
+from laurel.extensions.reasoning_gym.environment import made_rows
+from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig
 
 TASKS = {
     "leg_counting": GeneratorConfig(

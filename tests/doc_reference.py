@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from doc_models import models_text
 from laurel.cli.main import app
 from laurel.config.dump import entry, literal
+from laurel.config.plugged import all_fields
 from laurel.config.resuming import mark_of
 from laurel.config.schema_info import Kinds, is_mapping, item_kinds, kinds_of, sections_of
 from laurel.config.schemas import SCHEMAS
@@ -41,7 +42,7 @@ _OF_A_SET = r"See (?:the same key of a set|`(?:data\.train|DemonstrationSetConfi
 
 
 def commands_text() -> str:
-    """Write every command with a line for each option; options of several commands come first."""
+    """Write the first sentence of every command, and each option once: common ones come first."""
     options = {
         path: [
             record
@@ -58,15 +59,19 @@ def commands_text() -> str:
     lines = ["### Common options", "", "Every command has the first two.", ""]
     lines += map(_option, common.values())
     first: dict[tuple[str, ...], str] = {}
+    places: dict[tuple[str, str], str] = {}
     for path, command, _ in _commands(typer.main.get_command(app), "laurel"):
         own = [record for record in options[path] if record not in common.values()]
         shared = [f"`{_name(one)}`" for one in options[path] if one in list(common.values())[2:]]
-        lines += ["", f"### {path}", ""]
-        for paragraph in re.split(r"\n\s*\n", (command.help or "").strip()):
-            text = " ".join(paragraph.replace("\b", "").split())
-            head, example, call = text.partition("Example: ")
-            lines += [head + (f"Example: `{call}`" if example else ""), ""]
-        lines += map(_option, own)
+        about, *_ = re.split(r"\n\s*\n", (command.help or "").strip())
+        lines += ["", f"### {path}", "", " ".join(about.split()), ""]
+        known: dict[str, list[str]] = {}
+        for record in own:
+            if (place := places.setdefault(record, path)) == path:
+                lines.append(_option(record))
+            else:
+                known.setdefault(place, []).append(f"`{_name(record)}`")
+        lines += [f"- As of `{place}`: {', '.join(names)}" for place, names in known.items()]
         like, names = next(
             ((one, names) for names, one in first.items() if {*shared} <= {*names}), (path, ())
         )
@@ -79,12 +84,15 @@ def commands_text() -> str:
     return "\n".join(lines)
 
 
-def _commands(command: Any, path: str) -> Iterator[tuple[str, click.Command, click.Context]]:
-    below = getattr(command, "commands", None)
-    for name, one in (below or {}).items():
-        yield from _commands(one, f"{path} {name}")
-    if below is None:
-        yield path, command, click.Context(command, info_name=path)
+def _commands(
+    command: Any, path: str, above: click.Context | None = None
+) -> Iterator[tuple[str, click.Command, click.Context]]:
+    context = click.Context(command, parent=above, info_name=path.rpartition(" ")[2])
+    if not hasattr(command, "list_commands"):
+        yield path, command, context
+        return
+    for name in command.list_commands(context):
+        yield from _commands(command.get_command(context, name), f"{path} {name}", context)
 
 
 def _name(record: tuple[str, str]) -> str:
@@ -123,7 +131,7 @@ class _Options:
     """The first place of each meaning, by the key's name and the meaning."""
 
     def keys(self, section: type[Section], values: Section | None) -> list[_Key]:
-        return [_key(section, *one, values) for one in section.model_fields.items()]
+        return [_key(section, *one, values) for one in all_fields(section).items()]
 
     def add(self, path: str, section: type[Section], about: str, values: Section | None) -> None:
         """Write a section, then those below it."""
@@ -206,7 +214,8 @@ def _key(owner: type[Section], name: str, info: FieldInfo, values: Section | Non
     for kind in kinds:
         for one in sections_of(tuple(item_kinds(kind) or ())):
             sections.setdefault(one, ".NAME" if is_mapping(kind) else "[]")
-    value = info.get_default(call_default_factory=True) if values is None else getattr(values, name)
+    is_given = values is not None and name in values
+    value = values[name] if is_given else info.get_default(call_default_factory=True)
     default = ""
     if values is None and info.is_required():
         default = ": ..."
@@ -246,7 +255,7 @@ def may_change_text() -> str:
 
 def _may_change(kinds: Kinds, path: str) -> Iterator[str]:
     for section in sections_of(kinds):
-        for name, info in section.model_fields.items():
+        for name, info in all_fields(section).items():
             here = f"{path}.{name}" if path else name
             if mark_of(info) is not None:
                 yield here

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laurel.generation.vllm.engine import VllmEngine
-from laurel.generation.vllm.loading import choose_loading
-from laurel.generation.vllm.worker import LaurelWorker
+from laurel.extensions.vllm.engine import VllmEngine
+from laurel.extensions.vllm.loading import choose_loading
+from laurel.extensions.vllm.worker import LaurelWorker
 from laurel.generation.weights.handles import GpuHandle, SharedMemory
 from weight_workers import from_shared_memory, in_shared_memory, one_gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from laurel.config.importing.sources import ImportReport, ImportRequest, import_configuration
+from laurel.extensions.importing.sources import ImportReport, ImportRequest, import_configuration
 
 TRL_GRPO = """
 # trl grpo --config this

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from laurel.config.plugged import field_of
 from laurel.config.schemas import Run
 from laurel.config.yaml_tree import Section
-from laurel.planning.fit import FittedPlan, fit
+from laurel.extensions.plan.fit import FittedPlan, fit
 from laurel.planning.memory import Shapes
 from laurel.planning.plan import Plan, plan_run
 from laurel.run.request import request_of
@@ -28,8 +29,9 @@ def with_changes(config: S, changes: Mapping[str, Any]) -> S:
     for key, value in changes.items():
         first, _, rest = key.partition(".")
         if rest:
-            kinds = getattr(type(config).model_fields[first].annotation, "__args__", ())
-            section = getattr(config, first) or kinds[0]()
+            field: Any = field_of(type(config), first)
+            kinds = getattr(field.annotation, "__args__", ())
+            section = config.get(first, field.default) or kinds[0]()
             value = with_changes(section, {rest: value})
         config = config.model_copy(update={first: value})
     return config

@@ -46,7 +46,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # What only these files may import: the file, or the folder, relative to src/laurel.
 HOMES = {
     "ray": "workers/ray_",
-    "vllm": "generation/vllm/",
+    "vllm": "extensions/vllm/",
     "fastapi": "rewards/server",
     "uvicorn": "rewards/server",
     "starlette": "rewards/server",

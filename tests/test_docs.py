@@ -22,7 +22,9 @@ from pydantic import ValidationError
 
 from doc_pages import PAGES, ROOT, BlockFailed, blocks_of, outputs_of, same, warm_server
 from doc_reference import with_generated
+from laurel import plugins
 from laurel.cli.main import app
+from laurel.config.plugged import known_keys
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 
@@ -84,7 +86,7 @@ def problem(settings: dict[str, Any]) -> str | None:
     told = ""
     for section in (*SCHEMAS.values(), *sections(Section)):
         foreign = {"defaults", *section.foreign_keys}
-        if settings.keys() <= foreign | section.model_fields.keys():
+        if settings.keys() <= foreign | {*known_keys(section)}:
             try:
                 section.model_validate({k: settings[k] for k in settings.keys() - foreign})
             except ValidationError as error:
@@ -97,9 +99,16 @@ def problem(settings: dict[str, Any]) -> str | None:
 
 
 def sections(base: type[Section]) -> Iterator[type[Section]]:
+    for kind in plugins.KINDS:  # which have sections of their own
+        for name in plugins.names(kind):
+            plugins.plugin(kind, name)
+    yield from _below(base)
+
+
+def _below(base: type[Section]) -> Iterator[type[Section]]:
     for section in base.__subclasses__():
         yield section
-        yield from sections(section)
+        yield from _below(section)
 
 
 def test_every_command_and_variable_has_its_place():

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from laurel.extensions.doctor.phases import saved_model
 from laurel.planning.memory import decoder_shape
-from laurel.run.trial.phases import saved_model
 from runs import pairs
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"

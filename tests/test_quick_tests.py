@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import typer.main
 
@@ -14,30 +15,30 @@ from laurel.environments.registry import built_in
 TESTS = Path(__file__).parent
 
 COMMANDS = {
-    "config": "unit/cli/test_import_config.py::",
+    "config": "extensions/importing/test_import_config.py::",
     "data": "unit/cli/test_data_check.py::test_pairs_fit_three_commands",
-    "demo": "unit/demo/test_demo.py::test_the_policy_is_rewarded_by_the_reward_model",
-    "doctor": "unit/cli/test_doctor.py::",
+    "demo": "extensions/demo/test_demo.py::test_the_policy_is_rewarded_by_the_reward_model",
+    "doctor": "extensions/doctor/test_doctor.py::",
     "eval": "end_to_end/test_eval_reward_models.py::test_reward_bench_from_rows_to_files",
     "export": "unit/export/test_export.py::test_plain_transformers_gives_the_scores",
     "grpo": "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
-    "init": "unit/cli/test_init.py::test_a_starter_from_scratch_runs_as_it_is_without_a_hub",
-    "plan": "unit/cli/test_plan.py::",
-    "report": "unit/cli/test_report_command.py::test_report",
+    "init": "extensions/starter/test_init.py::test_a_starter_from_scratch_runs_as_it_is",
+    "plan": "extensions/plan/test_plan.py::",
+    "report": "extensions/report/test_report_command.py::test_report",
     "rm": "end_to_end/test_reward_training.py::test_the_form_of_the_seeds",
     "sandbox": "unit/sandbox/test_sandbox_tiers.py::test_the_command_says_what_holds",
     "score": "unit/cli/test_score.py::",
     "serve": "end_to_end/test_serve.py::test_a_model_its_scores_and_another_one",
     "sft": "end_to_end/test_sft.py::test_it_learns_to_answer_and_to_stop",
-    "sweep": "end_to_end/test_sweep.py::test_a_grid_over_folds_names_the_better_rate",
+    "sweep": "extensions/sweep/test_sweep_runs.py::test_a_grid_over_folds_names_the_better_rate",
 }
 ENVIRONMENTS = {
     "math": "end_to_end/test_grpo.py::test_with_the_math_environment",
     "math_default": "contracts/test_environment.py::test_any_number_of_conversations[math]",
     "code": "end_to_end/test_grpo_code.py::test_programs_are_graded_by_tests",
     "reward_model": "end_to_end/test_reward_model_as_environment.py::test_d29_rewards",
-    "reasoning_gym": "unit/environments/test_reasoning_gym.py::test_answers_stand_in",
-    "tools": "unit/environments/test_tool_environment.py::test_the_answer_is_graded_by_another",
+    "reasoning_gym": "extensions/reasoning_gym/test_reasoning_gym.py::test_answers_stand_in",
+    "tools": "extensions/function_tools/test_tools.py::test_the_answer_is_graded_by_another",
     "composite": "contracts/test_environment.py::test_any_number_of_conversations[composite",
 }
 OTHERS = (
@@ -67,7 +68,7 @@ def missing(quick: set[str], named: Any) -> list[str]:
 
 def test_every_command_is_run(quick: set[str]) -> None:
     root: Any = typer.main.get_command(app)
-    assert set(COMMANDS) == set(root.commands)
+    assert set(COMMANDS) == set(root.list_commands(click.Context(root)))
     assert not missing(quick, COMMANDS.values())
 
 

@@ -41,9 +41,9 @@ BETTER = {
 PHRASES = ("let go", "of no use", "stays away", "has its way", "in its stead", "no more at a time")
 KEPT: dict[str, tuple[str, ...]] = {
     # Keys of what `--json` prints.
-    "src/laurel/cli/plan.py": ("misfits", "mends"),
-    "src/laurel/cli/starter.py": ("misfit",),
-    "src/laurel/workers/machine.py": ("misfits",),
+    "src/laurel/extensions/plan/plan.py": ("misfits", "mends"),
+    "src/laurel/extensions/starter/starter.py": ("misfit",),
+    "src/laurel/extensions/doctor/machine.py": ("misfits",),
 }
 """By path, the words that stay there because files or programs of users hold them."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import math
 import sys
 import tomllib
@@ -25,12 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from laurel import __version__
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
+    import typer
     from torch import Tensor
 
-    from laurel.protocols import MetricLogger
+    from laurel.protocols import Generator, MetricLogger
 
 OWN = "laurel-rl"
 """The name of Laurel's own distribution."""
@@ -215,6 +217,128 @@ class ServerDialect(Choice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStart:
+    """What an engine starts from, in the process that generates."""
+
+    directory: str
+    """The weights and the tokenizer as Hugging Face's files; or, where the weights are never
+    replaced, a name on the hub or a GGUF file."""
+    spec: Any
+    """The `generation.requests.GeneratorSpec`: the section `policy.generation`, lengths, seed."""
+    precision: str
+    """The dtype in which the learner computes, `policy.precision`."""
+    probe: Any = None
+    """Computes the learner's log-probabilities of tokens, with which the engine compares its own
+    after every change of weights, a `generation.weights.probe.Probe`; None: its caller does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineNeeds:
+    """What one replica of an engine takes, for the plan of a run.
+
+    The plan proposes keys of the engine's settings by the names that vLLM has for them:
+    `tensor_parallel_size`, `pipeline_parallel_size` and `gpu_memory_utilization`.
+    """
+
+    tensor_parallel_size: int = 1
+    """Devices of one node that share each layer."""
+    pipeline_parallel_size: int = 1
+    """Devices of one node that share the layers."""
+    precision: Any = None
+    """Dtype of its weights; None: `policy.precision`."""
+    max_length: int | None = None
+    """Longest prompt with its completion; None: `policy.max_total_sequence_length`."""
+    memory_share: float = 0.9
+    """Share of a device's memory that it takes for weights and keys and values."""
+    through_host: bool = False
+    """Whether new weights reach it through the memory of the host only."""
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that one copy of the model is spread over."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class Engine(Choice):
+    """An engine that samples with weights of its own (`policy.generation.backend`).
+
+    Its settings are `policy.generation.<name>_cfg`; it checks the section `policy`. `transformers`
+    is none: it samples with the learner's own model.
+    """
+
+    package: ClassVar[str | None] = None
+    """The package that it imports, which is looked for before a run begins."""
+    extra: ClassVar[str | None] = None
+    """The extra of Laurel that installs that package."""
+    is_automatic: ClassVar[bool] = False
+    """Whether `backend: auto` chooses it, where its package is installed and there is a GPU; read
+    of Laurel's own only."""
+    scoring_section: ClassVar[type[Any] | None] = None
+    """Its settings, as `<name>_cfg`, where it computes a reward model
+    (`env.reward_model.generation`) or a judge, whose weights never change; None: it does not."""
+
+    @abstractmethod
+    def make(self, section: Any, start: EngineStart) -> Generator:
+        """Start the engine.
+
+        Args:
+            section: The plug-in's own settings.
+            start: The weights, and how they are sampled from.
+
+        Raises:
+            EngineError: It does not start.
+        """
+
+    def needs(self, section: Any) -> EngineNeeds:
+        """Return what a replica takes of the devices."""
+        return EngineNeeds()
+
+    def open_scorer(self, section: Any, model: Any, say: Callable[[str], None]) -> Any:
+        """Return a `rewards.scorer.ModelScorer` of a reward model.
+
+        Args:
+            section: The settings, a `scoring_section`.
+            model: The `rewards.spec.ScorerSpec` whose model has been found.
+            say: Called with a line on all that was loaded and found.
+        """
+        raise NotImplementedError
+
+    def for_judge(self, section: Any, judge: Any) -> Any:
+        """Return the plug-in's own settings with which it computes a judge.
+
+        Args:
+            section: The settings, a `scoring_section`.
+            judge: The section `judge`.
+
+        Raises:
+            ValueError: It cannot compute as the section asks.
+        """
+        raise NotImplementedError
+
+    def check_room(self, section: Any) -> None:
+        """Check that a `scoring_section` leaves room on a GPU that the policy trains on.
+
+        Raises:
+            ValueError: It does not; the message says what to set.
+        """
+
+    def check_installed(self, key: str) -> None:
+        """Raise an error if the package is not installed; `key` is the setting that needs it.
+
+        Raises:
+            MissingDependencyError: It is not installed.
+        """
+        if self.package is None or importlib.util.find_spec(self.package) is not None:
+            return
+        if self.extra is not None:
+            raise MissingDependencyError.of(self.package, extra=self.extra, purpose=key)
+        raise MissingDependencyError(
+            f"{key} needs the package '{self.package}', which is not installed. "
+            f"Install it with: pip install {self.package}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentServices:
     """What a run has for the environments that it creates."""
 
@@ -241,6 +365,18 @@ class EnvironmentKind(Plugin):
     must_be_graded: ClassVar[bool] = False
     """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
 
+    def check(self, section: Any, run: Any, where: str) -> None:
+        """Check that the settings fit the run, such as the policy's turns.
+
+        Args:
+            section: The settings.
+            run: The configuration of the run, a `config.grpo_run.GRPORun`.
+            where: The key of the settings.
+
+        Raises:
+            ValueError: They do not; the message says what to change.
+        """
+
     @abstractmethod
     def make(self, section: Any, services: EnvironmentServices) -> Any:
         """Return the environment, a `protocols.Environment`.
@@ -258,6 +394,13 @@ class EnvironmentKind(Plugin):
         """Return the environment that scores the end of conversations that this one conducts."""
         return None
 
+    def tools(self, section: Any, services: EnvironmentServices) -> Any:
+        """Return the functions that prompts show, `types.ToolSchemas`, before the run begins.
+
+        A kind that shows any has the key `form`, which says how calls are written.
+        """
+        return ()
+
 
 class Rows(Plugin):
     """A data set of tasks whose rows a package makes (`data.dataset_name`).
@@ -267,6 +410,11 @@ class Rows(Plugin):
 
     first_settings: ClassVar[Mapping[str, str]] = {}
     """Keys with values that `laurel init --data NAME` writes, besides the data set's name."""
+    keys: ClassVar[Collection[str]] = ()
+    """What it reads of those keys of a set that not all data sets read: `tasks`."""
+    endless: ClassVar[bool] = False
+    """Whether it makes rows without end, which `seed` and `split_validation_size` divide between
+    training and validation."""
     to_do: ClassVar[str] = ""
     """What a person has to do about these."""
 
@@ -280,14 +428,70 @@ class Rows(Plugin):
         """
 
 
+class Command(Plugin):
+    """A command, or a group of commands, whose name is what is written after `laurel`.
+
+    A name of two words is a command in one of Laurel's own groups, such as `config import`. The
+    class is imported for `laurel --help`, so its module imports nothing heavy.
+    """
+
+    after: ClassVar[str] = ""
+    """The command below which it stands in the help; empty: it stands below all others."""
+
+    @abstractmethod
+    def make(self, section: None, name: str) -> Callable[..., Any] | typer.Typer:
+        """Return the command: a function, as typer takes it, or a `typer.Typer` for a group.
+
+        The docstring of the function is the command's help. A function that has a parameter
+        `as_json` keeps stdout for JSON where that is true.
+
+        Args:
+            section: A command has no settings but its options.
+            name: The name that it was declared with.
+        """
+
+
+class Importer(Plugin):
+    """Another system, whose configurations `laurel config import --from <name>` translates."""
+
+    title: ClassVar[str]
+    """The system's name for people."""
+    devices_of_option: ClassVar[bool] = False
+    """Whether its files do not say how many processes there are, so that `--devices` does."""
+    is_sure: ClassVar[bool] = False
+    """Whether a file that has `own_keys` is of this system, whatever others know of it."""
+
+    def own_keys(self, values: Mapping[str, Any]) -> Sequence[str]:
+        """Return the keys of a file that this system knows.
+
+        A file for which no system is named is of the one that knows the most of its keys.
+        """
+        return ()
+
+    @abstractmethod
+    def make(self, section: None, source: Any) -> Any:
+        """Return the configuration of Laurel that another system's becomes.
+
+        Args:
+            section: An importer has no settings.
+            source: What is imported, a `laurel.extensions.importing.rules.Source`.
+
+        Returns:
+            A `laurel.extensions.importing.rules.Imported`.
+        """
+
+
 KINDS: Mapping[str, type[Any]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
     "advantages": Advantage,
     "loggers": Logger,
     "dialects": ServerDialect,
+    "engines": Engine,
     "environments": EnvironmentKind,
     "rows": Rows,
+    "commands": Command,
+    "importers": Importer,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
@@ -361,7 +565,9 @@ def is_own(kind: str, name: str) -> bool:
     return any(entry.distribution == OWN for entry in _table()[kind].get(name, ()))
 
 
-def readers(base: Callable[..., PreferenceLoss | Advantage | ServerDialect], key: str) -> list[str]:
+def readers(
+    base: Callable[..., PreferenceLoss | Advantage | ServerDialect | Rows], key: str
+) -> list[str]:
     """Return the names of Laurel's own plug-ins of a kind that read a key."""
     kind = _kind_of(base)
     return [name for name in names(kind) if is_own(kind, name) and key in find(base, name).keys]
@@ -465,9 +671,9 @@ def _of_install() -> dict[str, dict[str, str]]:
 
 
 def _foreign() -> Iterator[Entry]:
+    found = importlib.metadata.entry_points()  # once for all kinds: it reads what all packages say
     for kind in KINDS:
-        found = importlib.metadata.entry_points(group=PREFIX + kind)
-        for point in sorted(found, key=lambda one: one.name):
+        for point in sorted(found.select(group=PREFIX + kind), key=lambda one: one.name):
             distribution = point.dist.name if point.dist is not None else "?"
             if distribution.lower().replace("_", "-") != OWN:
                 yield Entry(

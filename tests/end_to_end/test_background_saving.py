@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 import learner_work as work
-from laurel.errors import CheckpointError, WorkerError
+from laurel.errors import WorkerError
 from laurel.models.checkpoint import export
 from laurel.models.checkpoint.store import CheckpointStore, verify
-from laurel.training import learner as local_learner
 from laurel.training.learner import LocalLearner
 from process_group import ProcessGroup
 from runs import (
     assert_equal_runs,
     last_step,
-    manifest_hashes,
     series,
     settings,
     start,
@@ -93,59 +91,6 @@ def test_what_is_saved_behind_later_steps_is_what_is_saved_in_front_of_them(
     assert series(in_front, "timing/train/checkpointing_in_background") == {}
 
 
-def test_a_disk_that_refuses_in_the_background_costs_one_checkpoint(tmp_path, monkeypatch):
-    write = export.write_weights
-
-    def refuse(directory, files):
-        if directory.name.startswith((".tmp-step_3-", ".tmp-step_6-", ".tmp-step_11-")):
-            raise OSError(28, "No space left on device")
-        write(directory, files)
-
-    monkeypatch.setattr(export, "write_weights", refuse)
-    period = ("rm.max_num_steps=11", "checkpointing.save_period=3")
-    with pytest.raises(
-        CheckpointError, match=r"of step 11, could not be saved; the newest is .*_9"
-    ):
-        train(settings(tmp_path / "last", *OFTEN, *period, BEHIND))
-    done = train(settings(tmp_path / "twice", *OFTEN, BEHIND))
-    missed = [line for line in done.text.splitlines() if "missed saves in a row" in line]
-    assert [line.endswith(f"in a row: {n})") for n, line in enumerate(missed, 1)] == [True, True]
-    assert "the checkpoint of step 3 could not be saved" in missed[0]
-    assert missed[1].startswith("ALARM: the checkpoint of step 6 could not be saved")
-    names = {path.name for path in (tmp_path / "twice" / "saves").iterdir()} - {".lock", "best"}
-    assert names == {"step_9", "step_12"}
-    assert sorted(series(tmp_path / "twice", "train/loss")) == list(range(1, STEPS + 1))
-
-    def refuse_the_last(directory, files):
-        if directory.name.startswith(".tmp-step_9-"):
-            raise OSError(28, "No space left on device")
-        write(directory, files)
-
-    monkeypatch.setattr(export, "write_weights", refuse_the_last)
-    done = train(settings(tmp_path / "once", *OFTEN, BEHIND))
-    assert done.text.count("missed saves in a row") == 1
-    assert done.outcome.latest == tmp_path / "once" / "saves" / "step_12", "it had a failure before"
-
-
-def test_a_run_that_fails_keeps_the_checkpoint_that_was_under_way(tmp_path, in_front, monkeypatch):
-    late = OneStepLate(monkeypatch)
-    update = LocalLearner.update
-
-    def failing(self, *given):
-        found = update(self, *given)
-        if late._num_taken == 4:
-            raise ZeroDivisionError
-        return found
-
-    monkeypatch.setattr(local_learner.LocalLearner, "update", failing)
-    with pytest.raises(ZeroDivisionError):
-        train(settings(tmp_path, *OFTEN, BEHIND))
-    assert late.written == [3]
-    saves = tmp_path / "saves"
-    assert [path.name for path in saves.glob("step_*")] == ["step_3"]
-    assert manifest_hashes(saves / "step_3") == manifest_hashes(in_front / "saves" / "step_3")
-
-
 LARGE = (
     "policy.scratch.hidden_size=256",
     "policy.scratch.num_layers=4",
@@ -209,22 +154,6 @@ def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(tmp_path, 
     assert not any(name.startswith(".tmp") for name in names)
     for path in (tmp_path / "saves").glob("step_*"):
         verify(path)
-
-
-@pytest.mark.slow
-def test_kill_9_in_a_background_save_leaves_whole_checkpoints(tmp_path, under_way):
-    (partly,) = (tmp_path / "saves").glob(".tmp-*")
-    under_way.kill()
-    under_way.wait()
-    store = CheckpointStore(tmp_path / "saves")
-    newest = store.newest_whole()
-    assert newest.skipped == ()
-    assert newest.path is not None
-    step = verify(newest.path).step
-    assert f"step_{step + 2}" == partly.name.split("-")[1]
-    resumed = train(settings(tmp_path, *LARGE, f"rm.max_num_steps={step + 1}"))
-    assert f"resuming from {newest.path}, after step {step}" in resumed.text
-    assert not partly.exists()
 
 
 @pytest.fixture(scope="module")

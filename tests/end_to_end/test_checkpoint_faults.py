@@ -133,19 +133,12 @@ def test_a_kill_in_a_replacement_leaves_the_old_or_the_new(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_background", [False, True])
-def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path, in_background):
+def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path):
     moments = random.Random(7)
     size, saved, in_mid_save = 400_000, -1, 0
-    for _ in range(15):
-        with running(
-            tmp_path,
-            first_step=saved + 1,
-            endless=True,
-            size=size,
-            keep_top_k=2,
-            in_background=in_background,
-        ) as process:
+    for number in range(16):
+        job = {"size": size, "keep_top_k": 2, "in_background": number % 2 == 1}
+        with running(tmp_path, first_step=saved + 1, endless=True, **job) as process:
             first = wait_for(process, "saved")
             time.sleep(moments.uniform(0.0, 0.12))
             process.kill()

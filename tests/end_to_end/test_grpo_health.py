@@ -86,23 +86,6 @@ def test_an_alarm_is_told_written_and_ends_the_run(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_an_alarm_at_the_last_step_ends_nothing(tmp_path, model):
-    done = grpo(
-        grpo_settings(
-            tmp_path,
-            model,
-            *WORTHLESS,
-            *NO_VALIDATION,
-            RARELY_SAVED,
-            "grpo.health.window=2",
-            "grpo.health.stop_on=[zero_spread_groups]",
-            "grpo.max_num_steps=2",
-        )
-    )
-    assert (done.outcome.ended, done.outcome.step) == ("finished", 2)
-
-
-@pytest.mark.slow
 def test_a_resumed_run_gives_the_alarms_of_an_unbroken_one(tmp_path, model, low_thresholds):
     """What was written after the checkpoint that the run goes on from is written again, once."""
     changes = [*MATCHES, *NO_VALIDATION, *NERVOUS, "loss_fn.reference_policy_kl_penalty=0.01"]

@@ -2,14 +2,11 @@
 
 import os
 import signal
-import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from laurel.config.environments import SandboxConfig
-from laurel.environments.code import nodes as code_nodes
 from laurel.environments.code.nodes import ClusterNodes, NodePool
 from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
@@ -126,44 +123,6 @@ def test_both_nodes_run_programs_and_an_actor_that_is_killed_loses_none(pool, gr
     pool.close()
     for pid in (*processes, *zygotes):
         wait_until(lambda pid=pid: is_gone(pid))
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """A node is lost after seconds of silence. To be set before the first question is asked."""
-    monkeypatch.setattr(code_nodes, "COLLECT_SECONDS", 1.0)
-    monkeypatch.setattr(code_nodes, "MARGIN_SECONDS", 10.0)
-    return monkeypatch
-
-
-@pytest.mark.slow
-def test_an_actor_that_hangs_is_lost_and_ended(impatient, pool, groups):
-    assert_all_right(pool.run(jobs(4)))
-    victim = groups[1]
-    left = [victim._pids[0], *(one.pid for one in below(victim._pids[0]))]
-    os.kill(victim._pids[0], signal.SIGSTOP)
-    quick = [replace(job, limits=Limits(cpu_s=2, wall_s=8)) for job in jobs(12)]
-    assert_all_right(pool.run(quick))
-    impatient.undo()
-    wait_until(lambda: len(groups) == 3)  # the other node may have run everything meanwhile
-    assert groups[2]._node_ids == victim._node_ids
-    for pid in left:
-        wait_until(lambda pid=pid: is_gone(pid))
-
-
-@pytest.mark.slow
-def test_closing_in_the_middle_of_everything_leaves_the_cluster_in_peace(pool, groups):
-    futures = [pool.submit(job) for job in jobs(40)]
-    wait_until(lambda: all(running_below(group) for group in groups))
-    begun = time.monotonic()
-    pool.close()
-    assert not [node for node in pool._nodes.members if node.thread.is_alive()]
-    assert time.monotonic() - begun < END
-    statuses = Counter(future.result(0).status for future in futures)
-    assert statuses.keys() <= {Status.OK, Status.SANDBOX_ERROR}
-    assert statuses[Status.SANDBOX_ERROR]
-    assert len(groups) == 2, "none was started again"
-    assert len(ray.nodes()) == 2
 
 
 def run(directory, model, *changes):

@@ -63,12 +63,6 @@ def timed(directory):
 TWO_REPLICAS = ("env.reward_model.num_replicas=2", "env.reward_model.num_workers=1")
 
 
-@pytest.mark.slow
-def test_two_replicas_and_a_worker_give_the_same_rewards(tmp_path, model, judge, streamed):
-    grpo(grpo_settings(tmp_path, model, *PLAIN, *graded_by(judge, *TWO_REPLICAS)))
-    assert_same_figures(tmp_path, streamed)
-
-
 def test_judged_at_the_end_rewards_are_the_same_and_none_is_hidden(
     tmp_path, model, judge, streamed
 ):

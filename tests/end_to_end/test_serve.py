@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -18,7 +19,6 @@ import pytest
 from laurel.cli import serve as command
 from laurel.cli.main import main
 from laurel.errors import MissingDependencyError, install_command
-from laurel.generation.vllm import settings as vllm_settings
 from sandbox_processes import wait_until
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_served_is_told_at_once(monkeypatch, capfd, tmp_path, arg
 
 def test_vllm_is_asked_for_where_it_is_not(monkeypatch, capfd, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(command, "_NEEDED", ())
     code, error = run_main(monkeypatch, capfd, "--port", "0", "--model", "x", "--engine", "vllm")
     assert code == 2

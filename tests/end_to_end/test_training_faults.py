@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from laurel.errors import CheckpointError, NonFiniteError, UnsavedError
-from laurel.models.checkpoint.store import CheckpointStore, verify
+from laurel.models.checkpoint.store import CheckpointStore
 from laurel.run.train import trained
 from runs import manifest_hashes, pairs, run, series, settings, train, write_rows
 
@@ -102,21 +102,6 @@ def test_what_is_not_finite_is_never_the_best_nor_saved(tmp_path):
     assert series(tmp_path, "train/bad_steps_in_a_row") == {1: 0, 2: 0, 3: 0, 4: 1}
 
 
-@pytest.mark.slow
-def test_a_validation_that_gives_no_figure_does_not_rank(tmp_path):
-    """Its loss is infinite: neither 0.0 nor an older figure may stand in for it."""
-    rows = rows_with_margins(tmp_path / "rows.jsonl")
-    poisoned = rows_with_margins(tmp_path / "poisoned.jsonl", 1, count=8)
-    held_out = f"data.val_data_path={poisoned}"
-    done = train(settings(tmp_path, *BY_MARGIN, held_out, "rm.val_period=1", rows=rows))
-    assert done.outcome.best is None
-    assert series(tmp_path, "validation-default/loss") == {}
-    assert len(series(tmp_path, "validation-default/accuracy")) == 5
-    for step in range(1, 6):
-        assert verify(tmp_path / "saves" / f"step_{step}").metric is None
-    assert "step_5; without validation-default_loss it cannot be the best" in done.text
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of its own, of 700 kB."""
@@ -132,35 +117,6 @@ def small_disk(tmp_path):
         pytest.skip("mounting a small tmpfs needs root")
     yield place
     subprocess.run(["umount", str(place)], check=True)
-
-
-@pytest.mark.slow
-def test_a_full_disk_costs_no_checkpoint_and_does_not_end_the_run(tmp_path, small_disk):
-    changes = [
-        "checkpointing.in_background=true",
-        "rm.max_num_epochs=3",
-        "checkpointing.save_period=2",
-        "checkpointing.keep_top_k=null",
-    ]
-    on_disk = [*changes, f"checkpointing.checkpoint_dir={small_disk}/saves"]
-    with pytest.raises(CheckpointError, match="of step 12, could not be saved") as ended:
-        train(settings(tmp_path / "full", *on_disk))
-    saved = sorted(small_disk.glob("saves/step_*"), key=lambda p: int(p.name[5:]))
-    assert 1 <= len(saved) < 6
-    assert f"the newest is {saved[-1]}" in str(ended.value)
-    assert ended.value.exit_code == 2
-    for checkpoint in saved:
-        verify(checkpoint)
-    assert not list(small_disk.glob("saves/.tmp-*"))
-    assert sorted(series(tmp_path / "full", "train/loss")) == list(range(1, 13)), "it went on"
-
-    subprocess.run(["mount", "-o", "remount,size=9m", str(small_disk)], check=True)
-    resumed = train(settings(tmp_path / "full", *on_disk))
-    assert f"resuming from {saved[-1]}" in resumed.text
-    train(settings(tmp_path / "straight", *changes))
-    assert manifest_hashes(small_disk / "saves" / "step_12") == manifest_hashes(
-        tmp_path / "straight" / "saves" / "step_12"
-    )
 
 
 def test_a_disk_that_is_full_is_told_before_the_first_step(tmp_path, monkeypatch):

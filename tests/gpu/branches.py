@@ -4,8 +4,8 @@ CUDA = r"torch\.cuda\.|\.is_cuda\b|\.type == .cuda|aten\._flash_att|compiled\(fl
 """What a branch for CUDA is known by."""
 
 BRANCHES = {
-    "cli/doctor.py": "test_branches_gpu.py::test_the_trial_passes",
-    "cli/starter.py": "test_branches_gpu.py::test_a_starter_counts_the_gpus",
+    "extensions/doctor/doctor.py": "test_branches_gpu.py::test_the_trial_passes",
+    "extensions/starter/starter.py": "test_branches_gpu.py::test_a_starter_counts_the_gpus",
     "environments/reward_model_environment.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "generation/transformers/batch.py": "test_branches_gpu.py::test_completions_are_the_cpus",
     "generation/weights/broadcast.py": (
@@ -14,7 +14,7 @@ BRANCHES = {
     "generation/weights/buckets.py": (
         "test_weight_broadcast_gpu.py::test_what_is_heard_is_what_was_told"
     ),
-    "generation/vllm/worker.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",
+    "extensions/vllm/worker.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",
     "generation/weights/handles.py": (
         "test_weight_handles_gpu.py::test_another_process_reads_a_chunk"
     ),
@@ -39,9 +39,9 @@ BRANCHES = {
     "rewards/scorer.py": "test_branches_gpu.py::test_a_scorer_sleeps_on_the_host",
     "rewards/server/replicas.py": "test_branches_gpu.py::test_replicas_of_a_server_take_turns",
     "run/policy.py": "test_branches_gpu.py::test_free_memory_is_the_gpus",
-    "run/trial/checks.py": "test_branches_gpu.py::test_the_trial_passes",
+    "extensions/doctor/checks.py": "test_branches_gpu.py::test_the_trial_passes",
     "training/learner_group.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",
-    "workers/machine.py": "test_branches_gpu.py::test_the_doctor_finds_the_gpus",
+    "extensions/doctor/machine.py": "test_branches_gpu.py::test_the_doctor_finds_the_gpus",
     "workers/process.py": "test_branches_gpu.py::test_the_doctor_finds_the_gpus",
     "workers/rendezvous.py": "test_learner_gpu.py::test_memory_comes_back_and_nothing_changes",
 }

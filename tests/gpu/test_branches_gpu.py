@@ -9,11 +9,13 @@ import torch
 
 import tiny
 import tiny_tokenizers as made
-from laurel.cli.doctor import PROBES
-from laurel.cli.starter import run_init
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.extensions.doctor.checks import SIZES, Trial, run_trial
+from laurel.extensions.doctor.doctor import PROBES
+from laurel.extensions.doctor.machine import measure_products
+from laurel.extensions.starter.starter import run_init
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.checkpoint.state import random_states, restore_random_states
 from laurel.models.scoring import ScoringContract
@@ -23,9 +25,7 @@ from laurel.rewards.server.replicas import ModelWorker
 from laurel.rewards.server.service import ServingSpec
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.policy import _free_bytes
-from laurel.run.trial.checks import SIZES, Trial, run_trial
 from laurel.types import GenerationRequest, Message, SamplingParams, group_of
-from laurel.workers.machine import measure_products
 from laurel.workers.process import choose_device
 from laurel.workers.rendezvous import RankPlace
 from reward_models import small_model, write_model

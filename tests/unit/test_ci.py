@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -29,6 +30,7 @@ TARGETS = [
     "demo",
     "house",
     "test-real",
+    "test-pages",
     "setup-vllm",
     "test-vllm",
 ]
@@ -59,6 +61,13 @@ def test_all_is_made_and_what_ran_beside_is_printed(tmp_path: Path) -> None:
         f"made {target}" for target in TARGETS
     )
     assert "FAILED" not in done.stdout
+
+
+def test_what_is_left_out_of_the_tests_runs_beside_them() -> None:
+    left_out = re.findall(r"--ignore=(\S+?)[\s\"]", (ROOT / ".ci" / "run").read_text("utf-8"))
+    assert left_out
+    pages = (ROOT / "Makefile").read_text("utf-8").partition("\ntest-pages:")[2].splitlines()[1]
+    assert pages.split()[1:] == left_out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,17 @@ import pytest
 import laurel
 from laurel import plugins
 from laurel.config.grpo_run import GRPORun
-from laurel.config.load import load_config
+from laurel.config.json_schema import json_schema
+from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.environments.registry import shown_tools
 from laurel.errors import ConfigError
+from laurel.generation.load import PluggedMaker
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.observe.loggers import check_available
+from laurel.run.request import _drawing, _generation
+from laurel.run.specs import generator_spec
+from laurel.run.tasks import needs_of
 from packages import installed
 
 ROOT = Path(__file__).parents[2]
@@ -199,3 +206,105 @@ def test_an_installed_package_declares_its_own(tmp_path, monkeypatch):
     importlib.invalidate_caches()
     monkeypatch.setattr(plugins, "__file__", str(tmp_path / "a" / "b" / "plugins.py"))
     assert plugins.names("losses") == ["one"]
+
+
+ENGINE = """
+from laurel.config.yaml_tree import Section
+from laurel.plugins import Engine, EngineNeeds
+
+class Size(Section):
+    "Its settings."
+    ranks: int = 1
+    "Devices of a replica."
+
+class X(Engine):
+    "An engine."
+    section = Size
+
+    def needs(self, section):
+        return EngineNeeds(tensor_parallel_size=section.ranks, memory_share=0.5)
+
+    def check(self, settings):
+        if settings.generation.top_k == 7:
+            raise ValueError("seven")
+
+    def make(self, section, start):
+        return section.ranks, start.precision, start.spec.end_ids
+"""
+
+
+def test_an_engine_of_a_package_is_used_by_name(site):
+    installed(site, "theirs", {"an_engine": ENGINE}, {"engines": {"x": "an_engine:X"}})
+    chosen = ["policy.generation.backend=x", "policy.generation.x_cfg.ranks=2"]
+    run = load_config(GRPORun, None, chosen).config
+    role, drawing = _generation(run), _drawing(run)
+    assert (role.parallel_key, role.tp) == ("policy.generation.x_cfg", 2)
+    assert (drawing.has_own_weights, drawing.memory_share) == (True, 0.5)
+    start = plugins.EngineStart(
+        directory=str(site), spec=generator_spec(run, (3,)), precision="float32"
+    )
+    maker = pickle.loads(pickle.dumps(PluggedMaker(name="x", start=start)))
+    assert maker() == (2, "float32", (3,))
+    for wrong, what in (
+        ("policy.generation.backend=y", "backend"),
+        ("policy.generation.x_cfg.rank=2", "did you mean 'ranks'"),
+        ("policy.generation.top_k=7", "seven"),
+        ("+env.reward_model.generation.backend=x", "computes no scores"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            load_config(GRPORun, None, [*chosen, wrong])
+
+
+KIND = """
+from pydantic import Field
+from laurel.config.yaml_tree import Section
+from laurel.plugins import EnvironmentKind
+
+class Game(Section):
+    "One game."
+    level: int = Field(default=1, ge=1)
+    "How hard it is."
+    form: str = "auto"
+    "How calls are written."
+
+class Games(EnvironmentKind):
+    "Games, by names of your own."
+    section = Game
+    several = True
+
+    def make(self, section, services):
+        raise NotImplementedError
+
+    def check(self, section, run, where):
+        if section.level > run.grpo.max_rollout_turns:
+            raise ValueError(f"{where}.level={section.level} takes as many turns")
+
+    def needs(self, section):
+        return ["answers"]
+
+    def graded_by(self, section):
+        return "math"
+
+    def tools(self, section, services):
+        return ({"name": services.name},)
+"""
+
+
+def test_several_environments_of_another_package_have_all_that_ours_have(site):
+    installed(site, "their-games", {"games": KIND}, {"environments": {"games": "games:Games"}})
+    given = ["env.games={chess: {level: 2}}", "grpo.max_rollout_turns=2"]
+    config = load_config(GRPORun, None, given).config
+    assert "chess" in config.env.names()
+    assert "chess" in needs_of(config.env).answers
+    (shown,) = shown_tools("chess", config.env)
+    assert (shown.where, shown.schemas) == ("env.games.chess", ({"name": "chess"},))
+    assert "games:\n    chess:\n      level: 2\n" in to_yaml(config)
+    with pytest.raises(ConfigError, match=r"env\.games\.chess\.level=3 takes as many turns"):
+        load_config(GRPORun, None, [*given, "env.games.chess.level=3"])
+    with pytest.raises(ConfigError, match=r"unknown key.*did you mean 'level'"):
+        load_config(GRPORun, None, ["env.games={chess: {levle: 2}}"])
+    schema = json_schema("grpo")
+    games = schema["$defs"]["EnvironmentsConfig"]["properties"]["games"]
+    (block,) = (one for one in games["anyOf"] if one.get("type") == "object")
+    (one, _) = block["additionalProperties"]["anyOf"]
+    assert "level" in schema["$defs"][one["$ref"].removeprefix("#/$defs/")]["properties"]

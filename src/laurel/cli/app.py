@@ -10,15 +10,18 @@ import inspect
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
+import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from laurel import plugins
 from laurel.config.yaml_tree import nearest
+from laurel.errors import ConfigError
 from laurel.observe.console import Verbosity, set_verbosity
 from laurel.observe.json_output import stdout_for_json
 
@@ -101,7 +104,7 @@ class App(typer.Typer):
     """
 
     def __init__(self, *, cls: type[TyperGroup] | None = None, **settings: Any) -> None:
-        super().__init__(cls=cls or _PlainGroup, rich_markup_mode=None, **settings)
+        super().__init__(cls=cls or Group, rich_markup_mode=None, **settings)
 
     def command(  # type: ignore[override]
         self, name: str | None = None, **settings: Any
@@ -197,10 +200,17 @@ class _PlainCommand(TyperCommand):
             raise
 
 
-class _PlainGroup(TyperGroup):
+class Group(TyperGroup):
+    """A group of commands, those of plug-ins among them (`laurel.plugins.Command`).
+
+    A plug-in is imported when its command is run, or when all commands are listed. One that cannot
+    be used is listed with the reason, and ends with it when it is run.
+    """
+
     context_class = _PlainContext
 
     def invoke(self, ctx: Any) -> Any:
+        """Run a command; Ctrl-C ends it with a message and exit code 130."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
@@ -208,7 +218,33 @@ class _PlainGroup(TyperGroup):
             print("; ".join(("interrupted", *getattr(stop, "__notes__", ()))), file=sys.stderr)
             raise typer.Exit(130) from stop
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the command of a name, or None."""
+        return _of_plugin(ctx, cmd_name, self.commands) or super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands in the order of the help."""
+        names, prefix = list(self.commands), _prefix(ctx)
+        after = {
+            name.removeprefix(prefix): _after(name)
+            for name in plugins.names("commands")
+            if name.startswith(prefix) and " " not in name.removeprefix(prefix)
+        }
+        left = [name for name in after if name not in names]
+        while left:
+            ready = [name for name in left if after[name] in names] or left[:1]
+            for name in reversed(ready):
+                known = after[name] in names
+                names.insert(names.index(after[name]) + 1 if known else len(names), name)
+                left.remove(name)
+        return names
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Return the command that arguments name, and the arguments behind it."""
+        if self.get_command(ctx, args[0]) is not None:
+            return super().resolve_command(ctx, args)
+        own = self.commands  # typer looks there for names that are similar
+        self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:  # typer does not export the class of this error
@@ -216,9 +252,76 @@ class _PlainGroup(TyperGroup):
             if said.startswith("No such command"):
                 meant = [one for one in args[1:2] if one in self.commands and "mean" not in said]
                 hint = "".join(f" Did you mean '{one}'?" for one in meant)
-                known = ", ".join(self.list_commands(ctx))
+                known = ", ".join(self.commands)
                 error.message = f"{said}{hint} Choose one of {known}"  # type: ignore[attr-defined]
             raise
+        finally:
+            self.commands = own
+
+
+def _prefix(context: Any) -> str:
+    """Return the groups above a command, as in the names of plug-ins: `config `."""
+    above = ""
+    while context.parent is not None:
+        above, context = f"{context.info_name} {above}", context.parent
+    return above
+
+
+def _after(name: str) -> str:
+    try:
+        return plugins.find(plugins.Command, name).after
+    except ConfigError:  # the command itself says what is wrong
+        return ""
+
+
+def _of_plugin(context: Any, word: str, own: Collection[str]) -> Any:
+    """Return the command of the plug-in of a name, made; None if none is declared."""
+    name = f"{_prefix(context)}{word}"
+    declared = [entry for entry in plugins.entries("commands") if entry.name == name]
+    if not declared:
+        return None
+    app = App(add_completion=False)
+    try:
+        if word in own:
+            raise ConfigError(
+                f"'laurel {name}' is a command of the package {plugins.OWN} itself, and "
+                f"{' and '.join(map(str, declared))} declares it again. Uninstall that package, "
+                "or rename its entry point"
+            )
+        made = plugins.find(plugins.Command, name).make(None, name)
+        if isinstance(made, typer.Typer):
+            app.add_typer(made, name=word)
+        else:
+            app.command(word)(made)
+        return typer.main.get_group(app).commands[word]
+    except Exception as error:  # what another package has made may raise anything
+        problem = (
+            error
+            if isinstance(error, ConfigError)
+            else ConfigError(
+                f"'laurel {name}' is {declared[0]}, which is no command that can be made: "
+                f"{type(error).__name__}: {error}; fix or uninstall that package"
+            )
+        )
+        return _Unusable(problem, name=word)
+
+
+class _Unusable(TyperCommand):
+    """A command whose plug-in cannot be used."""
+
+    context_class = _PlainContext
+
+    def __init__(self, problem: ConfigError, *, name: str) -> None:
+        super().__init__(
+            name=name,
+            help=f"(cannot be used) {problem}",
+            rich_markup_mode=None,
+            context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        )
+        self.problem = problem
+
+    def invoke(self, ctx: Any) -> Any:
+        raise self.problem
 
 
 _NOT_OF_A_JUDGE = {

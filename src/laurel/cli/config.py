@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
 
-from laurel.cli.app import App
+from laurel.cli.app import App, Group
 from laurel.observe.json_output import json_stream, write_json
 from laurel.run.options import ConfigOption, JsonOption, Overrides
 
 SHOW = "show"
 
 
-class ShowsByDefault(TyperGroup):
-    """A typer group that runs `show` if no command is named, as in `laurel config --describe`."""
+class ShowsByDefault(Group):
+    """A group that runs `show` if no command is named, as in `laurel config --describe`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert `show` before arguments that do not begin with a command."""
         first = args[0] if args else ""
-        if first not in self.commands and first not in ("-h", "--help"):
+        if first not in ("-h", "--help") and self.get_command(ctx, first) is None:
             args = [SHOW, *args]
         return super().parse_args(ctx, args)
 
@@ -81,54 +79,3 @@ def show_config(
         write_json(loaded.config.model_dump(mode="json"))
         return
     sys.stdout.write(to_yaml(loaded.config, describe=describe))
-
-
-@config_app.command("import")
-def import_config(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="A YAML or JSON file, or a script with the command line; - reads stdin.",
-        ),
-    ],
-    system: Annotated[
-        Literal["trl", "openrlhf", "verl", "nemo-rl"] | None,
-        typer.Option("--from", help="The system of the file. Default: recognized by its keys."),
-    ] = None,
-    kind: Annotated[
-        Literal["rm", "sft", "grpo"] | None,
-        typer.Option("--for", help="The command to import for. Default: recognized by the keys."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Write YAML to this file. Default: stdout."
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="For TRL: the number of processes of the run."),
-    ] = None,
-    total_steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="The optimizer steps of the run, if a schedule needs them."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Convert a configuration of TRL, OpenRLHF, verl or NeMo RL to Laurel's.
-
-    It also lists the keys that were carried over, those that are not needed, and those that cannot
-    be carried over, each with the reason.
-
-    Example: laurel config import grpo.yaml --from trl --devices 8 -o grpo_laurel.yaml
-    """
-    from laurel.cli.import_config import run_import
-    from laurel.config.importing.sources import ImportRequest
-
-    request = ImportRequest(
-        path=Path(file), system=system, run=kind, devices=devices, total_steps=total_steps
-    )
-    run_import(request, output=output, as_json=as_json)

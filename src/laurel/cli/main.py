@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,11 +15,10 @@ from rich.text import Text
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
-from laurel.cli.doctor import sandbox_app
 from laurel.cli.evaluate import eval_app
-from laurel.errors import ConfigError, LaurelError, Terms, if_interrupted, speaking
+from laurel.cli.sandbox import sandbox_app
+from laurel.errors import ConfigError, LaurelError, Terms, speaking
 from laurel.observe.console import make_console, verbosity
-from laurel.observe.json_output import write_json
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
@@ -30,10 +28,8 @@ from laurel.run.options import (
     LocalScorerOptions,
     ModelOption,
     Overrides,
-    PlanOptions,
     PreferenceSetOption,
     ServeOptions,
-    SweepOptions,
     sets_column,
 )
 
@@ -105,35 +101,6 @@ def grpo_command(
     from laurel.run.train import run_training
 
     run_training("grpo", config, overrides or [], as_json=as_json)
-
-
-@app.command("sweep")
-def sweep_command(options: SweepOptions) -> None:
-    """Search for the settings of a reward model that do best in validation.
-
-    The best configuration is written as a file for laurel rm. A sweep that was stopped goes on with
-    the same command.
-
-    Example: laurel sweep -c rm.yaml 'policy.optimizer.kwargs.lr=log(1e-5,1e-3)' --folds 5
-    """
-    from laurel.cli.sweep import run_sweep
-
-    run_sweep(options)
-
-
-@app.command("plan")
-def plan(config: ConfigOption = None, overrides: Overrides = None, *, options: PlanOptions) -> None:
-    """Show where each part of a run would be placed, and whether it fits.
-
-    Nothing is loaded or started. For every setting that does not fit, the plan names the nearest
-    one that does, and the exit code is 2.
-
-    Example: laurel plan -c examples/configs/grpo_rm_1B.yaml --nodes 4 --gpus-per-node 8
-    """
-    from laurel.cli.plan import run_plan
-
-    if not run_plan(config, overrides or [], options):
-        raise typer.Exit(2)
 
 
 @app.command("score")
@@ -222,99 +189,6 @@ def export_command(
     run_export(options)
 
 
-@app.command("init")
-def init(
-    column_words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=COLUMN",
-            help="The names of columns, which the file gets: data.prompt_key=, data.chosen_key=, "
-            "data.rejected_key= and the like; also data.on_bad_row=skip.",
-        ),
-    ] = None,
-    task: Annotated[
-        Literal["rm", "grpo-math", "grpo-rm", "grpo-code"] | None,
-        typer.Option(
-            "--task", "-t", help="What to train. Without it, laurel init asks on a terminal."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            help="The model to start from: a directory, a hub name or a GGUF file. Without it, "
-            "laurel init asks on a terminal.",
-        ),
-    ] = None,
-    scratch: Annotated[
-        bool,
-        typer.Option(
-            "--scratch", help="Start from a small, newly initialized model; this needs no hub."
-        ),
-    ] = False,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            "-d",
-            metavar="DATA",
-            help="The training rows: a file, a data set's name or a hub name. Without it, laurel "
-            "init asks on a terminal.",
-        ),
-    ] = None,
-    reward_model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="For --task grpo-rm: the reward model that scores completions. Default: "
-            "results/rm.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="The file to write. Default: TASK.yaml."
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Overwrite the file, and the schema beside it, if they exist."
-        ),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a commented configuration to start from.
-
-    It needs three things: a task, a model and data. On a terminal it asks for those that no option
-    gives; without a terminal a missing one is an error. The configuration is fitted to this
-    machine and to the data, which are examined as laurel data check does. The exit code is 2 if no
-    row of the data fits.
-
-    Example: laurel init --task rm --model Qwen/Qwen3-0.6B --data pairs.jsonl
-    """
-    from laurel.cli.starter import run_init
-
-    if scratch and model is not None:
-        raise ConfigError(
-            f"--scratch makes a new model, and --model {model} names one; say one of them"
-        )
-    model = "scratch" if scratch else model
-    if not run_init(
-        task,
-        model,
-        data,
-        reward_model,
-        output,
-        column_words=column_words or (),
-        force=force,
-        as_json=as_json,
-    ):
-        raise typer.Exit(2)
-
-
 @app.command("serve")
 def serve_command(options: ServeOptions) -> None:
     """Serve a reward model over HTTP.
@@ -327,131 +201,6 @@ def serve_command(options: ServeOptions) -> None:
     from laurel.cli.serve import run_serve
 
     run_serve(options)
-
-
-@app.command("doctor")
-def doctor(
-    trial: Annotated[
-        bool,
-        typer.Option("--trial", help="Try what a run relies on, with models made on the spot."),
-    ] = False,
-    minutes: Annotated[
-        float,
-        typer.Option(min=0, help="The minutes of a trial. Checks not begun by then are skipped."),
-    ] = 10.0,
-    report: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="The JSON file of a trial, to attach to an issue."),
-    ] = Path("laurel-trial.json"),
-    as_json: JsonOption = False,
-) -> None:
-    """Show what this machine has and what Laurel will use.
-
-    A trial prints a table of checks, each with pass, fail or skipped: exactness of shared prompts,
-    memory and speed, weight transfer, several ranks, vLLM. The exit code is 1 where one fails.
-
-    Example: laurel doctor --trial --minutes 20
-    """
-    from laurel.cli.doctor import run_doctor, run_doctor_trial
-
-    if not trial:
-        run_doctor(as_json=as_json)
-    elif not run_doctor_trial(minutes=minutes, report=report, as_json=as_json):
-        raise typer.Exit(1)
-
-
-@app.command("demo")
-def demo(
-    directory: Annotated[
-        Path, typer.Option("--directory", "-d", help="The directory that everything is written to.")
-    ] = Path("demo"),
-    seed: Annotated[
-        int, typer.Option(min=0, help="The seed of the data, the model and the sampling.")
-    ] = 0,
-    data_only: Annotated[
-        bool,
-        typer.Option(
-            "--data-only",
-            help="Write the data sets and the configurations, but train nothing.",
-        ),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Run every stage of training on generated data: offline, in minutes.
-
-    The demo generates data, fine-tunes a small model on it, trains a reward model, and trains a
-    policy against that reward model with GRPO.
-    """
-    from laurel.demo.demo import run_demo, write_demo_data
-
-    if data_only:
-        write_demo_data(directory, seed=seed, as_json=as_json)
-        return
-    with if_interrupted(lambda: f"{directory} keeps what was made, and another demo starts over"):
-        run_demo(directory, seed=seed, as_json=as_json)
-
-
-@app.command("report")
-def report_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN...", help="The log directories of runs, or the directory of one sweep."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page to write.", metavar="FILE")
-    ] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="The heading of the page.")] = "Laurel report",
-    is_followed: Annotated[
-        bool,
-        typer.Option(
-            "--follow", help="Serve the page while the run continues, instead of writing a file."
-        ),
-    ] = False,
-    port: Annotated[
-        int,
-        typer.Option(
-            min=0, max=65535, help="The loopback port of --follow; 0 chooses one that is free."
-        ),
-    ] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """Write one HTML page about runs.
-
-    The page begins with the findings to look at first, and goes on with curves, samples and the
-    configuration.
-
-    Example: laurel report logs/exp_001 logs/exp_002 --output report.html
-    """
-    if is_followed and as_json:
-        raise typer.BadParameter("--follow serves a page and writes no JSON")
-    if any((run / "sweep.json").is_file() for run in runs):
-        if is_followed or title != "Laurel report":
-            raise typer.BadParameter("the page of a sweep has neither --follow nor --title")
-        from laurel.cli.sweep import copy_page
-
-        copy_page(runs, output)
-        if as_json:
-            write_json({"page": output, "sweep": runs[0]})
-        else:
-            print(output)
-        return
-    if is_followed:
-        from laurel.observe.report.live import follow
-
-        try:
-            follow(runs, title=title, port=port, say=partial(print, flush=True))
-        except KeyboardInterrupt:  # ends the server, which has printed a message
-            raise typer.Exit(130) from None
-        return
-    from laurel.observe.report.page import findings_of, write_report
-
-    write_report(output, runs, title=title)
-    if as_json:
-        write_json({"page": output, "runs": findings_of(runs)})
-    else:
-        print(output)
 
 
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laurel import plugins
 from laurel.config.policy import TokenizerConfig
 from laurel.errors import (
     ConfigError,
@@ -36,7 +37,7 @@ from laurel.rewards.server.service import (
     ServingSpec,
     open_served,
 )
-from laurel.rewards.spec import ScorerSpec, find_reward_model
+from laurel.rewards.spec import ScorerSpec, ScoringEngine, find_reward_model
 from laurel.run.options import ServeOptions
 from laurel.run.specs import OPTIONS
 
@@ -203,8 +204,8 @@ def _check(options: ServeOptions) -> None:
             "give either a reward model (--model with a directory or a name on the Hugging Face "
             "hub) or --null, which serves trivial scores"
         )
-    if options.null and options.engine == "vllm":
-        raise ConfigError("--engine vllm needs a model; --null computes nothing")
+    if options.null and options.engine != "laurel":
+        raise ConfigError(f"--engine {options.engine} needs a model; --null computes nothing")
     if options.no_api_key and not _is_loopback(options.host):
         raise ConfigError(
             f"--no-api-key is for loopback addresses only, and --host {options.host} is reached "
@@ -314,13 +315,13 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
     """Return the spec of the model to serve, which is resolved here and loaded later."""
     scorer = None
     if options.model:
-        pooling = None
-        if options.engine == "vllm":
-            from laurel.generation.vllm.pooling import PoolingOptions
-            from laurel.generation.vllm.settings import check_has_vllm
-
-            check_has_vllm("--engine vllm")
-            pooling = PoolingOptions()
+        engine = None
+        if options.engine != "laurel":
+            plugin = plugins.find(plugins.Engine, options.engine)
+            if plugin.scoring_section is None:
+                raise ConfigError(f"--engine {options.engine}: it samples, and computes no scores")
+            plugin.check_installed(f"--engine {options.engine}")
+            engine = ScoringEngine(plugin=plugin, section=plugin.scoring_section())
         day = None if options.date is None else options.date.date()
         scorer = ScorerSpec(
             model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),
@@ -329,7 +330,7 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
             batch_tokens=options.batch_tokens,
             precision=options.precision,
             device=options.device,
-            pooling=pooling,
+            engine=engine,
             aggregate=options.aggregate,
             terms=(Terms({"policy.tokenizer.date": "--date"}),),
         )

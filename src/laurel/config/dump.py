@@ -138,18 +138,18 @@ def literal(value: Any) -> Any:
     return _as_plain(value, set())
 
 
-def _as_plain(value: Any, repeatable: set[type[Section]]) -> Any:
+def _as_plain(
+    value: Any, repeatable: set[type[Section]], *, is_one_of_several: bool = False
+) -> Any:
     if isinstance(value, Section):
-        names = [
-            name
-            for name in fields_in(value)
-            if type(value) not in repeatable or name in value.model_fields_set
-        ]
+        only_given = is_one_of_several or type(value) in repeatable
+        names = [n for n in fields_in(value) if not only_given or n in value.model_fields_set]
         return {name: _as_plain(getattr(value, name), repeatable) for name in names}
     if isinstance(value, dict):
-        return {key: _as_plain(item, repeatable) for key, item in value.items()}
+        items = value.items()
+        return {k: _as_plain(item, repeatable, is_one_of_several=True) for k, item in items}
     if isinstance(value, list | tuple):
-        return [_as_plain(item, repeatable) for item in value]
+        return [_as_plain(item, repeatable, is_one_of_several=True) for item in value]
     return escaped(value) if isinstance(value, str) else value
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -12,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
-from laurel.config.plugged import NameOf, OpenSection
+from laurel.config.plugged import NameOf, OpenSection, field_of
 from laurel.config.policy import (
     NamedCall,
     Precision,
@@ -31,7 +32,7 @@ from laurel.config.yaml_tree import (
     removed,
 )
 from laurel.errors import about, key_of
-from laurel.plugins import EnvironmentKind
+from laurel.plugins import Engine, EnvironmentKind
 from laurel.sandbox.comparison import Comparison
 
 # The `sandbox` section: how programs that a model wrote are locked in.
@@ -237,24 +238,40 @@ class AskingConfig(Section):
         return self
 
 
-class ScoringVllmConfig(Section):
-    """vLLM's own settings, for a reward model."""
+class ScoringEngineSection(OpenSection):
+    """A section that chooses the engine of a model whose weights never change."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig", "ScoringVllmConfig")
+    kind_of_plugin: ClassVar[str] = "engines"
+    suffix_of_plugins: ClassVar[str] = "_cfg"
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that the model is spread over."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, lt=1)
-    """Share of a GPU's memory that it may take."""
+    if TYPE_CHECKING:
+        backend: str
+
+    @classmethod
+    def section_of(cls, plugin: Engine) -> type[Section] | None:
+        """Return the settings that an engine has here."""
+        return plugin.scoring_section
+
+    @property
+    def engine(self) -> tuple[Engine, Any] | None:
+        """Return the engine with its settings; None is Laurel's own, `transformers`."""
+        return None if self.backend == "transformers" else self.settings_of(Engine, self.backend)
+
+    @model_validator(mode="after")
+    def _engine_computes_scores(self) -> ScoringEngineSection:
+        if self.engine is not None and self.engine[0].scoring_section is None:
+            raise ValueError(f"backend={self.backend}: this engine samples, and computes no scores")
+        return self
 
 
 def _is_set(section: Section, key: str) -> bool:
     # A key that is written with its default has no other effect than one that is left out.
-    field = type(section).model_fields[key]
+    field = field_of(type(section), key)
+    assert field is not None
     return bool(getattr(section, key) != field.get_default(call_default_factory=True))
 
 
-class JudgeConfig(AskingConfig):
+class JudgeConfig(AskingConfig, ScoringEngineSection):
     """A language model that is asked for a verdict: at an OpenAI-compatible endpoint, or here.
 
     What it is shown was written by the policy, which learns to persuade it. The default template
@@ -267,10 +284,9 @@ class JudgeConfig(AskingConfig):
     model: str
     """What the servers call it; without `urls` its directory, a directory of checkpoints, its hub
     name, or a GGUF file."""
-    backend: Annotated[Literal["transformers", "vllm"], MAY_CHANGE] = "transformers"
-    """The engine of a judge that this process loads. Default: it needs no other package."""
-    vllm_cfg: Annotated[ScoringVllmConfig, MAY_CHANGE] = ScoringVllmConfig()
-    """Settings of `backend: vllm`."""
+    backend: Annotated[str, NameOf("engines", ("transformers",)), MAY_CHANGE] = "transformers"
+    """The engine of a judge that this process loads, `transformers` or `vllm` (with `vllm_cfg`).
+    Default: it needs no other package."""
     precision: Precision = "bfloat16"
     """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
     half the memory."""
@@ -410,10 +426,13 @@ class JudgeConfig(AskingConfig):
             found.append(("is for read_out=log_probability or compares=true", ("words",)))
         if not self.compares:
             found.append(("is for compares=true", ("max_opponents",)))
-        if self.backend != "vllm":
-            found.append(("is for backend=vllm", ("vllm_cfg",)))
-        else:
+        if self.backend != "transformers":
             found.append(("is for backend=transformers", ("batch_tokens", "compile")))
+        for key in self.model_extra or ():
+            name = key.removesuffix(self.suffix_of_plugins)
+            why = found[0][0] if self.urls is not None else f"is for backend={name}"
+            if self.urls is not None or name != self.backend:
+                found.append((why, (key,)))
         for why, keys in found:
             for key in keys:
                 if _is_set(self, key):
@@ -437,7 +456,6 @@ class JudgeConfig(AskingConfig):
 LOADED_JUDGE_KEYS = (
     *(
         "backend",
-        "vllm_cfg",
         "precision",
         "compile",
         "max_model_len",
@@ -712,101 +730,6 @@ class MathEnvironmentConfig(Section):
     unless the known answer has one: the policy would only restate the problem."""
 
 
-class ReasoningGymEnvironmentConfig(Section):
-    """Answers to the generated tasks of reasoning_gym, scored by its own scorers."""
-
-    answer_tag: str | None = Field(default="answer", pattern=r"^\w+$")
-    """The answer is what stands in the last `<answer>...</answer>`; without one the scorer
-    gets no answer. Null: the whole completion is the answer."""
-    system_prompt: str | None = "default"
-    """A system prompt of reasoning_gym, by its name: default, simple, direct, chain_of_draft or
-    DeepSeekZero, which all ask for the tag. Null: none, or that of `data.system_prompt_file`."""
-
-
-class VerifiersEnvironmentConfig(Section):
-    """A taskset of verifiers, played by the package's own runner with the policy as its model."""
-
-    id: str
-    """The installed package (or module) of the taskset, as `verifiers` names it."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the taskset, e.g. `{num_tasks: 100}`; those of its tasks are under `task`."""
-    env: dict[str, Any] = Field(default_factory=dict)
-    """Settings of its environment (`--env.*` there), e.g. `{id: user-sim}`. One agent is the
-    policy, and each other one needs a `client` of its own."""
-    form: Literal["auto", "hermes", "llama"] = "auto"
-    """How the policy writes calls of tools, as `env.tools.form`."""
-
-
-class SessionsConfig(Section):
-    """A server of environments, which has a session for each rollout."""
-
-    url: Annotated[str, MAY_CHANGE]
-    """Its address, `http://HOST:PORT`."""
-    system_prompt: str | None = None
-    """The first message of every prompt. Null: none, or that of `data.system_prompt_file`."""
-    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
-    """Seconds to wait for a server from when it is first missed, at the start and later; then the
-    run ends as for a lost worker (exit code 75), and the same command goes on. Default: a restart
-    of a server takes less."""
-    step_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
-    """Seconds of one step, and of the beginning of a session; the completion then fails, unless
-    the server answers nobody else either and is waited for. Twice this and `connect_patience` are
-    together less than `env.timeout_seconds`."""
-    max_observation_chars: int = Field(default=4096, ge=64)
-    """Longest message that the policy sees; a longer one loses its middle."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_an_address(cls, url: str) -> str:
-        checked_urls([url])
-        return url.rstrip("/")
-
-
-class OpenEnvConfig(SessionsConfig):
-    """A server of OpenEnv. `data.max_samples` says how many tasks it has: one for each seed."""
-
-    first_seed: int = Field(default=0, ge=0)
-    """The seed of the first task, which `reset` gets; the next one has the next."""
-    reset: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of every `reset`."""
-    instruction: str | None = None
-    """Text before the first observation, in the same message. Null: the observation alone."""
-    action_key: str | None = None
-    """The field of the action that takes the policy's text. Null: the text is a JSON object, which
-    is the action."""
-    action_fields: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of every action, whatever the policy says in them."""
-    action_tag: str | None = Field(default=None, pattern=r"^\w+$")
-    """The text is what stands in the last `<TAG>...</TAG>` of the message. Null: all of it, after
-    its thoughts."""
-    observation_key: str | None = None
-    """The field of an observation that the policy sees. Null: all of them, as JSON."""
-    role: Literal["user", "tool", "environment"] = "user"
-    """The role of the message with the observation."""
-
-    @model_validator(mode="after")
-    def _leaves_the_action_to_the_policy(self) -> OpenEnvConfig:
-        if self.action_key in self.action_fields:
-            raise ValueError(f"action_fields has {self.action_key} (action_key): leave one out")
-        return self
-
-
-class OpenRewardConfig(SessionsConfig):
-    """A server of the Open Reward Standard, whose tools the policy calls."""
-
-    environment: str | None = None
-    """The environment on the server. Null: its first."""
-    split: str = "train"
-    """The split whose tasks become the rows."""
-    form: Literal["auto", "hermes", "llama"] = "auto"
-    """How calls are written, as in `env.tools.form`."""
-    api_key_env: Annotated[str | None, MAY_CHANGE] = Field(
-        default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"
-    )
-    """Name of the environment variable with the API key; never the key itself. Null: none, as for
-    a server of your own."""
-
-
 Bound = Annotated[float, Field(allow_inf_nan=True)]
 """A bound that may be infinite, and then bounds nothing."""
 
@@ -837,16 +760,15 @@ class ScoreTransformConfig(Section):
         return self
 
 
-class ScoringGenerationConfig(Section):
+class ScoringGenerationConfig(ScoringEngineSection):
     """The engine that computes the scores of a reward model; the name is NeMo RL's."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("ScoringGenerationConfig")
 
-    backend: Literal["transformers", "vllm"] = "transformers"
+    backend: Annotated[str, NameOf("engines", ("transformers",))] = "transformers"
     """`transformers`: the model itself, in token forests; `vllm`: an engine of its own (extra
     `vllm`), checked against the golden scores. Default: it needs no second engine, and its noise
     can be measured exactly."""
-    vllm_cfg: ScoringVllmConfig = ScoringVllmConfig()
 
 
 class ScoringParallelConfig(Section):
@@ -918,15 +840,16 @@ class RewardModelEnvironmentConfig(ScorerSource):
                 f"num_replicas={self.num_replicas} is for one model that this run loads; leave it "
                 "out where there are urls, a judge, a function or several models"
             )
-        if self.uses_vllm and (self.models is not None or not self.loads_model):
+        backend = self.generation.backend if self.generation is not None else "transformers"
+        if self.engine is not None and (self.models is not None or not self.loads_model):
             raise ValueError(
-                "generation.backend=vllm is for one model that this run loads; leave it out where "
-                "there are urls, a judge, a function or several models"
+                f"generation.backend={backend} is for one model that this run loads; leave it out "
+                "where there are urls, a judge, a function or several models"
             )
-        if self.uses_vllm and self.num_replicas > 1:
+        if self.engine is not None and self.num_replicas > 1:
             raise ValueError(
-                f"num_replicas={self.num_replicas} with generation.backend=vllm: vLLM is one "
-                "engine here; spread it with generation.vllm_cfg.tensor_parallel_size"
+                f"num_replicas={self.num_replicas} with generation.backend={backend}: it is one "
+                f"engine here; spread it with generation.{backend}_cfg.tensor_parallel_size"
             )
         if self.num_workers and not self.uses_workers:
             hint = (
@@ -962,9 +885,9 @@ class RewardModelEnvironmentConfig(ScorerSource):
             )
 
     @property
-    def uses_vllm(self) -> bool:
-        """Report whether the reward model is computed by vLLM."""
-        return self.generation is not None and self.generation.backend == "vllm"
+    def engine(self) -> tuple[Engine, Any] | None:
+        """Return the engine that computes the reward model, with its settings; None: Laurel's."""
+        return None if self.generation is None else self.generation.engine
 
     @property
     def loads_model(self) -> bool:
@@ -994,43 +917,6 @@ class RewardModelEnvironmentConfig(ScorerSource):
         return super().judges_groups or any(part.judges_groups for part in self.models or ())
 
 
-# The `env.tools` section: functions that the policy calls before it answers.
-
-
-class ToolsConfig(Section):
-    """Python functions that the policy may call before its answer, which another one grades."""
-
-    functions: list[str] = Field(default_factory=list)
-    """Import paths `module.function`. Type hints and a docstring with `Args:` make the schema that
-    the chat template shows. They run in processes with this account's rights: for code of a policy
-    there is `env.code`."""
-    graded_by: str | None = None
-    """The environment that grades the final answer: a message without a call. Null: another part of
-    an `env.composite` that this one conducts."""
-    form: Literal["auto", "hermes", "llama"] = "auto"
-    """How calls are written. `auto`: as the chat template writes one; `hermes`:
-    `<tool_call>{"name", "arguments"}</tool_call>`; `llama`: `{"name", "parameters"}`."""
-    max_calls: int = Field(default=16, ge=1)
-    """Calls of one rollout. Further ones are answered by a text that says so, and counted."""
-    timeout_seconds: float = Field(default=10.0, gt=0)
-    """Limit of one call, after which its process is killed; the policy reads that, and it is
-    counted."""
-    num_workers: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=8, ge=1)
-    """Calls at a time, each in a process of its own."""
-    max_result_chars: int = Field(default=4096, ge=64)
-    """Longest result that the policy sees; a longer one loses its middle."""
-
-    @model_validator(mode="after")
-    def _functions_are_paths(self) -> ToolsConfig:
-        for path in self.functions:
-            if "." not in path or not all(part.isidentifier() for part in path.split(".")):
-                raise ValueError(f"functions: {path!r} must be module.function")
-        names = [path.rpartition(".")[2] for path in self.functions]
-        if len(set(names)) < len(names):
-            raise ValueError(f"functions: two have the same name ({', '.join(names)}); rename one")
-        return self
-
-
 class CompositePart(Section):
     """One of several environments that grade the same sample."""
 
@@ -1057,6 +943,17 @@ class CompositeEnvironmentConfig(Section):
     Null: all score every turn, and any of them ends it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundEnvironment:
+    """What the name of an environment stands for."""
+
+    kind: EnvironmentKind
+    where: str
+    """The key of its settings."""
+    section: Any
+    """Its settings."""
+
+
 class EnvironmentsConfig(OpenSection):
     """The environments, by the names that `data.env_name` uses."""
 
@@ -1068,17 +965,6 @@ class EnvironmentsConfig(OpenSection):
     math: MathEnvironmentConfig = MathEnvironmentConfig()
     code: CodeEnvironmentConfig = CodeEnvironmentConfig()
     reward_model: RewardModelEnvironmentConfig = RewardModelEnvironmentConfig()
-    tools: ToolsConfig = ToolsConfig()
-    reasoning_gym: ReasoningGymEnvironmentConfig = ReasoningGymEnvironmentConfig()
-    verifiers: dict[str, VerifiersEnvironmentConfig] = Field(default_factory=dict)
-    """Tasksets of verifiers, by names of your own; `data.dataset_name: verifiers` reads the tasks
-    of the one that `data.env_name` names."""
-    openenv: dict[str, OpenEnvConfig] = Field(default_factory=dict)
-    """Servers of OpenEnv, by names of your own; `data.dataset_name: openenv` makes tasks with the
-    one that `data.env_name` names."""
-    openreward: dict[str, OpenRewardConfig] = Field(default_factory=dict)
-    """Servers of the Open Reward Standard, by names of your own; `data.dataset_name: openreward`
-    reads the tasks of the one that `data.env_name` names."""
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
@@ -1094,42 +980,51 @@ class EnvironmentsConfig(OpenSection):
     def plugged_in(cls, key: str) -> FieldInfo | None:
         """Return the field of a kind of environments that a plug-in brings."""
         field = super().plugged_in(key)
-        if field is None or not plugins.find(EnvironmentKind, key).several:
+        found = None if field is None else plugins.find(EnvironmentKind, key)
+        if field is None or found is None or not found.several:
             return field
         kind: Any = dict[str, field.annotation]  # type: ignore[name-defined]
-        return FieldInfo(annotation=kind, default_factory=dict, description=field.description)
+        return FieldInfo(annotation=kind, default_factory=dict, description=found.__doc__)
 
     def named(self) -> dict[str, Mapping[str, Any]]:
         """Return the environments of each key that holds several, by the user's names."""
-        more = {key: self[key] for key in self.model_extra or () if isinstance(self[key], dict)}
+        kinds = [
+            name
+            for name in plugins.names("environments")
+            # Those of other packages are imported only if they are used.
+            if name in self or plugins.is_own("environments", name)
+        ]
         return {
-            "verifiers": self.verifiers,
-            "openenv": self.openenv,
-            "openreward": self.openreward,
-            **more,
+            kind: self.get(kind, {})
+            for kind in kinds
+            if plugins.find(EnvironmentKind, kind).several
         }
 
     def names(self) -> list[str]:
         """Return the names of all environments that a task may use."""
-        kinds = [name for name in plugins.names("environments") if name not in self.named()]
-        own = [name for named in self.named().values() for name in named]
+        several = self.named()
+        kinds = [name for name in plugins.names("environments") if name not in several]
+        own = [name for named in several.values() for name in named]
         return [*kinds, *own, *self.composite, *self.custom]
 
-    @model_validator(mode="after")
-    def _sessions_end_in_time(self) -> EnvironmentsConfig:
-        servers: dict[str, Mapping[str, SessionsConfig]] = {
-            "openenv": self.openenv,
-            "openreward": self.openreward,
-        }
-        for kind, named in servers.items():
-            for name, config in named.items():
-                # A step that a server lets wait, the outage, and the step again.
-                longest = config.connect_patience + 2 * config.step_timeout
-                if longest >= self.timeout_seconds:
-                    raise ValueError(
-                        f"{kind}.{name}: connect_patience={config.connect_patience:g} and twice "
-                        f"step_timeout={config.step_timeout:g} have to be less than "
-                        f"timeout_seconds={self.timeout_seconds:g}, after which the completion has "
-                        "failed anyway"
-                    )
-        return self
+    def found(self, name: str) -> FoundEnvironment | None:
+        """Return what the name of an environment stands for; None if no plug-in makes it.
+
+        Raises:
+            ConfigError: The plug-in cannot be imported, or needs settings that are not given.
+        """
+        for key, named in self.named().items():
+            if name in named:
+                kind = plugins.find(EnvironmentKind, key)
+                return FoundEnvironment(kind=kind, where=f"env.{key}.{name}", section=named[name])
+        is_one = name in plugins.names("environments")
+        if not is_one or plugins.find(EnvironmentKind, name).several:
+            return None
+        kind, section = self.settings_of(EnvironmentKind, name)
+        return FoundEnvironment(kind=kind, where=f"env.{name}", section=section)
+
+    def configured(self, default: str | None = None) -> dict[str, FoundEnvironment]:
+        """Return the environments of plug-ins that have settings, and the `default`, by name."""
+        kinds = [key for key in plugins.names("environments") if key in self or key == default]
+        own = [name for named in self.named().values() for name in named]
+        return {name: found for name in (*kinds, *own) if (found := self.found(name)) is not None}

@@ -26,39 +26,9 @@ from laurel.config.yaml_tree import (
     foreign,
     removed,
 )
+from laurel.plugins import Engine, EngineNeeds
 
 # The `policy.generation` section: how completions are sampled. Names follow NeMo RL's files.
-
-
-class VllmConfig(Section):
-    """The settings of vLLM's engine."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig")
-
-    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of its weights; `auto` is `policy.precision`."""
-    tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
-    """Devices of one node that share each layer."""
-    pipeline_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
-    """Devices of one node that share the layers."""
-    gpu_memory_utilization: Annotated[float, MAY_CHANGE] = Field(default=0.6, gt=0, lt=1)
-    """Share of a GPU's memory that it may take. Default: the policy's weights are on the same
-    device."""
-    max_model_len: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=2)
-    """Longest prompt with its completion; null is `policy.max_total_sequence_length`."""
-    enforce_eager: Annotated[bool, MAY_CHANGE] = False
-    """Do not capture CUDA graphs. Default: graphs make decoding faster."""
-    load_format: Annotated[str, MAY_CHANGE] = "auto"
-    """How vLLM reads the first weights."""
-    weight_loading: Annotated[Literal["auto", "ipc", "files"], MAY_CHANGE] = "auto"
-    """How vLLM's processes get new weights from the process that started them: `ipc`, GPU memory
-    that both have open (CUDA IPC), or `files` in memory. The run logs the choice of `auto` and its
-    reason. Default: `ipc` where a try shows that it works (one process that sees vLLM's GPUs)."""
-
-    @property
-    def num_devices(self) -> int:
-        """Return the number of devices that one copy of the model is spread over."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ColocatedConfig(Section):
@@ -70,12 +40,15 @@ class ColocatedConfig(Section):
     """Otherwise: its own."""
 
 
-class GenerationConfig(Section):
+class GenerationConfig(OpenSection):
     """The sampling of completions, and its engine."""
+
+    kind_of_plugin: ClassVar[str] = "engines"
+    suffix_of_plugins: ClassVar[str] = "_cfg"
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("GenerationConfig")
 
-    backend: Annotated[Literal["auto", "transformers", "vllm"], MAY_CHANGE] = "auto"
+    backend: Annotated[str, NameOf("engines", ("auto", "transformers")), MAY_CHANGE] = "auto"
     """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
     (extra `vllm`). `auto`: vllm if it is installed and there is a GPU, otherwise transformers.
     Default: the in-process engine needs no second copy of the weights."""
@@ -109,7 +82,6 @@ class GenerationConfig(Section):
     timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=1800.0, gt=0)
     """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
-    vllm_cfg: VllmConfig = VllmConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     colocated: Annotated[ColocatedConfig, MAY_CHANGE] = ColocatedConfig()
@@ -124,6 +96,21 @@ class GenerationConfig(Section):
     weight_probe_tolerance: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
     """Largest difference between log-probabilities of engine and learner in the probe after a
     weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
+
+    def engine_of(self, *, has_gpu: bool) -> str:
+        """Return the name of the engine, which `auto` chooses by whether there is a GPU."""
+        if self.backend != "auto":
+            return self.backend
+        own = (name for name in plugins.names("engines") if plugins.is_own("engines", name))
+        automatic = (name for name in own if plugins.find(Engine, name).is_automatic)
+        return next(automatic, "transformers") if has_gpu else "transformers"
+
+    def needs_of(self, name: str) -> EngineNeeds | None:
+        """Return what a replica of an engine takes; None for `transformers`."""
+        if name == "transformers":
+            return None
+        engine, section = self.settings_of(Engine, name)
+        return engine.needs(section)
 
     @property
     def conversation_bytes(self) -> int:

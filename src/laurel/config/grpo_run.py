@@ -92,32 +92,16 @@ class GRPORun(Section):
                 f"policy.generation.max_new_tokens={longest} is more than "
                 f"policy.max_total_sequence_length={policy.max_total_sequence_length} has room for"
             )
-        engine, whole = policy.generation.vllm_cfg.max_model_len, policy.max_total_sequence_length
-        if engine is not None and engine < whole and policy.generation.backend != "transformers":
-            raise ValueError(
-                f"policy.generation.vllm_cfg.max_model_len={engine} is less than "
-                f"policy.max_total_sequence_length={whole}: prompts that fit into the one would be "
-                "refused by the other; leave it out"
-            )
+        backend, set_up = policy.generation.backend, policy.generation.model_extra or {}
+        for name in plugins.names("engines"):
+            if backend == name or (backend == "auto" and f"{name}_cfg" in set_up):
+                plugins.find(plugins.Engine, name).check(policy)
         return self
 
     @model_validator(mode="after")
-    def _attempts_have_turns(self) -> GRPORun:
-        attempts, turns = self.env.code.max_attempts, self.grpo.max_rollout_turns
-        if attempts > turns:
-            raise ValueError(
-                f"env.code.max_attempts={attempts} takes as many turns, and there are "
-                f"grpo.max_rollout_turns={turns}; set that to {attempts}, or ask for fewer attempts"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _calls_have_turns(self) -> GRPORun:
-        if self.env.tools.functions and self.grpo.max_rollout_turns < 2:
-            raise ValueError(
-                "env.tools.functions: a call and the answer after it take two turns, and there is "
-                f"grpo.max_rollout_turns={self.grpo.max_rollout_turns}; raise it"
-            )
+    def _environments_fit(self) -> GRPORun:
+        for found in self.env.configured().values():
+            found.kind.check(found.section, self, found.where)
         return self
 
     @model_validator(mode="after")

@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 
 from laurel.config.dump import meaning, sections_below
 from laurel.config.nemo_rl import reason
-from laurel.config.plugged import OpenSection, field_of
-from laurel.config.schema_info import kinds_of, sections_of, step_into
+from laurel.config.plugged import OpenSection, field_of, field_of_section
+from laurel.config.schema_info import item_kinds, kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import MINUS_1_IS_OFF, NO_ITEMS_IS_NONE, Section
 
@@ -38,7 +38,7 @@ def json_schema(kind: Kind) -> dict[str, Any]:
             block = schema if section is top else definitions[section.__name__]
             block["additionalProperties"] = False
             for key, field in section.all_plugged_in():
-                place = f"{section.kind_of_plugin}.{key}"
+                place = f"{section.__name__}.{key}"
                 block["properties"][key] = _plugged_in(place, field, definitions, named)
     for name, definition in definitions.items():
         _accept(definition, named[name], named)
@@ -87,7 +87,12 @@ def _plugged_in(
     Its section and those below it become definitions under names of its own, as two packages may
     call their sections the same.
     """
-    sections = sections_of(kinds_of(field.annotation))
+    kinds = kinds_of(field.annotation)
+    inside = item_kinds(kinds[0])
+    if inside is not None:  # several of a kind, by names of the user's own
+        one = _plugged_in(place, field_of_section(*sections_of(inside)), definitions, named)
+        return {"type": "object", "additionalProperties": one, "default": {}}
+    sections = sections_of(kinds)
     if not sections:
         kind: Any = field.annotation
         return {**TypeAdapter(kind).json_schema(), "default": field.default}

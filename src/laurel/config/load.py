@@ -187,8 +187,10 @@ class Checker:
                     continue
                 if key not in section.model_fields and not _has_broken(value):
                     value = self._checked(section, key, field, value, node, path)
-                values[key] = value
                 whole = whole and not _has_broken(value)
+                # The section would validate what a plug-in's key holds again, whatever it is.
+                if key in section.model_fields or not _has_broken(value):
+                    values[key] = value
             elif key in section.foreign_keys:
                 self.ignored.append(dotted(here))
             elif key in section.removed and says_nothing(section.removed[key], child):

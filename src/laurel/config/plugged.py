@@ -23,12 +23,19 @@ class NameOf:
     """Marks a text that is the name of a plug-in of a kind."""
 
     kind: str
+    others: tuple[str, ...] = ()
+    """Words that the key has besides, before the names."""
+
+    @property
+    def words(self) -> list[str]:
+        """Return what the key may be."""
+        return [*self.others, *plugins.names(self.kind)]
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
         def checked(name: Any) -> str:
-            known = plugins.names(self.kind)
+            known = self.words
             if name not in known:
                 expected = " or ".join(map(repr, known))
                 raise PydanticKnownError("literal_error", {"expected": expected})
@@ -39,7 +46,7 @@ class NameOf:
         )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"enum": plugins.names(self.kind), "type": "string"}
+        return {"enum": self.words, "type": "string"}
 
 
 class OpenSection(Section):
@@ -49,6 +56,14 @@ class OpenSection(Section):
 
     kind_of_plugin: ClassVar[str]
     """The kind of its plug-ins."""
+    suffix_of_plugins: ClassVar[str] = ""
+    """What follows the name of a plug-in in the key of its settings."""
+
+    @classmethod
+    def section_of(cls, plugin: Any) -> type[Section] | None:
+        """Return the settings that a plug-in has in this section."""
+        found: type[Section] | None = plugin.section
+        return found
 
     @classmethod
     def plugged_in(cls, key: str) -> FieldInfo | None:
@@ -57,15 +72,17 @@ class OpenSection(Section):
         Raises:
             ConfigError: The plug-in cannot be imported.
         """
-        if key in cls.model_fields or key not in plugins.names(cls.kind_of_plugin):
+        name = key.removesuffix(cls.suffix_of_plugins)
+        is_name = name in plugins.names(cls.kind_of_plugin) and key == name + cls.suffix_of_plugins
+        if key in cls.model_fields or not is_name:
             return None
-        section = plugins.plugin(cls.kind_of_plugin, key).section
+        section = cls.section_of(plugins.plugin(cls.kind_of_plugin, name))
         return None if section is None else field_of_section(section)
 
     @classmethod
     def keys_of_plugins(cls) -> list[str]:
         """Return the keys that plug-ins may bring, without importing them."""
-        return plugins.names(cls.kind_of_plugin)
+        return [name + cls.suffix_of_plugins for name in plugins.names(cls.kind_of_plugin)]
 
     @classmethod
     def all_plugged_in(cls) -> Iterator[tuple[str, FieldInfo]]:
@@ -98,12 +115,13 @@ class OpenSection(Section):
             ConfigError: The plug-in cannot be imported, or needs settings that are not given.
         """
         found = plugins.find(base, name)
-        if found.section is None:
+        section = self.section_of(found)
+        if section is None:
             return found, None
-        given = self.get(name)
+        given = self.get(name + self.suffix_of_plugins)
         if given is None:
             try:
-                given = found.section()
+                given = section()
             except ValidationError as error:
                 lacking = "; ".join(
                     f"{'.'.join(map(str, (name, *problem['loc'])))}: {problem['msg']}"

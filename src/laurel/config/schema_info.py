@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from laurel import plugins
 from laurel.config.plugged import NameOf, field_of, known_keys
 from laurel.config.yaml_tree import (
     DEFAULT,
@@ -47,7 +46,7 @@ def kinds_of_field(field: FieldInfo) -> Kinds:
 
 def _names_of(marks: Sequence[Any]) -> Kinds:
     named = next((mark for mark in marks if isinstance(mark, NameOf)), None)
-    return () if named is None else (Literal[tuple(plugins.names(named.kind))],)
+    return () if named is None else (Literal[tuple(named.words)],)
 
 
 def sections_of(kinds: Kinds) -> list[type[Section]]:

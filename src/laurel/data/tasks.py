@@ -11,6 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
+from laurel import plugins
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.yaml_tree import nearest
 from laurel.data.columns import (
@@ -465,11 +466,13 @@ def load_task_data(
     )
     train_sets, validation_sets = sets_of_run(data, sources)
     for config in train_sets:
-        if config.tasks is not None and config.dataset_name != "reasoning_gym":
+        made = row_maker(config)
+        if config.tasks is not None and (made is None or "tasks" not in made.keys):
+            users = " or ".join(plugins.readers(plugins.Rows, "tasks"))
             raise ConfigError(
-                "data.tasks names generators of reasoning_gym, and has no effect on "
+                f"data.tasks names generators of {users}, and has no effect on "
                 f"{config.dataset_name or 'these rows'}: leave it out, or set "
-                "data.dataset_name=reasoning_gym"
+                f"data.dataset_name={users}"
             )
     endless: list[EndlessTasks] = []
     train, report = load(train_sets, name="train", limit=data.max_samples, endless=endless)
@@ -511,13 +514,25 @@ def load_task_data(
     return TaskData(train=kept, validation=validation, reports=reports)
 
 
+def row_maker(config: TaskSetConfig) -> plugins.Rows | None:
+    """Return the plug-in that makes the rows of a set; None if they are read from a file."""
+    name = config.dataset_name or ""
+    return plugins.find(plugins.Rows, name) if name in plugins.names("rows") else None
+
+
+def is_endless(config: TaskSetConfig) -> bool:
+    """Report whether a set has rows without end, divided between training and validation."""
+    made = row_maker(config)
+    return made is not None and made.endless
+
+
 def sets_of_run(
     data: TaskDataConfig, sources: Mapping[str, RowSource]
 ) -> tuple[list[TaskSetConfig], list[TaskSetConfig]]:
     """Return the sets of training, and of validation where any is named.
 
-    Sets of reasoning_gym divide their prompts between the two by seed and share. Those of
-    validation take both from training, and the prompts that training leaves out.
+    Sets without end divide their prompts between the two by seed and share. Those of validation
+    take both from training, and the prompts that training leaves out.
 
     Raises:
         ConfigError: Seeds or shares differ, so that training would see prompts of validation.
@@ -531,10 +546,11 @@ def sets_of_run(
     train = [with_share(config) for config in data.train_sets()]
     validation = []
     for config in data.validation_sets():
-        if config.dataset_name == "reasoning_gym":
+        if is_endless(config):
             changes: dict[str, Any] = {"split": config.split or "validation"}
             for key in ("seed", "split_validation_size"):
-                values = {getattr(one, key) for one in train if one.dataset_name == "reasoning_gym"}
+                same = [one for one in train if one.dataset_name == config.dataset_name]
+                values = {getattr(one, key) for one in same}
                 own = getattr(config, key)
                 # A share of 0 is that of `data`, as in training.
                 if key in config.model_fields_set and (own or key == "seed"):
@@ -542,9 +558,9 @@ def sets_of_run(
                 if len(values) > 1:
                     said = " and ".join(map(str, sorted(values)))
                     raise ConfigError(
-                        f"data.validation: {key} is {said} in sets of reasoning_gym, so that "
-                        "training would see prompts of validation: give all of them the same, or "
-                        f"set only data.{key}"
+                        f"data.validation: {key} is {said} in sets of {config.dataset_name}, so "
+                        "that training would see prompts of validation: give all of them the same, "
+                        f"or set only data.{key}"
                     )
                 changes[key] = values.pop() if values else getattr(data, key)
             config = config.model_copy(update=changes)

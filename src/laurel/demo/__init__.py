@@ -1,1 +1,1 @@
-"""Runs the demo, and generates its data."""
+"""Data that are generated: for the demo, the recipes, and data sets of configurations."""

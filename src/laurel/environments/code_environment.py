@@ -179,7 +179,7 @@ class CodeEnvironment(EnvironmentInterface):
         )
         future = self._pool.submit(job, deadline=deadline, batch=batch)
         most = self.config.max_observation_chars
-        return lambda: program_verdict(tests, future.result(), self.config.reward, most=most)
+        return lambda: program_verdict(tests, code, future.result(), self.config.reward, most=most)
 
     def _scored(self, verdict: CodeVerdict, given: dict[str, Any], attempt: int) -> _Answer:
         if verdict.failure is not None:
@@ -252,10 +252,10 @@ class CodeEnvironment(EnvironmentInterface):
 
         A completion counts as correct if its reward is 1 and it was not truncated. Over completions
         of tasks with tests, there are the share of each verdict (`verdict/<status>`, including
-        `no_code`), the share of passed tests, and the number of attempts. Over the others, there
-        are the number of blocks that ran, and the share that raised. Both need a batch with
-        `notes`. `sandbox_failures` is the number of completions without a reward; `tier_is_full` is
-        1 if programs have Laurel's full isolation.
+        `no_code` and `no_function`), the share of passed tests, and the number of attempts. Over
+        the others, there are the number of blocks that ran, and the share that raised. Both need a
+        batch with `notes`. `sandbox_failures` is the number of completions without a reward;
+        `tier_is_full` is 1 if programs have Laurel's full isolation.
         """
         figures, _ = accuracy_figures(batch, right=_ALL)
         noted = [note or {} for note in batch.get("notes") or ()]

@@ -12,6 +12,7 @@ from laurel.config.environments import (
     CompositeEnvironmentConfig,
     CompositePart,
     EnvironmentsConfig,
+    FoundEnvironment,
 )
 from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
@@ -165,24 +166,32 @@ def create_environments(
         # The configuration takes precedence over what a program registered.
         if name in config.custom:
             return _checked(name, _called(f"env.custom.{name}", config.custom[name]))
-        if named.get(name) in several:
-            kind = plugins.find(EnvironmentKind, named[name])
-            section = several[named[name]][name]
-            return _checked(name, kind.make(section, replace(services, name=name)))
         if name in config.composite:
             from laurel.environments.composite import CompositeEnvironment
 
             settings = config.composite[name]
-            tools_lead = settings.conducted_by == "tools" or config.tools.graded_by is not None
-            if not tools_lead and any(part.env == "tools" for part in settings.parts):
-                raise ConfigError(
-                    f"env.composite.{name}: the others would score before env.tools has answered a "
-                    f"call: set env.composite.{name}.conducted_by=tools, or env.tools.graded_by"
-                )
+            for part in settings.parts:
+                one = config.found(part.env)
+                if (
+                    one is not None
+                    and one.kind.must_be_graded
+                    and settings.conducted_by != part.env
+                    and one.kind.graded_by(one.section) is None
+                ):
+                    raise ConfigError(
+                        f"env.composite.{name}: the others would score before {one.where} has "
+                        f"answered the policy: set env.composite.{name}.conducted_by={part.env}, "
+                        f"or {one.where}.graded_by"
+                    )
             parts = {part.env: environment_of(part.env, (*inside, name)) for part in settings.parts}
             return CompositeEnvironment(settings, parts)
-        if name in taken or name in several:
-            return of_kind(name, inside)
+        if (found := config.found(name)) is not None:
+            return of_kind(name, found, inside)
+        if name in several or name in plugins.names("environments"):
+            raise ConfigError(
+                f"'{name}' is a kind of environments: write one of them under env.{name}, by a "
+                "name of your own, and use that name"
+            )
         if name in _registered:
             return _checked(
                 name, _called(f"environment '{name}'", NamedCall(name=_registered[name]))
@@ -197,22 +206,16 @@ def create_environments(
             "add your own under env.custom or with register_env()."
         )
 
-    def of_kind(name: str, inside: tuple[str, ...]) -> Environment:
-        """Return the environment of a key of `env`, with the one that grades it, if any."""
-        if plugins.find(EnvironmentKind, name).several:
+    def of_kind(name: str, found: FoundEnvironment, inside: tuple[str, ...]) -> Environment:
+        """Return what a plug-in makes, with the environment that grades it, if any."""
+        judge = found.kind.graded_by(found.section)
+        if found.kind.must_be_graded and judge is None and not inside:
             raise ConfigError(
-                f"'{name}' is a kind of environments: write one of them under env.{name}, by a "
-                "name of your own, and use that name"
-            )
-        kind, section = config.settings_of(EnvironmentKind, name)
-        judge = kind.graded_by(section)
-        if kind.must_be_graded and judge is None and not inside:
-            raise ConfigError(
-                f"env.{name} runs functions and grades nothing: set env.{name}.graded_by to the "
-                "environment that grades the final answer, such as math"
+                f"{found.where} grades nothing: set {found.where}.graded_by to the environment "
+                "that grades the final answer, such as math"
             )
         parts = {} if judge is None else {judge: environment_of(judge, (*inside, name))}
-        own = _checked(name, kind.make(section, replace(services, name=name)))
+        own = _checked(name, found.kind.make(found.section, replace(services, name=name)))
         return conducted(name, own, parts) if parts else own
 
     def conducted(
@@ -251,15 +254,9 @@ def shown_tools(name: str, config: EnvironmentsConfig) -> list[ShownTools]:
     Raises:
         ConfigError: A function cannot be imported or described.
     """
-    if name == "tools" and config.tools.functions:
-        described = imported("laurel.environments.tool_environment.schemas_of", "env.tools")
-        return [ShownTools("env.tools", config.tools.form, described(config.tools))]
-    for kind, own in (("verifiers", config.verifiers), ("openreward", config.openreward)):
-        if name in own:  # which alone know them
-            environment = create_environment(name, config)
-            environment.shutdown()
-            tools = environment.spec.tools
-            return [ShownTools(f"env.{kind}.{name}", own[name].form, tools)] if tools else []
+    if (found := config.found(name)) is not None:
+        tools = found.kind.tools(found.section, EnvironmentServices(name=name))
+        return [ShownTools(found.where, found.section.form, tools)] if tools else []
     parts = config.composite[name].parts if name in config.composite else ()
     return [one for part in parts if part.env != name for one in shown_tools(part.env, config)]
 

@@ -39,8 +39,6 @@ from laurel.errors import (
     Terms,
     speaking,
 )
-from laurel.generation.vllm.pooling import PoolingOptions
-from laurel.generation.vllm.settings import check_has_vllm
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import StepRules, step_ends
 from laurel.models.spec import ModelSpec
@@ -58,7 +56,7 @@ from laurel.rewards.open import (
 )
 from laurel.rewards.replicas import ROLE
 from laurel.rewards.scorer import ContractScorer, ModelScorer, conversation_group
-from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec
+from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec, ScoringEngine
 from laurel.rewards.version import content_of
 from laurel.types import (
     Completion,
@@ -968,14 +966,11 @@ def _of_source(
     model_name = Terms({**IN_THE_SECTION.names, "policy.model_name": f"{WHERE}.{key}"})
     # Files usually repeat the name of the model in the block of the tokenizer.
     is_repeated = source.tokenizer.name in (source.model_name, source.checkpoint_path)
-    pooling = None
-    if config.uses_vllm and config.generation is not None:
-        check_has_vllm(f"{WHERE}.generation.backend=vllm")
-        pooling = PoolingOptions(
-            tensor_parallel_size=config.generation.vllm_cfg.tensor_parallel_size,
-            gpu_memory_utilization=config.generation.vllm_cfg.gpu_memory_utilization,
-            may_sleep=True,
-        )
+    engine = None
+    if config.engine is not None and config.generation is not None:
+        plugin, section = config.engine
+        plugin.check_installed(f"{WHERE}.generation.backend={config.generation.backend}")
+        engine = ScoringEngine(plugin=plugin, section=section, may_sleep=True)
     return ScorerSpec(
         model=ModelSpec(
             name=source.checkpoint_path or source.model_name,
@@ -995,7 +990,7 @@ def _of_source(
         batch_timeout=source.batch_timeout,
         precision=source.precision,
         device=device,
-        pooling=pooling,
+        engine=engine,
         servers=source if source.urls is not None else None,
         judge=source.judge,
         function=source.function,
@@ -1059,7 +1054,7 @@ def make_in_actor(
 
 
 def _has_ranks(config: RewardModelEnvironmentConfig) -> bool:
-    return config.loads_model and not config.uses_vllm and ranks_of(config).num_ranks > 1
+    return config.loads_model and config.engine is None and ranks_of(config).num_ranks > 1
 
 
 def ranks_of(config: RewardModelEnvironmentConfig) -> ParallelShape:

@@ -11,11 +11,11 @@ from laurel.config.policy import TokenizerConfig
 from laurel.generation.requests import GeneratorSpec
 from laurel.models.gguf import local_files
 from laurel.models.spec import ModelSpec
+from laurel.plugins import Engine, EngineStart
 from laurel.protocols import Generator
 
 if TYPE_CHECKING:
     from laurel.generation.transformers.engine import TransformersEngine
-    from laurel.generation.vllm.engine import VllmEngine
 
 EngineMaker = Callable[[], Generator]
 """A picklable factory of an engine, called in the process that generates."""
@@ -70,30 +70,28 @@ class TransformersMaker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmMaker:
-    """A factory of a `VllmEngine` that reads its model from a directory.
+class PluggedMaker:
+    """A factory of an engine with weights of its own, a plug-in, which reads them from a directory.
 
     The engine does not compare its log-probabilities with the learner's (it has no `probe`);
     `GeneratorReplicas` does.
     """
 
-    directory: str
-    """A directory with the weights and the tokenizer, readable on every node; or a hub name or a
-    GGUF file, of weights that are never replaced."""
-    spec: GeneratorSpec
-    precision: str
-    """The value of the learner's setting `policy.precision`."""
+    name: str
+    """The plug-in."""
+    start: EngineStart
+    """What it starts from; the directory has to be readable on every node."""
 
-    def __call__(self) -> VllmEngine:
-        """Start vLLM and return its engine.
+    def __call__(self) -> Generator:
+        """Start the engine.
 
         Raises:
-            LaurelError: vLLM is missing or does not start; see `VllmEngine`.
+            LaurelError: The plug-in or its package is missing, or does not start.
         """
-        from laurel.generation.vllm.engine import VllmEngine
-
-        directory = local_files(self.directory)
-        return VllmEngine(directory, self.spec, precision=self.precision, probe=None)
+        engine, section = self.start.spec.settings.settings_of(Engine, self.name)
+        found = replace(self.start, directory=local_files(self.start.directory))
+        made: Generator = engine.make(section, found)
+        return made
 
 
 def from_directory(model: ModelSpec, directory: Path | str) -> ModelSpec:

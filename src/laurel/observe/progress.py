@@ -71,7 +71,8 @@ class TrainingProgress:
     the first and the last step; a phase gets one for each tenth of its work. `live` overrides the
     choice. Rates are those of training, without phases; the time left includes everything but the
     phases before the first step, which come once. `unit` names the rows of a step, `counted` the
-    steps, and `doing` the activity.
+    steps, and `doing` the activity. Of steps of which `side_by_side` go on at the same time, the
+    first to end have had all the time, so the time left is unknown until so many are done.
 
     Example::
 
@@ -91,6 +92,7 @@ class TrainingProgress:
         unit: str = "pairs",
         counted: str = "step",
         doing: str = "training",
+        side_by_side: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total_steps = total_steps
@@ -100,6 +102,7 @@ class TrainingProgress:
         self._unit = unit
         self._counted = counted
         self._doing = doing
+        self._side_by_side = side_by_side
         self._clock = clock
         self._metrics: dict[str, float] = {}
         self._phase: ProgressPhase | None = None
@@ -243,7 +246,8 @@ class TrainingProgress:
         elapsed = self._clock() - self._started
         done = self._step - self._start_step
         to_do = max(0, self._total_steps - self._step)
-        left = _duration((elapsed - self._seconds_before) / done * to_do) if done > 0 else "?"
+        is_known = done > 0 and (done >= self._side_by_side or not to_do)
+        left = _duration((elapsed - self._seconds_before) / done * to_do) if is_known else "?"
         return f"elapsed {_duration(elapsed)}  left {left}"
 
     def _percentage(self) -> str:

@@ -22,6 +22,7 @@ from laurel.planning.roles import Mesh
 
 # The measures of a decoder, from which its memory is estimated.
 
+GIB = 2**30
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -174,7 +175,7 @@ def parse_bytes(text: str) -> int:
     units = {
         "KiB": 2**10,
         "MiB": 2**20,
-        "GiB": 2**30,
+        "GiB": GIB,
         "TiB": 2**40,
         "KB": 10**3,
         "MB": 10**6,
@@ -315,7 +316,7 @@ def _on_policy(
     taken = _drawing(request, plan, shapes, device_memory, shares_with="policy")
     if drawing is not None and taken:
         copy = {"engine's weights": taken.pop("weights")}
-        if drawing.uses_vllm:
+        if drawing.has_own_weights:
             # Optimizer and reference go to the host meanwhile; the weights stay to be handed over.
             stays_now = {n: size for n, size in stays.items() if n == "weights"} | copy
         else:  # the engine samples from the policy's own weights, unless it runs ahead of them
@@ -464,11 +465,13 @@ def _drawing(
         return {}
     width = COMPUTE_BYTES[drawing.precision]
     each = key_value_bytes(shape, role.mesh, compute_bytes=width)
-    weights = (width if drawing.uses_vllm else MASTER_BYTES) * shape.num_parameters
+    weights = (width if drawing.has_own_weights else MASTER_BYTES) * shape.num_parameters
     weights //= role.mesh.group_size
-    rounded = 0 if drawing.uses_vllm or width == MASTER_BYTES else width * shape.num_parameters
+    rounded = (
+        0 if drawing.has_own_weights or width == MASTER_BYTES else width * shape.num_parameters
+    )
     needed = plan.batch("generation").tokens * each
-    if drawing.uses_vllm and device_memory is not None:
+    if drawing.has_own_weights and device_memory is not None:
         pool = int(drawing.memory_share * device_memory)
         needed = max(drawing.longest * each, pool - weights)
     parts = {"weights": weights, "keys and values": needed}

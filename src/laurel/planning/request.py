@@ -129,14 +129,14 @@ class TrainingRequest:
 class DrawingRequest:
     """The settings that determine the memory of a rank that generates completions."""
 
-    uses_vllm: bool
-    """Whether vLLM generates, with weights of its own; otherwise the trained model itself does."""
+    has_own_weights: bool
+    """Whether an engine with weights of its own generates, or the trained model itself."""
     precision: Precision
-    """Dtype of the cached keys and values, and of vLLM's weights."""
+    """Dtype of the cached keys and values, and of that engine's weights."""
     longest: int
     """Number of tokens that the key-value cache must hold at least."""
     memory_share: float
-    """Fraction of the device's memory that vLLM takes for weights and cache."""
+    """Fraction of the device's memory that it takes for weights and cache."""
     runs_ahead: bool
     """Whether generation overlaps with training, so that it needs a copy of the weights."""
     through_host: bool = False

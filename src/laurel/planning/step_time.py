@@ -543,7 +543,7 @@ def _generation(run: _Planned, shape: ModelShape, workload: Workload) -> Cost:
         per_prompt=1,
         completion_tokens=0,
         copies=1,
-        skips_unread=workload.skips_unread and not drawing.uses_vllm and mesh.tp == 1,
+        skips_unread=workload.skips_unread and not drawing.has_own_weights and mesh.tp == 1,
     )
     read = forward_operations(shape, prompts, has_logits=False)
     costs = [_passes(clock, precision, read.total, mesh)]
@@ -551,7 +551,7 @@ def _generation(run: _Planned, shape: ModelShape, workload: Workload) -> Cost:
     token = forward_operations(shape, one, has_logits=True)
     at_once = max(1, batch.tokens // batch.longest)
     left = -(-workload.num_prompts * workload.per_prompt // mesh.dp)
-    reads_once = workload.copies == 1 and not drawing.uses_vllm
+    reads_once = workload.copies == 1 and not drawing.has_own_weights
     while left > 0:
         rows = min(left, at_once)
         left -= rows
@@ -592,10 +592,10 @@ def _transfer(run: _Planned, policy: RolePlan, generation: RolePlan, shape: Mode
             rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in chosen
         ]
         changed = shape.num_layers * sum(sizes)
-    width = COMPUTE_BYTES[drawing.precision] if drawing.uses_vllm else MASTER_BYTES
+    width = COMPUTE_BYTES[drawing.precision] if drawing.has_own_weights else MASTER_BYTES
     sent = float(width * changed)
     is_apart = generation.shares_with is None
-    if not drawing.uses_vllm and not is_apart and not drawing.runs_ahead:
+    if not drawing.has_own_weights and not is_apart and not drawing.runs_ahead:
         sent = 0.0
     if request.device == "cpu" or drawing.through_host or not sent:
         return Cost(link_bytes=sent, seconds=sent / HOST_RATE, limit="host")

@@ -26,6 +26,7 @@ from laurel.models.chat import ChatFormat
 from laurel.models.loading.pretrained import DTYPES, find_tokenizer, num_positions, read_config
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries
+from laurel.plugins import EngineStart
 from laurel.rewards.judge import JudgePrompt, NoScoreError, mean_verdict, read_verdict
 from laurel.rewards.remote.replica import failed
 from laurel.rewards.spec import MAX_LENGTH, Device, Say, check_files, find_model
@@ -401,7 +402,7 @@ def open_model_judge(config: JudgeConfig, *, device: Device, where: str, say: Sa
                 f"{setting_of('policy.max_total_sequence_length', max_length)}: {place.name} has "
                 f"{positions:,} positions; set it no higher"
             )
-        make = _on_vllm if config.backend == "vllm" else _on_transformers
+        make = _on_transformers if config.engine is None else _on_engine
         engine, chat, facts = make(config, spec, max_length, device)
         try:
             judge = ModelJudge(config, engine, chat, max_length=max_length, where=where)
@@ -448,50 +449,44 @@ def _on_transformers(
     )
 
 
-def _on_vllm(
+def _on_engine(
     config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
 ) -> tuple[VerdictEngine, ChatFormat, str]:
-    from laurel.config.grpo import GenerationConfig, VllmConfig
-    from laurel.generation.load import VllmMaker
+    from laurel.config.grpo import GenerationConfig
+    from laurel.generation.load import PluggedMaker
     from laurel.generation.requests import GeneratorSpec
-    from laurel.generation.vllm.engine import COLDEST, HOTTEST
-    from laurel.generation.vllm.settings import check_has_vllm
     from laurel.workers.process import choose_device
 
-    where, temperature = key_of("policy"), config.temperature
-    if 0 < temperature < COLDEST or temperature > HOTTEST:
-        raise ConfigError(
-            f"{where}.temperature={temperature:g}: vLLM takes 0 and {COLDEST:g} to {HOTTEST:g}"
-        )
+    assert config.engine is not None
+    (engine, section), name, where = config.engine, config.backend, key_of("policy")
+    try:
+        own = engine.for_judge(section, config)
+    except ValueError as error:
+        raise ConfigError(f"{where}.{error}") from error
     if choose_device(device).type != choose_device("auto").type:
         raise ConfigError(
-            f"{where}.backend=vllm: vLLM runs on the GPUs where there are any, and the device is "
+            f"{where}.backend={name}: it runs on the GPUs where there are any, and the device is "
             f"{device}; set backend=transformers"
         )
     directory = Path(str(spec.name))
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         raise ModelError(
             f"{setting_of('policy.model_name', directory)} has no *.safetensors, and no other "
-            "weights are given to vLLM, as pickled ones can run code. Save the model again with "
+            f"weights are given to {name}, as pickled ones can run code. Save the model again with "
             "save_pretrained of transformers"
         )
-    check_has_vllm(f"{where}.backend=vllm")
+    engine.check_installed(f"{where}.backend={name}")
     chat = _chat_format(config, find_tokenizer(spec, pad_may_end=True), str(spec.name))
-    vllm_cfg = VllmConfig(
-        load_format="safetensors",  # pickled weights could run code
-        weight_loading="files",  # none ever come
-        tensor_parallel_size=config.vllm_cfg.tensor_parallel_size,
-        gpu_memory_utilization=config.vllm_cfg.gpu_memory_utilization,
+    settings = GenerationConfig.model_validate(
+        {"backend": name, f"{name}_cfg": own, "max_concurrent": config.max_concurrent}
     )
-    settings = GenerationConfig(
-        backend="vllm", vllm_cfg=vllm_cfg, max_concurrent=config.max_concurrent
-    )
-    start = VllmMaker(
+    start = EngineStart(
         directory=str(spec.name),
         spec=GeneratorSpec(settings=settings, max_length=max_length, end_ids=chat.end_ids),
         precision=config.precision,
     )
-    return start(), chat, f"a language model in vLLM, {config.precision},"
+    made: Any = PluggedMaker(name=name, start=start)()
+    return made, chat, f"a language model in {name}, {config.precision},"
 
 
 def _chat_format(config: JudgeConfig, tokenizer: Any, name: str) -> ChatFormat:

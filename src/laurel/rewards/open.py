@@ -34,7 +34,7 @@ from laurel.errors import (
     spoken_in,
     terms_in_use,
 )
-from laurel.models.loading.pretrained import DTYPES, find_tokenizer
+from laurel.models.loading.pretrained import DTYPES
 from laurel.models.loading.reward_model import (
     UNDERSTOOD,
     LoadedRewardModel,
@@ -42,7 +42,7 @@ from laurel.models.loading.reward_model import (
     load_reward_model,
 )
 from laurel.models.parallel.mesh import ParallelShape
-from laurel.models.scoring import FILE_NAME, OLD_CONTENTS, ScoringContract, ScoringRules
+from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries
 from laurel.observe.hub import check_not_missing
@@ -56,7 +56,7 @@ from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import WORKER, Preparers, Preparing
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import close_scorer
-from laurel.rewards.remote.router import CANARY, CanaryGroup, Router, RouterOptions
+from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
 from laurel.rewards.remote.server_check import ServerCheck
 from laurel.rewards.replicas import ROLE, GroupScorer, ScoringWorker, scoring_replicas
 from laurel.rewards.scorer import (
@@ -64,7 +64,6 @@ from laurel.rewards.scorer import (
     ModelScorer,
     check_golden,
     check_paths,
-    golden_scores,
 )
 from laurel.rewards.spec import (
     MAX_LENGTH,
@@ -76,7 +75,6 @@ from laurel.rewards.spec import (
     find_reward_model,
     headless,
 )
-from laurel.rewards.vllm import VllmScorer
 from laurel.sandbox.limits import available_cores
 from laurel.workers.process import choose_device
 from laurel.workers.spawned import SpawnedGroup
@@ -133,7 +131,7 @@ def open_scorer(
     Raises:
         UserError: A setting, a model, a server or a function cannot be used.
         WorkerError: A worker died, or failed for another reason.
-        EngineError: vLLM does not start.
+        EngineError: An engine does not start.
     """
     return blocking(_open(spec, placement, say))
 
@@ -342,8 +340,11 @@ def _open_model(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: st
     if placement.make_group is not None:
         return _open_replicas(spec, placement, placement.make_group, say, name)
     place, spec = _found(spec, say)
-    if spec.pooling is not None:
-        return _with_workers(load_vllm_scorer(place, spec, say=say), spec, placement)
+    if (engine := spec.engine) is not None:
+        held: ModelScorer = engine.plugin.open_scorer(
+            engine.section, replace(spec, found=place), say
+        )
+        return _with_workers(held, spec, placement)
     scorer = _with_workers(load_scorer(place, spec, say=say), spec, placement)
     # Merging concurrent requests pays on a GPU only.
     is_on_gpu = scorer.model.device.type != "cpu"
@@ -614,10 +615,11 @@ def _check(
     else:
         missing = "its scoring.json has no" if has_contract else "it has no scoring.json, so no"
         say(f"note    {missing} golden scores could be checked")
-    _say_rules(rules, say)
+    say_rules(rules, say)
 
 
-def _say_rules(rules: ScoringRules, say: Say) -> None:
+def say_rules(rules: ScoringRules, say: Say) -> None:
+    """Say what a model's contract makes of conversations."""
     say(f"lengths conversations of more than {rules.max_length:,} tokens {rules.overlong}")
     if rules.attributes:
         say(f"values  {', '.join(rules.attributes)}")
@@ -626,40 +628,3 @@ def _say_rules(rules: ScoringRules, say: Say) -> None:
             f"values  one for each step (steps are separated by {rules.steps.separator!r}); the "
             f"score is their {rules.steps.aggregate}"
         )
-
-
-def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:
-    """Start vLLM with a reward model, and check that it scores as it did when it was saved.
-
-    Args:
-        place: Where the model is, as `find_reward_model` returns it.
-        spec: How the model is loaded and scores. vLLM chooses the device.
-        say: Called with a line on all that was loaded and found.
-
-    Raises:
-        UserError: The model is not a reward model, or has changed; or vLLM is not installed.
-        EngineError: vLLM does not start.
-    """
-    rules = read_rules(place)
-    if rules is not None and rules.golden:
-        tokenizer = find_tokenizer(replace(spec.model, name=place.name))
-        contract = ScoringContract.load(Path(place.name), tokenizer)
-        if not contract.rules.has_plain_contents:
-            say(f"note    {OLD_CONTENTS}")
-    else:
-        # A model without golden scores is loaded by Hugging Face's own class first, which computes
-        # some; its memory is free again before vLLM starts.
-        own = load_scorer(place, spec, say=say)
-        say("note    golden scores for vLLM were computed with Hugging Face's own class")
-        golden = golden_scores(own.model, own.contract, [CANARY])
-        contract = own.contract.with_rules(golden=golden, golden_dtype=spec.precision)
-        del own
-    model = replace(spec.model, name=place.name, precision=spec.precision)
-    try:
-        scorer = VllmScorer(model, contract, options=spec.pooling, batch_tokens=spec.batch_tokens)
-    except UserError as error:
-        raise type(error)(f"{place.name} in vLLM: {error}") from error
-    say(f"model   {place.name} in vLLM, {spec.precision}")
-    say(f"checked golden scores agree (max difference {scorer.golden_difference:.1e})")
-    _say_rules(contract.rules, say)
-    return scorer

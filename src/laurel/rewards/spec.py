@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.policy import PolicyConfig, Precision
 from laurel.errors import CheckpointError, ModelError, Terms, setting_of
@@ -17,10 +17,10 @@ from laurel.models.gguf import is_gguf, read_gguf
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.spec import ModelSpec
 from laurel.observe.hub import check_fetchable, check_not_missing, listed
+from laurel.plugins import Engine
 
 if TYPE_CHECKING:
     from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
-    from laurel.generation.vllm.pooling import PoolingOptions
     from laurel.models.scoring import Aggregate
     from laurel.rewards.ensemble import Combine
 
@@ -63,6 +63,17 @@ class ModelPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringEngine:
+    """An engine that holds a reward model."""
+
+    plugin: Engine
+    section: Any
+    """Its settings."""
+    may_sleep: bool = False
+    """Whether the memory of devices is to be given back and taken again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerSpec:
     """Describes what gives scores, and how it is opened.
 
@@ -94,8 +105,8 @@ class ScorerSpec:
     reward model says."""
     device: Device = "auto"
     """Device of the model; `auto` chooses a GPU where there is one."""
-    pooling: PoolingOptions | None = None
-    """Options of vLLM to hold the model; None: Laurel computes the scores."""
+    engine: ScoringEngine | None = None
+    """Engine that holds the model; None: Laurel computes the scores."""
     servers: ScorerSource | None = None
     """Servers to ask, at its `urls`; of `model` only the tokenizer and the contract are read."""
     judge: JudgeConfig | None = None

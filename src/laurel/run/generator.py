@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
+from laurel import plugins
 from laurel.config.grpo_run import GRPORun
 from laurel.errors import ConfigError
+from laurel.plugins import Engine, EngineStart
 from laurel.run.context import RunContext
 from laurel.run.specs import generator_spec, model_spec
 
@@ -48,10 +50,12 @@ def make_generator(
             f"policy.generation.stop_token_ids: {', '.join(map(str, odd))} not in the model's "
             f"vocabulary of {size} tokens"
         )
-    backend = config.policy.generation.backend
-    if backend == "auto":
-        has_vllm = importlib.util.find_spec("vllm") is not None
-        backend = "vllm" if has_vllm and facts.device == "cuda" else "transformers"
+    generation = config.policy.generation
+    backend = generation.engine_of(has_gpu=facts.device == "cuda")
+    if generation.backend == "auto" and backend != "transformers":
+        package = plugins.find(Engine, backend).package
+        if package is not None and importlib.util.find_spec(package) is None:
+            backend = "transformers"
     if backend == "transformers" and (
         facts.path == "padded" and not config.policy.sequence_packing.enabled
     ):
@@ -60,9 +64,9 @@ def make_generator(
             "leave packing on, or set policy.generation.backend=vllm"
         )
     if context.allocation.are_remote:
-        return _replicas(context, model, chat, texts, uses_vllm=backend == "vllm")
-    if backend == "vllm":
-        return _vllm(config, model, chat)
+        return _replicas(context, model, chat, texts, backend)
+    if backend != "transformers":
+        return _plugged(backend, config, model, chat)
     from laurel.generation.transformers.engine import TransformersEngine
 
     assert model.in_process is not None
@@ -77,18 +81,19 @@ def make_generator(
     )
 
 
-def _vllm(config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
-    # vLLM starts from a directory with the policy's current weights.
-    from laurel.generation.vllm.engine import VllmEngine
-
-    # vLLM has read the directory by the time that the engine is made.
+def _plugged(name: str, config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
+    # The engine has read the directory of the policy's current weights by the time it is made.
+    engine, section = config.policy.generation.settings_of(Engine, name)
     with tempfile.TemporaryDirectory(prefix="laurel-policy-") as directory:
         model.learner.export(Path(directory), "")
-        return VllmEngine(
-            directory,
-            generator_spec(config, chat.end_ids),
-            precision=config.policy.precision,
-            probe=probe_of(model.learner, model.facts.path),
+        return engine.make(
+            section,
+            EngineStart(
+                directory=directory,
+                spec=generator_spec(config, chat.end_ids),
+                precision=config.policy.precision,
+                probe=probe_of(model.learner, model.facts.path),
+            ),
         )
 
 
@@ -97,8 +102,7 @@ def _replicas(
     model: TrainedModel,
     chat: ChatFormat,
     texts: Sequence[str],
-    *,
-    uses_vllm: bool,
+    backend: str,
 ) -> Generator:
     """Build replicas of the engine, each in one or more slots of the role `generation`."""
     from laurel.generation.engine_worker import EngineWorker
@@ -115,7 +119,8 @@ def _replicas(
             return None
         return model.learner.weights(replicas.weight_version)
 
-    each = config.policy.generation.vllm_cfg.num_devices if uses_vllm else 1
+    needs = config.policy.generation.needs_of(backend)
+    each = needs.num_devices if needs is not None else 1
 
     def make_group(number: int) -> WorkerGroup:
         ranks = range(number * each, (number + 1) * each)
@@ -126,8 +131,8 @@ def _replicas(
         device=model.facts.device,
         take_turns=allocation.take_turns("generation"),
     )
-    if uses_vllm:
-        make = _vllm_maker(context, model, chat)
+    if needs is not None:
+        make = _plugged_maker(backend, context, model, chat)
     else:
         make = _transformers_maker(context, chat, texts)
     replicas = GeneratorReplicas(
@@ -203,9 +208,11 @@ def _transformers_maker(
     )
 
 
-def _vllm_maker(context: RunContext[GRPORun], model: TrainedModel, chat: ChatFormat) -> EngineMaker:
-    # vLLM reads a directory that every node must see: the checkpoint, or the model's own.
-    from laurel.generation.load import VllmMaker
+def _plugged_maker(
+    name: str, context: RunContext[GRPORun], model: TrainedModel, chat: ChatFormat
+) -> EngineMaker:
+    # The engine reads a directory that every node must see: the checkpoint, or the model's own.
+    from laurel.generation.load import PluggedMaker
 
     config, policy = context.config, context.config.policy
     directory = str(context.resume_from or policy.model_name)
@@ -216,11 +223,12 @@ def _vllm_maker(context: RunContext[GRPORun], model: TrainedModel, chat: ChatFor
         context.stack.callback(shutil.rmtree, directory, ignore_errors=True)
         Path(directory).mkdir(parents=True)
         model.learner.export(Path(directory), "")
-    return VllmMaker(
+    start = EngineStart(
         directory=directory,
         spec=generator_spec(config, chat.end_ids),
         precision=policy.precision,
     )
+    return PluggedMaker(name=name, start=start)
 
 
 def probe_of(learner: Learner, path: ModelPath) -> Callable[[Sequence[int]], np.ndarray]:

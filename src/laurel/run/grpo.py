@@ -13,7 +13,6 @@ from laurel.config.load import to_yaml
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
-from laurel.generation.vllm.settings import check_has_vllm
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy, settings_of_grpo
@@ -68,7 +67,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     selection = check_grpo_run(config)
     planned = plan_allocation(config)
     check_judges(config, on_cluster=planned.are_remote)
-    check_vllm(config, on_cluster=planned.are_remote)
+    check_engines(config, on_cluster=planned.are_remote)
     notes = judge_notes(config, on_cluster=planned.are_remote)
     for note in [*notes, *sampling_notes(config)]:
         console.print(f"note    {note}", soft_wrap=True)
@@ -192,50 +191,52 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
         on_cluster: Whether its workers are elsewhere.
 
     Raises:
-        MissingDependencyError: A judge needs vLLM, and it is not installed.
+        MissingDependencyError: The package of a judge's engine is not installed.
         ConfigError: A judge would have no slot, or would take the GPU that the policy needs.
     """
     for where, judge in loaded_judges(config).items():
         if on_cluster:
             raise ConfigError(judge.lacks_slot(where))
-        if judge.backend != "vllm":
+        if judge.engine is None:
             continue
-        check_has_vllm(f"{where}.backend=vllm")
+        engine, section = judge.engine
+        engine.check_installed(f"{where}.backend={judge.backend}")
         from laurel.workers.process import choose_device
 
-        has_gpu = choose_device(config.cluster.device).type != "cpu"
-        share = judge.vllm_cfg.gpu_memory_utilization
-        if has_gpu and "gpu_memory_utilization" not in judge.vllm_cfg.model_fields_set:
-            raise ConfigError(
-                f"{where}.backend=vllm: vLLM would take {share:g} of the memory of the GPU on "
-                "which the policy trains. Set vllm_cfg.gpu_memory_utilization to the share that "
-                "the policy leaves, or serve the judge and name urls"
-            )
+        if choose_device(config.cluster.device).type != "cpu":
+            try:
+                engine.check_room(section)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{where}.backend={judge.backend}: {error}, or serve the judge and name urls"
+                ) from error
 
 
-def check_vllm(config: GRPORun, *, on_cluster: bool) -> None:
-    """Check that a run can use vLLM in the way it is configured, before anything is started.
+def check_engines(config: GRPORun, *, on_cluster: bool) -> None:
+    """Check that a run can use the engines that it names, before anything is started.
 
     Args:
         config: The run.
         on_cluster: Whether its workers are elsewhere.
 
     Raises:
-        MissingDependencyError: vLLM is needed on this machine, and is not installed.
-        ConfigError: vLLM is to compute rewards on a cluster.
+        MissingDependencyError: A package is needed on this machine, and is not installed.
+        ConfigError: An engine of its own is to compute rewards on a cluster.
     """
-    # An existing cluster may have vLLM in its environment although this one does not.
-    if config.policy.generation.backend == "vllm" and not config.cluster.address:
-        check_has_vllm("policy.generation.backend=vllm")
-    if config.env.reward_model.uses_vllm and uses_reward_model(config):
+    name, scoring = config.policy.generation.backend, config.env.reward_model.generation
+    # An existing cluster may have the package in its environment although this one does not.
+    if name in plugins.names("engines") and not config.cluster.address:
+        plugins.find(plugins.Engine, name).check_installed(f"policy.generation.backend={name}")
+    if scoring is not None and scoring.engine is not None and uses_reward_model(config):
+        key = f"env.reward_model.generation.backend={scoring.backend}"
         if on_cluster:
             raise ConfigError(
-                "env.reward_model.generation.backend=vllm: a run on a cluster has its reward model "
-                "in slots of its own, where vLLM is not started. Start it with `laurel serve MODEL "
-                "--engine vllm` and set env.reward_model.urls to its address; or leave generation "
-                "out"
+                f"{key}: a run on a cluster has its reward model in slots of its own, where this "
+                f"engine is not started. Start it with `laurel serve MODEL --engine "
+                f"{scoring.backend}` and set env.reward_model.urls to its address; or leave "
+                "generation out"
             )
-        check_has_vllm("env.reward_model.generation.backend=vllm")
+        scoring.engine[0].check_installed(key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

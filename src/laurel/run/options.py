@@ -92,10 +92,11 @@ def _inside(kinds: tuple[Any, ...], name: str) -> tuple[Any, ...]:
 
 
 def _keys(kinds: tuple[Any, ...]) -> Iterator[Completion]:
+    from laurel.config.plugged import all_fields
     from laurel.config.schema_info import sections_of
 
     for section in sections_of(kinds):
-        for name, field in section.model_fields.items():
+        for name, field in all_fields(section).items():
             # A key that holds a section is described by the section.
             inside = [kind.__doc__ for kind in sections_of(_inside((section,), name))]
             about = next(filter(None, (field.description, *inside)), "")
@@ -291,96 +292,6 @@ class LocalScorerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options of `laurel plan`, besides the configuration and its overrides."""
-
-    kind: Annotated[
-        Literal["rm", "sft", "grpo"] | None,
-        typer.Option(
-            "--for", help="The command to plan for. Default: recognized by the file's sections."
-        ),
-    ] = None
-    num_nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", min=1, help="Plan for N nodes, as cluster.num_nodes sets them."),
-    ] = None
-    slots_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus-per-node",
-            min=1,
-            help="Plan for N slots on each node, as cluster.gpus_per_node sets them.",
-        ),
-    ] = None
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="The memory of each device, such as 80GiB. Default: that of --device.",
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Estimate the seconds of a step on an A100, H100 or H200."
-        ),
-    ] = None
-    efficiency: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=1.0,
-            help="The part of the device's peak that products reach while they run. Default: what "
-            "an H200 did in scoring.",
-        ),
-    ] = 0.75
-    memory_efficiency: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=1.0,
-            help="The part of the memory's bandwidth that generation and elementwise operations "
-            "reach. Default: an assumption.",
-        ),
-    ] = 0.7
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="The length of a typical prompt. Default: what a completion leaves of the "
-            "longest conversation.",
-        ),
-    ] = None
-    completion_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="The length of a typical completion. Default: half of the longest "
-            "conversation, or fewer where the run allows no more.",
-        ),
-    ] = None
-    policy_shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=VALUE,...",
-            help="The shape of a policy whose configuration cannot be read, comma-separated, such "
-            "as num_parameters=70B. Keys: num_parameters, hidden_size, num_layers, "
-            "intermediate_size, num_heads, num_kv_heads, vocab_size.",
-        ),
-    ] = None
-    reward_shape: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=VALUE,...",
-            help="The shape of a reward model whose configuration cannot be read.",
-        ),
-    ] = None
-    as_json: JsonOption = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """The options of `laurel serve`."""
 
@@ -462,74 +373,6 @@ class ServeOptions:
     log_texts: Annotated[
         bool, typer.Option("--log-texts", help="Add the texts of requests to the access log.")
     ] = False
-    as_json: JsonOption = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions:
-    """The options of `laurel sweep`."""
-
-    config: ConfigOption = None
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUES",
-            autocompletion=complete_overrides,
-            help="A key with the values to try: key=[a,b,c], key=range(0.0,0.2), "
-            "key=log(1e-5,1e-3) (whole numbers where both ends are). Other overrides hold for all "
-            "trials.",
-        ),
-    ] = None
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="DIR", help="The directory of the sweep."),
-    ] = Path("results/sweep")
-    num_trials: Annotated[
-        int | None,
-        typer.Option(
-            "--trials",
-            min=1,
-            help="The number of trials. Default: every combination of lists, or 20 where there are "
-            "ranges.",
-        ),
-    ] = None
-    num_folds: Annotated[
-        int,
-        typer.Option(
-            "--folds",
-            min=0,
-            help="Divide the prompts of the training set into so many parts, and validate on each "
-            "in turn. Default: the validation sets of the configuration.",
-        ),
-    ] = 0
-    num_seeds: Annotated[
-        int,
-        typer.Option(
-            "--seeds", min=1, help="The number of seeds with which each trial is repeated."
-        ),
-    ] = 1
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The validation metric that is compared. Default: checkpointing.metric_name.",
-        ),
-    ] = None
-    search: Annotated[
-        Literal["tpe", "random"], typer.Option(help="How values of ranges are chosen.")
-    ] = "tpe"
-    num_workers: Annotated[
-        int,
-        typer.Option(
-            "--workers", min=1, help="The number of runs at a time; more than one runs on Ray."
-        ),
-    ] = 1
-    prunes: Annotated[
-        bool,
-        typer.Option(
-            "--prune/--no-prune", help="End trials that are worse than the median of others."
-        ),
-    ] = True
     as_json: JsonOption = False
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from laurel.config.policy import PolicyConfig
 from laurel.data.report import TextReport
 from laurel.errors import ModelError
+from laurel.planning.memory import GIB
 from laurel.run.context import R, RunContext, describe_data, describe_output
 from laurel.run.model import TrainedModel, describe_model, load_trained_model
 from laurel.run.specs import model_spec
-from laurel.workers.machine import GIB, memory
+from laurel.sandbox.limits import available_memory
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +124,4 @@ def _free_bytes(device: torch.device) -> int | None:
 
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    facts = memory().facts
-    assert isinstance(facts, dict)
-    limits = [facts[name] for name in ("available", "limit") if facts.get(name) is not None]
-    return min(limits, default=None)
+    return available_memory()

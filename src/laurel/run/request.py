@@ -21,6 +21,7 @@ from laurel.planning.request import (
     Workload,
     optimizer_states,
 )
+from laurel.plugins import EngineNeeds
 from laurel.training.selection import NO_SET
 
 if TYPE_CHECKING:
@@ -197,8 +198,9 @@ def _names_reward_model(config: GRPORun) -> bool:
         # A part may be a composite itself, and several may have the same part.
         if name not in named and name in config.env.composite:
             waiting += [part.env for part in config.env.composite[name].parts]
-        if name == "tools":
-            waiting.append(config.env.tools.graded_by or "")
+        found = config.env.found(name)
+        if found is not None:
+            waiting.append(found.kind.graded_by(found.section) or "")
         named.add(name)
     return config.env.reward_model.enabled or "reward_model" in named
 
@@ -241,11 +243,11 @@ def _generation(config: GRPORun) -> RoleRequest:
     generation, longest = config.policy.generation, config.policy.max_total_sequence_length
     colocated, tokens = generation.colocated, generation.max_concurrent * longest
     key = "policy.generation.colocated.resources"
-    # Any other engine has one slot, whatever the settings of vLLM are.
-    parallel = generation.vllm_cfg if _samples_with_vllm(config) else None
+    name = _engine_of(config)
+    parallel = generation.needs_of(name)
     return RoleRequest(
         name="generation",
-        parallel_key="policy.generation.vllm_cfg",
+        parallel_key=f"policy.generation.{name}_cfg",
         tp=parallel.tensor_parallel_size if parallel else 1,
         pp=parallel.pipeline_parallel_size if parallel else 1,
         own=None if colocated.enabled else _own_slots(key, colocated.resources),
@@ -325,23 +327,24 @@ def _training(config: Run) -> TrainingRequest:
 
 
 def _drawing(config: GRPORun) -> DrawingRequest:
-    policy, vllm = config.policy, config.policy.generation.vllm_cfg
-    has_cache = config.grpo.max_rollout_turns > 1 and not _samples_with_vllm(config)
+    policy = config.policy
+    own = policy.generation.needs_of(_engine_of(config))
+    engine = own or EngineNeeds()
+    has_cache = config.grpo.max_rollout_turns > 1 and own is None
     way = policy.generation.weight_transfer
     return DrawingRequest(
-        uses_vllm=_samples_with_vllm(config),
-        precision=policy.precision if vllm.precision == "auto" else vllm.precision,
-        longest=vllm.max_model_len or policy.max_total_sequence_length,
-        memory_share=vllm.gpu_memory_utilization,
+        has_own_weights=own is not None,
+        precision=engine.precision or policy.precision,
+        longest=engine.max_length or policy.max_total_sequence_length,
+        memory_share=engine.memory_share,
         runs_ahead=config.grpo.max_staleness > 0,
         through_host=way == "object_store"
         or (way == "broadcast" and policy.generation.colocated.enabled)
-        or (vllm.weight_loading == "files" and _samples_with_vllm(config)),
+        or engine.through_host,
         conversation_bytes=policy.generation.conversation_bytes if has_cache else 0,
     )
 
 
-def _samples_with_vllm(config: GRPORun) -> bool:
-    # The plan counts `auto` as vLLM, unless the run is on CPUs.
-    backend = config.policy.generation.backend
-    return backend == "vllm" or (backend == "auto" and config.cluster.device != "cpu")
+def _engine_of(config: GRPORun) -> str:
+    # The plan counts on a GPU for `auto`, unless the run is on CPUs.
+    return config.policy.generation.engine_of(has_gpu=config.cluster.device != "cpu")

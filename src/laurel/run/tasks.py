@@ -8,7 +8,6 @@ from datetime import date
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from laurel import plugins
 from laurel.config.environments import (
     CodeEnvironmentConfig,
     CompositeEnvironmentConfig,
@@ -23,7 +22,6 @@ from laurel.data.tasks import TaskData, TaskNeeds
 from laurel.environments.registry import OTHER_NAMES, create_environments
 from laurel.errors import DataError, UserError
 from laurel.observe.forks import ForkGuard
-from laurel.plugins import EnvironmentKind
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.request import uses_reward_model
@@ -47,29 +45,19 @@ NUM_REFERENCES = 200
 
 
 def needs_of(config: EnvironmentsConfig, default: str | None = None) -> TaskNeeds:
-    """Return which of the configured environments need a known answer or tests in each task.
+    """Return which environments need a known answer or tests in each task.
 
-    Of other packages only those are asked that have settings, or are the `default`: they would have
-    to be imported.
+    Those are asked that have settings, or are the `default`.
     """
-    answers, tests = set[str](), set[str]()
-    several = config.named()
-    for kind in plugins.names("environments"):
-        if not (plugins.is_own("environments", kind) or kind in config or kind == default):
-            continue
-        found = plugins.find(EnvironmentKind, kind)
-        sections = several.get(kind, {})
-        if not found.several:
-            sections = {kind: config.settings_of(EnvironmentKind, kind)[1]}
-        for name, section in sections.items():
-            needs = found.needs(section)
-            answers |= {name} if "answers" in needs else set()
-            tests |= {name} if "tests" in needs else set()
+    answers, tests, composites = set[str](), set[str](), dict(config.composite)
+    for name, found in config.configured(default).items():
+        needs = found.kind.needs(found.section)
+        answers |= {name} if "answers" in needs else set()
+        tests |= {name} if "tests" in needs else set()
+        if (judge := found.kind.graded_by(found.section)) is not None:
+            composites[name] = CompositeEnvironmentConfig(parts=[CompositePart(env=judge)])
     for alias, meant in OTHER_NAMES.items():
         answers |= {alias} if meant in answers else set()
-    composites = dict(config.composite)
-    if (judge := config.tools.graded_by) is not None:
-        composites["tools"] = CompositeEnvironmentConfig(parts=[CompositePart(env=judge)])
     for _ in composites:  # composites of composites
         for name, composite in composites.items():
             if answers & {part.env for part in composite.parts}:

@@ -77,9 +77,10 @@ def end_children(but: Sequence[multiprocessing.process.BaseProcess] = ()) -> Non
     """End the processes that a user's code left running, for which this process would wait."""
     left = [child for child in multiprocessing.active_children() if child not in but]
     if left:
+        names = ", ".join(child.name for child in left)
         print(
             f"warning: an environment or a function started processes and left {len(left)} of them "
-            "running; they are ended",
+            f"running ({names}); they are ended",
             file=sys.stderr,
         )
     for child in left:

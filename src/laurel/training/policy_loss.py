@@ -175,7 +175,7 @@ class PolicyLoss:
           above it with a positive advantage, which get no gradient in PPO; `region_mean`: of both.
           REINFORCE, which clips no ratio, has neither these nor `probs_ratio_clamped`.
         - `token_mult_prob_error`, `gen_kl_error`, `policy_kl_error`, `js_divergence_error`: as
-          `mismatch` defines them.
+          `mismatch` defines them; `token_mult_prob_error_max`: of the token that is furthest off.
         - `sampling_importance_ratio`: the mean weight, after truncation, and
           `sampling_importance_ratio_before_truncation`; `is_oob_ratio`: the share outside the
           range, of completions for the `seq-...` kinds and of tokens otherwise.
@@ -252,6 +252,9 @@ class PolicyLoss:
             sums[name] = values_U.sum()
             if len(values_U):
                 sums |= {f"{name}_min": values_U.min(), f"{name}_max": values_U.max()}
+        if len(old_U):
+            apart_U = (old_U - tokens.behaviour_U).detach().abs()
+            sums["token_mult_prob_error_max"] = ratio_of(apart_U).max()
         return sums
 
 
@@ -261,6 +264,7 @@ _EXTREMES = (
     "probs_ratio_max",
     "probs_ratio_clamped_min",
     "probs_ratio_clamped_max",
+    "token_mult_prob_error_max",
 )
 _PER_TOKEN = (
     "probs_ratio",

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from chat_rows import assistant, system, user
+from laurel import plugins
 from laurel.cli.main import app
-from laurel.environments import registry
 from model_directories import save_model
 from tiny import tiny_language_model
 from tool_templates import BRACKETS
@@ -159,7 +159,7 @@ def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
 def test_the_section_whose_tools_they_are_names_the_form(tmp_path, model, monkeypatch, kind, name):
     # Only a server, or a taskset, knows its tools.
     known = SimpleNamespace(spec=SimpleNamespace(tools=(tool("add"),)), shutdown=lambda: None)
-    monkeypatch.setattr(registry, "create_environment", lambda *_: known)
+    monkeypatch.setattr(type(plugins.plugin("environments", kind)), "make", lambda *_: known)
     (tmp_path / "calls.jinja").write_text(BRACKETS)
     path = write(tmp_path / "rows.jsonl", {"prompt": "1 + 1?", "ground_truth": "2"})
     settings = [

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import laurel.__main__
 import laurel.cli.score
-import laurel.demo.demo
+import laurel.extensions.demo.demo
 import laurel.run.evaluation.policy
 import laurel.run.evaluation.run
 from laurel.cli.main import app
@@ -29,7 +29,7 @@ def interrupted(*arguments, **options):
         (["score", "-m", "x"], (laurel.cli.score, "run_score"), "interrupted"),
         (
             ["demo", "-d", "there"],
-            (laurel.demo.demo, "run_demo"),
+            (laurel.extensions.demo.demo, "run_demo"),
             "interrupted; there keeps what was made, and another demo starts over",
         ),
         (

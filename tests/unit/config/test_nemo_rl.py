@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from laurel.config.importing.sources import ImportRequest, import_configuration
 from laurel.config.load import LoadedConfig, load_config
 from laurel.config.nemo_rl import MEGATRON_SENTENCE
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.errors import ConfigError
+from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.run.allocation import plan_allocation
 from laurel.training.selection import (
     Selection,

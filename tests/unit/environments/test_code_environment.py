@@ -86,6 +86,8 @@ def judge(environment, text, metadata):
         ("def double(x):\n    while True: pass", CALLS, (0.0, "timeout_cpu")),
         ("def double(x):\n    raise ValueError(x)", CALLS, (0.0, "runtime_error")),
         ("def half(x):\n    return x / 2  # double", CALLS, (0.0, "runtime_error")),
+        ("def double_it(x):\n    return x + x", CALLS, (0.0, "no_function")),
+        ("def inc_one(x):\n    return x + 1", ASSERTS, (0.0, "no_function")),
         ("def double(x):\n    return [x] * 10**10", CALLS, (0.0, "memory_limit")),
         (SUM, STDIO, (1.0, "ok")),
         ("print(3)", STDIO, (0.0, "wrong_answer")),
@@ -209,6 +211,15 @@ def test_the_last_attempt_ends_it(make):
     second = environment.step([log_of("I cannot.", "No.")], first.metadata)
     assert second.terminateds.tolist() == [True]
     assert second.observations[0]["content"] == "Environment: no_code"
+
+
+def test_a_program_without_the_function_is_told_its_name(make):
+    """Chat models name functions as they like; fences or none, that is what they are told."""
+    environment = make(max_attempts=2)
+    for answer in (block("def twice(x): return x + x"), "def twice(x): return x + x"):
+        returned = environment.step([log_of(answer)], [CALLS])
+        told = returned.observations[0]["content"]
+        assert told == "Environment: no_function\nthe program does not define 'double'"
 
 
 def test_what_is_told_of_a_failure_has_no_expected_value(make):
@@ -477,6 +488,10 @@ def test_figures(environment):
         ("```python\na```", "a"),
         ("def f(): 2", "def f(): 2"),
         ("I would call f", "I would call f"),
+        (
+            "def g(): 3",
+            "def g(): 3",
+        ),  # without the function: what it lacks is said, not that it is none
         ("I do not know", None),
         ("```python\n```", None),
         ("", None),

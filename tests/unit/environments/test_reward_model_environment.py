@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fakes import WordScorer
+from laurel import plugins
 from laurel.environments.interface import EnvironmentReturn
 from laurel.environments.reward_model_environment import (
     RewardModelEnvironment,
@@ -29,7 +30,6 @@ from laurel.errors import (
     MissingDependencyError,
     ModelError,
 )
-from laurel.rewards import open as opening
 from laurel.rewards.open import load_scorer
 from laurel.rewards.spec import ScorerSpec, find_model
 from laurel.types import Message, Task, group_of
@@ -173,18 +173,18 @@ def test_generation_in_vllm_computes_the_scores(checkpoint, monkeypatch):
     """What vLLM itself computes, `test_vllm_scorer` says."""
     asked = []
 
-    def load(place, spec, *, say):
-        asked.append((place.name, spec.precision, spec.pooling))
+    def load(plugin, section, spec, say):
+        asked.append((spec.found.name, spec.precision, section))
         return local_scorer(checkpoint)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(opening, "load_vllm_scorer", load)
+    monkeypatch.setattr(type(plugins.find(plugins.Engine, "vllm")), "open_scorer", load)
     block = {"backend": "vllm", "max_new_tokens": 1, "vllm_cfg": {"gpu_memory_utilization": 0.4}}
     with make(checkpoint, generation=block) as in_vllm:
         assert math.isfinite(rewards(in_vllm, LOGS[:1])[0])
-    ((name, precision, pooling),) = asked
+    ((name, precision, section),) = asked
     assert (name, precision) == (str(checkpoint), "float32")
-    assert (pooling.gpu_memory_utilization, pooling.tensor_parallel_size) == (0.4, 1)
+    assert (section.gpu_memory_utilization, section.tensor_parallel_size) == (0.4, 1)
 
 
 def test_generation_in_vllm_is_refused_where_it_cannot_be(checkpoint, monkeypatch):

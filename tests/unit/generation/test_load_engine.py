@@ -12,7 +12,7 @@ from generators import collect, draw, policy_and_tokenizer, request, run
 from laurel.config.grpo import GenerationConfig
 from laurel.config.policy import LoraConfig, ScratchConfig, TokenizerConfig
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.load import TransformersMaker, VllmMaker, from_directory
+from laurel.generation.load import PluggedMaker, TransformersMaker, from_directory
 from laurel.generation.replicas import GeneratorReplicas
 from laurel.generation.requests import GeneratorSpec
 from laurel.generation.transformers.engine import HeldWeights
@@ -20,6 +20,7 @@ from laurel.models.checkpoint.export import save_policy
 from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.policy import load_policy
 from laurel.models.spec import ModelSpec
+from laurel.plugins import EngineStart
 from local_group import LocalGroup
 
 TEXTS = ("The laurel is evergreen.", "Where does it grow?", "By the sea, in the sun. " * 5)
@@ -87,7 +88,7 @@ def test_vllm_behind_replicas(tmp_path):
     models[0].save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     learner = vllm_engines.Learner(models[0])
-    maker = VllmMaker(
+    start = EngineStart(
         directory=str(tmp_path),
         spec=GeneratorSpec(
             settings=GenerationConfig(max_concurrent=6),
@@ -96,6 +97,7 @@ def test_vllm_behind_replicas(tmp_path):
         ),
         precision="float32",
     )
+    maker = PluggedMaker(name="vllm", start=start)
 
     def make_group(index):
         return LocalGroup("generation", EngineWorker, pickle.loads(pickle.dumps(maker)))

@@ -171,16 +171,3 @@ def test_a_killed_replica_costs_time_and_nothing_else(cluster, setup):
         assert [index for index, _ in pids][2:] == [0, 1]
         living = [pid for _, pid in pids]
     wait_for(lambda: all(map(is_gone, living)))
-
-
-@pytest.mark.slow
-def test_the_only_replica_comes_back_with_the_weights_of_the_day(cluster, setup):
-    policy, _, _ = setup
-    weights = Weights(version=3, tensors=policy.named_weights)
-    with replicas_of(cluster, setup, 1, current_weights=lambda: weights) as (generator, pids, said):
-        train(policy, 2)
-        run(generator.update_weights(weights))
-        found = draw_and_kill(generator, pids[0][1])
-        same(found, reference(setup), policy)
-        assert {g.weight_version for group in found for g in group} == {3}
-        assert said[-1] == "generation replica 0 is back and has the weights of step 3"

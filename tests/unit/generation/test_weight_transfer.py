@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from laurel.errors import EngineError
-from laurel.generation.vllm.worker import repack, report_untruncated
+from laurel.extensions.vllm.worker import repack, report_untruncated
 from laurel.generation.weights import buckets
 from laurel.generation.weights.held import HeldDtype, held_dtype
 from laurel.generation.weights.probe import ProbeAnswer, default_tolerance

@@ -304,8 +304,8 @@ def test_reinforce_has_no_clip_shares() -> None:
         assert any(name.startswith("clip_ratio/") for name in sums) == (kind == "ppo")
 
 
-OF_VLLM = {"vllm_cfg", "vllm_kwargs"}
-"""What vLLM alone reads: tests/unit/generation/test_vllm_settings.py."""
+OF_VLLM = {"vllm_kwargs"}
+"""What vLLM alone reads: tests/extensions/vllm/test_vllm_settings.py."""
 
 
 def test_every_key_of_sampling() -> None:

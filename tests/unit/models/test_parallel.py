@@ -21,7 +21,7 @@ from laurel.models.parallel.tensor import (
 from parallel_runs import RankError, together
 
 pytestmark = pytest.mark.slow_parameters(
-    "dp_shard=2 tp=2", "cp=2 tp=2", "dp_shard=2 cp=2", "dp_replicate=2", "dp_shard=2"
+    "dp_shard=2 tp=2", "cp=2 tp=2", "dp_shard=2 cp=2", "dp_replicate=2"
 )
 
 CASES = [
@@ -34,7 +34,6 @@ CASES = [
     ("policy", "gemma3", {"shares_tokens": True, "recomputes": True, "lora": True}),
 ]
 SIZES = [
-    {"dp_shard": 2},
     {"tp": 2},
     {"dp_shard": 2, "tp": 2},
     {"dp_replicate": 2},

@@ -10,7 +10,7 @@ import forking_code
 from forking_code import ANSWERS, expected
 from laurel.config.environments import FunctionConfig
 from laurel.environments.composite import PartCalls
-from laurel.environments.tool_environment import ToolEnvironment
+from laurel.extensions.function_tools.environment import ToolEnvironment
 from laurel.grpo.judging import PatientThreads
 from laurel.rewards.function import FunctionScorer
 from laurel.types import Completion, Group, Message

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
+from laurel.extensions.report.charts import charts_of
+from laurel.extensions.report.page import page_of
+from laurel.extensions.report.samples import RunSamples
 from laurel.observe.health import gold_metric
-from laurel.observe.report.charts import charts_of
 from laurel.observe.report.findings import findings
-from laurel.observe.report.page import page_of
-from laurel.observe.report.samples import RunSamples
 from report_runs import record
 
 COMPOSITE = {

@@ -30,10 +30,10 @@ class FakeClock:
         return self.now
 
 
-def plain(total_steps, start_step=0):
+def plain(total_steps, start_step=0, **options):
     clock, file = FakeClock(), io.StringIO()
     console = Console(width=80, file=file, force_terminal=False)
-    return TrainingProgress(total_steps, start_step, console, clock=clock), clock, file
+    return TrainingProgress(total_steps, start_step, console, clock=clock, **options), clock, file
 
 
 def test_a_line_says_everything():
@@ -46,6 +46,18 @@ def test_a_line_says_everything():
         "step 1/200 (0%)  loss 0.6512  accuracy 0.7500  lr 2.000e-06  grad norm 1.500  "
         "64 pairs/s  20k tokens/s  elapsed 0:00:02  left 0:06:38\n"
     )
+
+
+def test_the_time_left_is_unknown_while_the_first_of_many_side_by_side_are_not_done():
+    """Of 64 answers that are sampled at once the first came after 146 s: 2 h 33 min were said."""
+    progress, clock, file = plain(80, side_by_side=64)
+    with progress:
+        clock.now += 146.0
+        for step in (1, 63, 64, 80):
+            clock.now += 6.0
+            progress.step(step, {}, pairs=1, tokens=0)
+    left = [line.rpartition("left ")[2] for line in file.getvalue().splitlines()]
+    assert left == ["?", "?", "0:00:41", "0:00:00"]
 
 
 class TerminalFile(io.StringIO):

@@ -8,13 +8,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.cli.plan import ReadShapes, plan_text
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import ClusterConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
+from laurel.extensions.plan.plan import ReadShapes, plan_text
 from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.placement import placed_requirements
 from laurel.planning.roles import Conflict, Slot, grid

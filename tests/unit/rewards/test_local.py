@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -68,23 +67,6 @@ def values(scored):
 def assert_same(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=3e-7, abs=3e-7)
-
-
-@pytest.mark.parametrize("path", ["forest", "padded"])
-def test_any_number_of_groups_scores_as_one_by_one(path):
-    """D6: every size from 1 to 17, whatever a batch holds."""
-    scorer = scorer_of(path=path, batch_tokens=300)
-    groups = groups_of(17)
-    alone = [
-        [
-            scorer.score_now([replace(group, completions_G=(c,))])[0][0].value
-            for c in group.completions_G
-        ]
-        for group in groups
-    ]
-    assert len({value for group in alone for value in group}) == 41  # all differ
-    for count in range(1, 18):
-        assert_same(values(scorer.score_now(groups[:count])), alone[:count])
 
 
 @pytest.mark.parametrize("path", ["forest", "padded"])

@@ -133,31 +133,6 @@ def test_a_killed_replica_is_started_again_and_nothing_is_lost_or_doubled(
     assert "restart 1 of 3 at most" in made.said[0]
 
 
-def test_when_none_is_left_it_is_an_error_that_says_so(replica_set: Callable[..., Made]) -> None:
-    made = replica_set(2, max_restarts=0)
-    made.kill(0)
-    assert None not in values(made.scorer, groups(8)), "the other one did it"
-    made.kill(1)
-    with pytest.raises(WorkerError, match="no restart: 0 restarts are the limit of a run") as end:
-        made.scorer.score_now(groups(8, first=50))  # none that it remembers
-    assert end.value.exit_code == 75
-    assert end.value.is_lost
-    with pytest.raises(WorkerError, match="no other replica is left"):
-        made.scorer.directly(lambda scorer: scorer.score_exactly(groups(1)))
-
-
-@pytest.mark.slow
-def test_what_is_asked_directly_outlives_a_replica_too(replica_set: Callable[..., Made]) -> None:
-    made = replica_set(2)
-    made.kill(0)
-    exact = made.scorer.directly(lambda scorer: scorer.score_exactly(groups(2)))
-    expected = scoring_groups.local(True).score_exactly(groups(2))
-    assert [s.value for row in exact for s in row] == pytest.approx(
-        [s.value for row in expected for s in row], abs=NEAR
-    )
-    made.until_all_are_ready()
-
-
 class Sleeper(LocalScorer):
     """Says what it is told, computes when it is let, and may die when it is to sleep."""
 

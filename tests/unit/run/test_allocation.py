@@ -10,7 +10,7 @@ from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError, MissingDependencyError
 from laurel.run.allocation import plan_allocation
-from laurel.run.grpo import check_judges, check_vllm
+from laurel.run.grpo import check_engines, check_judges
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")
@@ -76,9 +76,9 @@ def run_of(generation="auto", address=None, reward_model=None):
 def test_it_is_looked_for_before_anything_is_started(run, key, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=f"{key} needs the package 'vllm'"):
-        check_vllm(run, on_cluster=False)
+        check_engines(run, on_cluster=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    check_vllm(run, on_cluster=False)
+    check_engines(run, on_cluster=False)
 
 
 def test_a_judge_in_vllm_says_its_share_of_the_gpu_that_the_policy_trains_on(monkeypatch):
@@ -116,10 +116,10 @@ def test_a_judge_to_load_is_refused_on_a_cluster_by_its_section():
 
 def test_nodes_of_a_cluster_may_have_what_this_one_has_not(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_vllm(run_of("vllm", address="auto"), on_cluster=True)
-    check_vllm(run_of(), on_cluster=True)
+    check_engines(run_of("vllm", address="auto"), on_cluster=True)
+    check_engines(run_of(), on_cluster=True)
 
 
 def test_a_reward_model_in_vllm_has_no_slots_on_a_cluster():
     with pytest.raises(ConfigError, match="laurel serve MODEL --engine vllm"):
-        check_vllm(run_of(reward_model=IN_VLLM), on_cluster=True)
+        check_engines(run_of(reward_model=IN_VLLM), on_cluster=True)

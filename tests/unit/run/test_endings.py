@@ -217,7 +217,7 @@ def test_processes_that_an_environment_left_do_not_keep_a_run_from_ending(capsys
     end_children(but=[ours])
     assert left.exitcode == -signal.SIGKILL
     assert ours.is_alive()
-    assert "left 1 of them running" in capsys.readouterr().err
+    assert f"left 1 of them running ({left.name})" in capsys.readouterr().err
     end_children()
     assert not ours.is_alive()
 

@@ -86,7 +86,7 @@ def test_its_settings_are_described_and_completed():
     schema = json.loads(done.stdout)
     assert "words" in schema["$defs"]["EnvironmentsConfig"]["properties"]
     assert "csv_enabled" in schema["$defs"]["LoggerConfig"]["properties"]
-    assert "letter" in schema["$defs"]["environments.words"]["properties"]
+    assert "letter" in schema["$defs"]["EnvironmentsConfig.words"]["properties"]
 
 
 def test_a_run_does_not_resume_with_other_settings_of_it():

@@ -13,7 +13,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError
 from laurel.run.context import RunContext
-from laurel.run.generator import _vllm_maker, transfer_of
+from laurel.run.generator import _plugged_maker, transfer_of
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_vllm_starts_a_policy_from_nothing_again_from_what_lasts_as_long_as_the_
     chat: Any = SimpleNamespace(end_ids=[2])
     with ExitStack() as stack:
         context = RunContext(config=config, console=Console(), stack=stack)
-        made = _vllm_maker(context, model, chat)
+        made = _plugged_maker("vllm", context, model, chat).start
         assert Path(made.directory).parent == tmp_path  # every node sees it
         assert (Path(made.directory) / "config.json").is_file()
     assert not list(tmp_path.iterdir())

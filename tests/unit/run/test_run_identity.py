@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from laurel.config.load import load_config, to_yaml
+from laurel.config.plugged import all_fields
 from laurel.config.resuming import changes
 from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
 from laurel.config.schemas import SCHEMAS
@@ -171,7 +172,7 @@ def dumped(config):
 
 def whole(section):
     """Make a section with every optional section in it, past the rules of what fits together."""
-    values = {name: present(one) for name, one in section.model_fields.items()}
+    values = {name: present(one) for name, one in all_fields(section).items()}
     return section.model_construct(**values)
 
 
@@ -190,7 +191,7 @@ def present(field):
 
 def variants(section):
     """Yield each leaf key with its mark, both values, and the section with the other value."""
-    for name, field in type(section).model_fields.items():
+    for name, field in all_fields(type(section)).items():
         mark = next((one for one in field.metadata if isinstance(one, MayChange)), None)
         value = getattr(section, name)
         for behind, inner, put in parts(value):

@@ -19,7 +19,7 @@ from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status, StdioTest
 from laurel.sandbox.pool import SandboxPool, affordable_workers
 from laurel.sandbox.tiers import Tier
 from sandbox_nodes import PretendedNodes
-from sandbox_processes import END, below, busy, is_gone, is_idle, running_programs, wait_until
+from sandbox_processes import END, below, busy, is_gone, running_programs, wait_until
 
 SLEEP = "import time\nprint('here', flush=True)\ntime.sleep(1000)"
 LONG = Limits(wall_s=600, cpu_s=600)
@@ -416,30 +416,6 @@ def test_without_layers_jobs_still_end():
         assert left.status is Status.OK
         (zygote,) = unsafe.process_ids()
         wait_until(lambda: not busy(zygote))
-
-
-@pytest.mark.slow
-def test_nothing_is_left_after_many_jobs(tier, tmp_path):
-    with SandboxPool(tier=tier, num_workers=2, scratch=str(tmp_path)) as pool:
-        jobs = ["print(1)", "x = bytearray(8 << 30)", "open('f', 'w').write('x')", "1 / 0"]
-        pool.run([SandboxJob(code=code) for code in jobs])
-        for pid in pool.process_ids():
-            wait_until(lambda pid=pid: is_idle(pid))
-        descriptors = [psutil.Process(pid).num_fds() for pid in pool.process_ids()]
-        ours = psutil.Process().num_fds()
-        results = pool.run([SandboxJob(code=code) for code in jobs * 10])
-        assert [one.status.value for one in results[:4]] == [
-            "ok",
-            "memory_limit",
-            "ok",
-            "runtime_error",
-        ]
-        for pid in pool.process_ids():
-            wait_until(lambda pid=pid: is_idle(pid))
-        assert [psutil.Process(pid).num_fds() for pid in pool.process_ids()] == descriptors
-        # Fewer, where what tests before this one left in the process has been collected since.
-        assert psutil.Process().num_fds() <= ours
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_workers_fit_into_memory(monkeypatch):

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from laurel.cli.doctor import detection_facts, lines, run_check
+from laurel.cli.sandbox import detection_facts, lines, run_check
 from laurel.config.environments import SandboxConfig
 from laurel.environments.code import nodes
 from laurel.environments.code.sandbox import accepted_tier, open_pool, program_limits

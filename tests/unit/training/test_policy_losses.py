@@ -290,6 +290,7 @@ def test_the_figures_of_an_update():
             "clip_ratio/high_mean": 1 / 3,
             "clip_ratio/region_mean": 2 / 3,
             "token_mult_prob_error": (2 + math.e) / 3,
+            "token_mult_prob_error_max": math.e,
             "gen_kl_error": (math.e - 2) / 3,
             "policy_kl_error": math.exp(-1) / 3,
             "js_divergence_error": sum(to_middle) / 2 / 3,

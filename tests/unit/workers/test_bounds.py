@@ -20,7 +20,9 @@ MEMORY = {("GenerationConfig", "max_concurrent"), ("JudgeConfig", "max_concurren
 
 def fields_that_count():
     """Yield every field of a configuration whose name says that it counts what runs at a time."""
-    sections = {one for schema in SCHEMAS.values() for one, _ in sections_below(schema)}
+    sections = {
+        one for schema in SCHEMAS.values() for one, _ in sections_below(schema, plugged_in=True)
+    }
     for section in sections:
         for name, field in section.model_fields.items():
             if name in COUNTS and (section.__name__, name) not in MEMORY:
@@ -46,7 +48,12 @@ def test_each_is_refused_beyond_a_small_multiple_of_the_cores_with_key_and_limit
     everything = load_config(
         GRPORun,
         None,
-        ["cluster.cpu_threads=1", *base[:1], "env.reward_model.function.max_concurrent=1"],
+        [
+            "cluster.cpu_threads=1",
+            *base[:1],
+            "env.reward_model.function.max_concurrent=1",
+            "env.tools.num_workers=1",
+        ],
     ).config
     keys = [key for key, _, bound in counts_in(everything) if not bound.is_lowered]
     assert len(keys) >= 5

@@ -20,6 +20,7 @@ from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 _OPENING = re.compile(r"^[ \t]*+`{3,}+[ \t]*+([\w.+-]*+)[^`]*+$|[^`]`{3,}+([\w.+-]*+)[ \t]*+\r?$")
 _PYTHON = ("python", "py", "python3")
 _OPEN_TAG, _CLOSE_TAG = "<code>", "</code>"
+_DEFINITION = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+\w+[ \t]*[(:]", re.MULTILINE)
 # The remainder of a stop string that begins the next statement of a file.
 _STOPPED = re.compile(r"\n(?:async def|def|class|if|print|assert|import|from|@|#|```)[ \t(]*\Z")
 
@@ -112,9 +113,15 @@ def program_of(text: str, *, entry: str = "", prefix: str = "") -> str | None:
         return None
     if prefix:
         return join_code(code, entry=entry, prefix=prefix)
-    if not is_block and entry and not re.search(rf"\b{re.escape(_first(entry))}\b", code):
-        return None  # prose, not a program: it cannot have the function
+    is_program = is_block or not entry or has_name(code, entry) or _DEFINITION.search(code)
+    if not is_program:
+        return None  # prose: it cannot have the function
     return code
+
+
+def has_name(code: str, entry: str) -> bool:
+    """Report whether a text has the name of a function as a word; of `Class.name`, the class."""
+    return re.search(rf"\b{re.escape(_first(entry))}\b", code) is not None
 
 
 def join_code(code: str, *, entry: str, prefix: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from laurel.config.environments import CodeEnvironmentConfig
+from laurel.environments.code.answers import has_name
 from laurel.sandbox.comparison import Comparison
 from laurel.sandbox.inside.plain_data import NotPlainDataError, dumps
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult, Status, StdioTest
@@ -17,6 +18,8 @@ FORMS = ("test_code", "test_list", "stdio_tests", "call_tests")
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 NO_CODE = "no_code"
 """The verdict on a completion without a program."""
+NO_FUNCTION = "no_function"
+"""The verdict on a program that failed and nowhere names the function that the task asks for."""
 
 # A program may print or return so many times the expected size.
 _ROOM = 4
@@ -95,7 +98,7 @@ class CodeVerdict:
     """The verdict on a program."""
 
     status: str
-    """The value of a `Status`, or `NO_CODE`."""
+    """The value of a `Status`, `NO_CODE` or `NO_FUNCTION`."""
     reward: float = 0.0
     passed_share: float = 0.0
     """The share of passed tests among those that are counted separately; tests after a failure are
@@ -113,7 +116,7 @@ class CodeVerdict:
 
 
 def program_verdict(
-    tests: TaskTests, result: SandboxResult, reward: str, *, most: int
+    tests: TaskTests, code: str, result: SandboxResult, reward: str, *, most: int
 ) -> CodeVerdict:
     """Convert the result of a job into the verdict on a program.
 
@@ -122,6 +125,12 @@ def program_verdict(
     status = result.status
     if not status.is_verdict:
         return CodeVerdict(status=status.value, failure=f"the sandbox failed: {result.reason}")
+    is_missing = tests.entry and not has_name(code, tests.entry)
+    if status is Status.RUNTIME_ERROR and is_missing:
+        # A chat model that is no coder likes names of its own, and any other error would hide it.
+        return CodeVerdict(
+            status=NO_FUNCTION, hint=f"the program does not define {tests.entry!r:.100}"
+        )
     passed = [test.status is Status.OK for test in result.tests]
     share = sum(passed) / len(passed)
     if reward == "weighted" and len(passed) == len(tests.weights):

@@ -14,7 +14,7 @@ from laurel import __version__
 from laurel.config.data import TaskSetConfig, flat_set
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.data.tasks import TaskData, load_tasks, sets_of_run
+from laurel.data.tasks import TaskData, is_endless, load_tasks, sets_of_run
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.evaluation.policy import pass_figures, reward_figures
@@ -126,14 +126,14 @@ def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
     elif data.model_fields_set:
         sets = data.validation_sets() or [
             # What is made has prompts of validation, which a run never trains on.
-            one.model_copy(update={"split": None}) if one.dataset_name == "reasoning_gym" else one
+            one.model_copy(update={"split": None}) if is_endless(one) else one
             for one in data.train_sets()
         ]
     else:
         raise ConfigError(
             "which tasks? Name them with --dataset (and --data-path for a file), or with --config"
         )
-    if any(one.dataset_name == "reasoning_gym" for one in sets):
+    if any(map(is_endless, sets)):
         # As the validation of a run, whose keys fill the block.
         asked = data.model_copy(update={"validation": sets})
         sets = sets_of_run(asked, row_sources(config.env))[1]
@@ -181,6 +181,7 @@ def _played(
         unit="completions",
         counted="task",
         doing="answering",
+        side_by_side=-(-config.policy.generation.max_concurrent // options.num_generations),
     )
     done = 0
 

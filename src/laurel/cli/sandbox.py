@@ -1,0 +1,110 @@
+"""The commands of `laurel sandbox`: how well this machine locks programs in, found by trying."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from laurel.cli.app import App
+from laurel.errors import ConfigError
+from laurel.observe.console import make_console, visible
+from laurel.observe.json_output import write_json
+from laurel.run.options import JsonOption, complete_layers
+from laurel.sandbox.control_group import chosen_place, group_words
+from laurel.sandbox.detection import Detection, detect
+from laurel.sandbox.tiers import LAYERS, Tier
+
+_GROUP = "cgroup"
+
+
+def run_check(*, without: frozenset[str], as_json: bool) -> bool:
+    """Try the sandbox on this machine, and print how well it confines programs.
+
+    Args:
+        without: The names of sandbox layers to leave out.
+        as_json: Print one JSON object instead of lines.
+
+    Returns:
+        True if a run would start here without options that accept less isolation.
+
+    Raises:
+        ConfigError: There is no layer of such a name.
+    """
+    unknown = sorted(without - {*LAYERS, _GROUP})
+    if unknown:
+        raise ConfigError(f"--without {unknown[0]}: there are {', '.join([*LAYERS, _GROUP])}")
+    found = detect(without=without - {_GROUP})
+    place, reason = chosen_place("off" if _GROUP in without else "auto")
+    group = group_words(place, reason)
+    accepted = found.tier is not None and found.tier.is_at_least(Tier.NO_LANDLOCK)
+    if as_json:
+        write_json(detection_facts(found) | {_GROUP: group, "accepted": accepted})
+        return accepted
+    console = make_console()
+    for line in lines(found, group):
+        console.print(Text(visible(line)), soft_wrap=True)
+    return accepted
+
+
+def detection_facts(found: Detection) -> dict[str, object]:
+    """Convert what the sandbox detection found to JSON-compatible values."""
+    return {
+        "tier": found.tier.value if found.tier else None,
+        "layers": sorted(found.tier.layers) if found.tier else [],
+        "reasons": dict(found.reasons),
+        "tried": [
+            {"what": one.canary.name, "held": one.held, "detail": one.detail}
+            for one in found.sightings
+        ],
+    }
+
+
+def lines(found: Detection, group: str) -> list[str]:
+    """Return what the sandbox detection found as lines of text.
+
+    Args:
+        found: The result of the detection.
+        group: The description of the control group, from `group_words`.
+    """
+    said = [found.sentence(), ""]
+    have = found.tier.layers if found.tier else frozenset()
+    for name in LAYERS:
+        said.append(f"{name:<15}{'yes' if name in have else 'no: ' + found.reasons.get(name, '')}")
+    said.append(f"{'control group':<15}{group}")
+    if found.sightings:
+        said += ["", "programs that tried to get out, or to use too much:"]
+    for one in found.sightings:
+        said.append(f"  {'held' if one.held else 'GOT OUT':<8}{one.canary.name} ({one.detail})")
+    return said
+
+
+sandbox_app = App(help="Where programs that a model wrote are run.", no_args_is_help=True)
+
+
+@sandbox_app.callback()
+def sandbox_commands() -> None:
+    """Where programs that a model wrote are run."""
+
+
+@sandbox_app.command("check")
+def check_sandbox(
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER",
+            autocompletion=complete_layers,
+            help="Try without namespaces, landlock or seccomp. May be repeated.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run hostile programs in the sandbox and report which isolation layers work here.
+
+    For a layer that does not, print what protection is missing and how to enable it. The exit code
+    is 1 if a run would be refused unless an option allows weaker isolation.
+    """
+
+    if not run_check(without=frozenset(without or ()), as_json=as_json):
+        raise typer.Exit(1)

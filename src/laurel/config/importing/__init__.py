@@ -1,1 +1,0 @@
-"""Recognizes configurations of other systems and translates them into Laurel's."""

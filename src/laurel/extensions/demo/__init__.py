@@ -1,0 +1,1 @@
+"""`laurel demo`: every stage of training on generated data."""

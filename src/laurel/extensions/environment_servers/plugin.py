@@ -1,0 +1,107 @@
+"""Servers of OpenEnv and of the Open Reward Standard as plug-ins: environments, and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from laurel.extensions.environment_servers.settings import (
+    OpenEnvConfig,
+    OpenRewardConfig,
+    SessionsConfig,
+)
+from laurel.plugins import EnvironmentKind, EnvironmentServices, Rows
+
+if TYPE_CHECKING:
+    from laurel.config.data import TaskSetConfig
+    from laurel.config.environments import EnvironmentsConfig
+    from laurel.data.tasks import MadeRows
+    from laurel.protocols import Environment
+    from laurel.types import ToolSchemas
+
+
+class OpenEnv(EnvironmentKind):
+    """Servers of OpenEnv, by names of your own; `data.dataset_name: openenv` makes tasks with the
+    one that `data.env_name` names."""
+
+    section = OpenEnvConfig
+    several = True
+
+    def check(self, section: OpenEnvConfig, run: Any, where: str) -> None:
+        """Check that sessions end in time."""
+        _end_in_time(section, run, where)
+
+    def make(self, section: OpenEnvConfig, services: EnvironmentServices) -> Environment:
+        """Return the environment."""
+        from laurel.extensions.environment_servers.servers import open_sessions
+
+        return open_sessions(services.name, section)
+
+
+class OpenReward(EnvironmentKind):
+    """Servers of the Open Reward Standard, by names of your own; `data.dataset_name: openreward`
+    reads the tasks of the one that `data.env_name` names."""
+
+    section = OpenRewardConfig
+    several = True
+
+    def check(self, section: OpenRewardConfig, run: Any, where: str) -> None:
+        """Check that sessions end in time."""
+        _end_in_time(section, run, where)
+
+    def tools(self, section: OpenRewardConfig, services: EnvironmentServices) -> ToolSchemas:
+        """Return the tools of the server, which alone knows them."""
+        environment = self.make(section, services)
+        environment.shutdown()
+        return environment.spec.tools
+
+    def make(self, section: OpenRewardConfig, services: EnvironmentServices) -> Environment:
+        """Return the environment."""
+        from laurel.extensions.environment_servers.servers import open_sessions
+
+        return open_sessions(services.name, section)
+
+
+def _end_in_time(section: SessionsConfig, run: Any, where: str) -> None:
+    # A step that a server lets wait, the outage, and the step again.
+    longest = section.connect_patience + 2 * section.step_timeout
+    if longest >= run.env.timeout_seconds:
+        raise ValueError(
+            f"{where}: connect_patience={section.connect_patience:g} and twice "
+            f"step_timeout={section.step_timeout:g} have to be less than env.timeout_seconds="
+            f"{run.env.timeout_seconds:g}, after which the completion has failed anyway"
+        )
+
+
+class OpenEnvRows(Rows):
+    """A task for each seed of a server of OpenEnv."""
+
+    first_settings: ClassVar[Mapping[str, str]] = {
+        "env.openenv": "{openenv: {url: 'http://127.0.0.1:8000'}}",
+        "data.max_samples": "100",
+    }
+    to_do = (
+        "write the address of the server into env.openenv.openenv.url, and how many seeds make a "
+        "task into data.max_samples"
+    )
+
+    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
+        """Return the rows."""
+        from laurel.extensions.environment_servers.servers import session_rows
+
+        return session_rows(chosen, environments.get("openenv", {}), kind="openenv")
+
+
+class OpenRewardRows(Rows):
+    """The tasks of a server of the Open Reward Standard."""
+
+    first_settings: ClassVar[Mapping[str, str]] = {
+        "env.openreward": "{openreward: {url: 'http://127.0.0.1:8080'}}"
+    }
+    to_do = "write the address of the server into env.openreward.openreward.url"
+
+    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
+        """Return the rows."""
+        from laurel.extensions.environment_servers.servers import session_rows
+
+        return session_rows(chosen, environments.get("openreward", {}), kind="openreward")

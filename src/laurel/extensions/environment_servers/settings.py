@@ -1,0 +1,80 @@
+"""Defines `env.openenv` and `env.openreward`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from laurel.config.environments import checked_urls
+from laurel.config.yaml_tree import MAY_CHANGE, Section
+
+
+class SessionsConfig(Section):
+    """A server of environments, which has a session for each rollout."""
+
+    url: Annotated[str, MAY_CHANGE]
+    """Its address, `http://HOST:PORT`."""
+    system_prompt: str | None = None
+    """The first message of every prompt. Null: none, or that of `data.system_prompt_file`."""
+    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
+    """Seconds to wait for a server from when it is first missed, at the start and later; then the
+    run ends as for a lost worker (exit code 75), and the same command goes on. Default: a restart
+    of a server takes less."""
+    step_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
+    """Seconds of one step, and of the beginning of a session; the completion then fails, unless
+    the server answers nobody else either and is waited for. Twice this and `connect_patience` are
+    together less than `env.timeout_seconds`."""
+    max_observation_chars: int = Field(default=4096, ge=64)
+    """Longest message that the policy sees; a longer one loses its middle."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        checked_urls([url])
+        return url.rstrip("/")
+
+
+class OpenEnvConfig(SessionsConfig):
+    """A server of OpenEnv. `data.max_samples` says how many tasks it has: one for each seed."""
+
+    first_seed: int = Field(default=0, ge=0)
+    """The seed of the first task, which `reset` gets; the next one has the next."""
+    reset: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of every `reset`."""
+    instruction: str | None = None
+    """Text before the first observation, in the same message. Null: the observation alone."""
+    action_key: str | None = None
+    """The field of the action that takes the policy's text. Null: the text is a JSON object, which
+    is the action."""
+    action_fields: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of every action, whatever the policy says in them."""
+    action_tag: str | None = Field(default=None, pattern=r"^\w+$")
+    """The text is what stands in the last `<TAG>...</TAG>` of the message. Null: all of it, after
+    its thoughts."""
+    observation_key: str | None = None
+    """The field of an observation that the policy sees. Null: all of them, as JSON."""
+    role: Literal["user", "tool", "environment"] = "user"
+    """The role of the message with the observation."""
+
+    @model_validator(mode="after")
+    def _leaves_the_action_to_the_policy(self) -> OpenEnvConfig:
+        if self.action_key in self.action_fields:
+            raise ValueError(f"action_fields has {self.action_key} (action_key): leave one out")
+        return self
+
+
+class OpenRewardConfig(SessionsConfig):
+    """A server of the Open Reward Standard, whose tools the policy calls."""
+
+    environment: str | None = None
+    """The environment on the server. Null: its first."""
+    split: str = "train"
+    """The split whose tasks become the rows."""
+    form: Literal["auto", "hermes", "llama"] = "auto"
+    """How calls are written, as in `env.tools.form`."""
+    api_key_env: Annotated[str | None, MAY_CHANGE] = Field(
+        default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"
+    )
+    """Name of the environment variable with the API key; never the key itself. Null: none, as for
+    a server of your own."""

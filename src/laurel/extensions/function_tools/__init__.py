@@ -1,0 +1,1 @@
+"""Python functions that the policy calls before an answer that another environment grades."""

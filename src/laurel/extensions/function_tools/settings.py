@@ -1,0 +1,43 @@
+"""Defines `env.tools`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from laurel.config.yaml_tree import MAY_CHANGE, PROCESSES, Section
+
+
+class ToolsConfig(Section):
+    """Python functions that the policy may call before its answer, which another one grades."""
+
+    functions: list[str] = Field(default_factory=list)
+    """Import paths `module.function`. Type hints and a docstring with `Args:` make the schema that
+    the chat template shows. They run in processes with this account's rights: for code of a policy
+    there is `env.code`."""
+    graded_by: str | None = None
+    """The environment that grades the final answer: a message without a call. Null: another part of
+    an `env.composite` that this one conducts."""
+    form: Literal["auto", "hermes", "llama"] = "auto"
+    """How calls are written. `auto`: as the chat template writes one; `hermes`:
+    `<tool_call>{"name", "arguments"}</tool_call>`; `llama`: `{"name", "parameters"}`."""
+    max_calls: int = Field(default=16, ge=1)
+    """Calls of one rollout. Further ones are answered by a text that says so, and counted."""
+    timeout_seconds: float = Field(default=10.0, gt=0)
+    """Limit of one call, after which its process is killed; the policy reads that, and it is
+    counted."""
+    num_workers: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=8, ge=1)
+    """Calls at a time, each in a process of its own."""
+    max_result_chars: int = Field(default=4096, ge=64)
+    """Longest result that the policy sees; a longer one loses its middle."""
+
+    @model_validator(mode="after")
+    def _functions_are_paths(self) -> ToolsConfig:
+        for path in self.functions:
+            if "." not in path or not all(part.isidentifier() for part in path.split(".")):
+                raise ValueError(f"functions: {path!r} must be module.function")
+        names = [path.rpartition(".")[2] for path in self.functions]
+        if len(set(names)) < len(names):
+            raise ValueError(f"functions: two have the same name ({', '.join(names)}); rename one")
+        return self

@@ -1,0 +1,1 @@
+"""`laurel config import`: configurations of other systems, translated."""

@@ -1,0 +1,156 @@
+"""Imports what a table and its rules know: the systems whose keys are not Laurel's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from laurel.config.schemas import Kind
+from laurel.config.yaml_tree import MISSING
+from laurel.errors import ConfigError
+from laurel.extensions.importing.rules import (
+    Imported,
+    MappingTable,
+    Source,
+    import_said,
+    read_tables,
+)
+from laurel.extensions.importing.translation import Translation
+from laurel.plugins import Importer
+
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,([^{}]*))?\}")
+
+
+class TableImporter(Importer):
+    """A system whose keys stand in a table beside this file, which rules translate."""
+
+    table: ClassVar[str]
+    """The name of the table's file, without `.yaml`."""
+    rules: ClassVar[Mapping[Kind, type[Translation]]]
+    """The rules by the kind of run that a program of the system is."""
+
+    @cached_property
+    def tables(self) -> Mapping[Kind, MappingTable]:
+        """Return what is known of the keys, by the kind of run."""
+        return read_tables(self.table)
+
+    def own_keys(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the keys of a file that any of the tables has."""
+        found: list[str] = []
+        for table in self.tables.values():
+            exact = {key for key in table.known if not key.endswith(".*")} | {*table.other_names}
+            found += [key for key in _flat(values, table) if key in exact and key not in found]
+        return found
+
+    def make(self, section: None, source: Source) -> Imported:
+        """Return what the rules make of a source."""
+        run, by = _run(source, self.tables, self.title)
+        said, lost = _said(self.tables[run], source)
+        work = self.rules[run](
+            system=self.title,
+            run=run,
+            table=self.tables[run],
+            said=said,
+            devices=source.devices or (source.command.devices if source.command else None),
+            total_steps=source.total_steps,
+        )
+        for key, why in lost.items():
+            work.refuse(key, why)
+        return replace(import_said(work), recognized_by=by)
+
+
+def _run(source: Source, tables: Mapping[Kind, MappingTable], title: str) -> tuple[Kind, str]:
+    if source.command is not None:
+        run: Kind = source.command.run  # type: ignore[assignment]
+        if source.run not in (None, run):
+            raise ConfigError(
+                f"{source.name}: {source.command.program} is laurel {run}, not {source.run}; "
+                "leave --for out"
+            )
+        return run, ""
+    if source.run is not None:
+        if source.run not in tables:
+            raise ConfigError(
+                f"{title} has no {source.run} that is imported; --for {'|'.join(tables)}"
+            )
+        return source.run, ""
+    if len(tables) == 1:
+        return next(iter(tables)), ""
+    keys_of: dict[Kind, list[str]] = {}
+    for kind, table in tables.items():
+        new = table.other_names
+        keys = _flat(source.values, table)
+        keys_of[kind] = [key for key in keys if new.get(key, key) in table.own_keys]
+    found = [kind for kind, keys in keys_of.items() if keys]
+    if len(found) != 1:
+        several = ", ".join(f"{kind} ({keys_of[kind][0]})" for kind in found)
+        why = f"it has keys of several: {several}" if found else "nothing in it tells"
+        raise ConfigError(f"{source.name}: which run is it for? {why}; --for {'|'.join(tables)}")
+    return found[0], f"read as a file for laurel {found[0]}: {keys_of[found[0]][0]}"
+
+
+def _said(table: MappingTable, source: Source) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values by the table's keys, and the keys whose values cannot be determined."""
+    names = table.other_names
+    said: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    lost: dict[str, str] = {}
+    for key, value in _flat(source.values, table).items():
+        name = names.get(key, key)
+        if name in said and said[name] != value:
+            raise ConfigError(
+                f"{key} is another name of {spelled[name]}, and they differ: {said[name]!r} and "
+                f"{value!r}; keep one"
+            )
+        said[name], spelled[name] = value, key
+    for key, value in list(said.items()):
+        if isinstance(value, str) and "${" in value:
+            _resolve(said, table, key, lost)
+    if source.command is not None:
+        for key, value in source.command.unresolved.items():
+            name = names.get(key, key)
+            said.pop(name, None)
+            lost[name] = f"{value} holds a variable that the text does not set: write its value"
+    return said, lost
+
+
+def _resolve(said: dict[str, Any], table: MappingTable, key: str, lost: dict[str, str]) -> None:
+    """Replace references to other keys; drop a key if its reference cannot be resolved."""
+
+    def value_of(found: re.Match[str]) -> Any:
+        name, default = found[1], found[2]
+        value = said.get(name, table.defaults.get(name, default))
+        return None if isinstance(value, str) and "${" in value else value
+
+    text = said[key]
+    if whole := _REFERENCE.fullmatch(text):
+        value = value_of(whole)
+    else:
+        parts = {found[0]: value_of(found) for found in _REFERENCE.finditer(text)}
+        value = None if None in parts.values() else text
+        for part, there in parts.items():
+            value = value.replace(part, str(there)) if value is not None else None
+    if value is None or (isinstance(value, str) and "${" in value):
+        del said[key]
+        lost[key] = f"{text} refers to what the file does not hold: write its value"
+    else:
+        said[key] = value
+
+
+def _flat(
+    values: Mapping[str, Any], table: MappingTable, prefix: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Flatten nested keys to dotted ones, except for mappings that the table takes as a whole."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = ".".join((*prefix, str(name)))
+        if value is MISSING:
+            continue
+        if isinstance(value, dict) and value and key not in table.known:
+            found |= _flat(value, table, (*prefix, str(name)))
+        else:
+            found[key] = value
+    return found

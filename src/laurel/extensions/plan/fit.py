@@ -1,0 +1,264 @@
+"""Checks a plan against its models and devices, and suggests the nearest setting that fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from laurel.planning.memory import GIB, MemoryPhase, ModelShape, Shapes, estimate
+from laurel.planning.plan import Plan, plan_run
+from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
+from laurel.planning.roles import Conflict, RolePlan, divisors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedPlan:
+    """A plan with its memory estimate, checked against the models and the devices."""
+
+    plan: Plan
+    phases: tuple[MemoryPhase, ...]
+    """Memory of each phase of a step; empty if the shapes of the models are unknown."""
+    conflicts: tuple[Conflict, ...]
+    """Conflicts of the plan itself, then those with the models and with the devices' memory."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run can start: no conflict is fatal."""
+        return not any(conflict.is_fatal for conflict in self.conflicts)
+
+
+def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = None) -> FittedPlan:
+    """Plan a run, and check the plan against its models and the devices' memory.
+
+    Args:
+        request: Roles, batches and settings of the run.
+        shapes: Shapes of its models; what is unknown is not checked.
+        device_memory: Bytes of a device; None: memory is estimated, but not checked.
+    """
+    plan = plan_run(request)
+    phases = estimate(request, plan, shapes, device_memory=device_memory)
+    conflicts, keys = [*plan.conflicts], {role.name: role.parallel_key for role in request.roles}
+    for role in plan.roles:
+        for shape in _models(shapes, role.name):
+            conflicts += _indivisible(keys[role.name], role, shape)
+    if device_memory is not None:
+        conflicts += [
+            _too_large(request, plan, shapes, device_memory, phase)
+            for phase in phases
+            if not phase.fits(device_memory)
+        ]
+    return FittedPlan(plan=plan, phases=phases, conflicts=tuple(conflicts))
+
+
+def larger_micro_batch(
+    request: ClusterRequest, plan: Plan, shapes: Shapes, *, device_memory: int
+) -> tuple[Plan, MemoryPhase] | None:
+    """Return the plan with the policy's largest micro-batches that fit, and its training memory.
+
+    Their tokens are doubled as long as a tenth of the device stays free. Each micro-batch rounds
+    all weights and adds up all gradients, so that fewer and larger ones take less time.
+
+    Args:
+        request: Roles, batches and settings of the run.
+        plan: The plan, which fits.
+        shapes: Shapes of its models.
+        device_memory: Bytes of a device.
+
+    Returns:
+        None if no larger ones fit, or if they would make no fewer passes.
+    """
+    found: tuple[Plan, MemoryPhase] | None = None
+    batch = plan.batch("policy")
+    while batch.num_micro_batches > 1:
+        batch = replace(batch, tokens=2 * batch.tokens)
+        batches = tuple(
+            batch if one.role == "policy" and not one.is_validation else one for one in plan.batches
+        )
+        larger = replace(plan, batches=batches)
+        phases = estimate(request, larger, shapes, device_memory=device_memory)
+        training = next((phase for phase in phases if phase.name == "training"), None)
+        if training is None or not training.fits(int(0.9 * device_memory)):
+            break
+        found = larger, training
+    return found
+
+
+def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
+    """Return the models of a role whose shapes are known."""
+    if name == "reward_model":
+        return shapes.reward_models
+    return () if shapes.policy is None else (shapes.policy,)
+
+
+def _indivisible(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Conflict]:
+    """Yield a conflict for heads and layers that the ranks of a group cannot share evenly."""
+    tp, cp, pp = role.mesh.tp, role.mesh.cp, role.mesh.pp
+    # vLLM, which alone generates on groups of ranks, splits models in its own way.
+    generates = role.name == "generation"
+    if tp > 1 and shape.refuses_tensor_parallel and not generates:
+        yield Conflict(
+            problem=f"{key}.tensor_parallel_size={tp} is refused when the model of {role.name} is "
+            f"loaded: {shape.refuses_tensor_parallel}",
+            fix=f"{key}.tensor_parallel_size=1",
+        )
+    if bad := _undivided(shape, tp, repeats_heads=generates):
+        sizes = [size for size in divisors(len(role.slots) // (pp * cp)) if size < tp]
+        good = [size for size in sizes if not _undivided(shape, size, repeats_heads=generates)]
+        yield Conflict(
+            problem=f"{key}.tensor_parallel_size={tp} does not divide the {' nor the '.join(bad)} "
+            f"of the model of {role.name}",
+            fix=f"{key}.tensor_parallel_size={good[-1]}",
+        )
+    heads = shape.num_heads // tp
+    if cp > 1 and shape.num_heads % tp == 0 and heads % cp:
+        good = [size for size in divisors(cp * role.mesh.dp) if size < cp and heads % size == 0]
+        yield Conflict(
+            problem=f"{key}.context_parallel_size={cp} does not divide the {heads} attention heads "
+            f"that a rank of {role.name} has",
+            fix=f"{key}.context_parallel_size={good[-1]}",
+        )
+    if pp > shape.num_layers:
+        yield Conflict(
+            problem=f"{key}.pipeline_parallel_size={pp}: there are {shape.num_layers} layers",
+            fix=f"{key}.pipeline_parallel_size=1",
+        )
+
+
+def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
+    """Name the parts of a model that the tensor-parallel size does not divide.
+
+    vLLM repeats key and value heads where there are fewer than ranks; training does not.
+    """
+    heads, keys, wide = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
+    found = [f"{heads} attention heads"] if heads % tp else []
+    if keys % tp and not (repeats_heads and tp % keys == 0):
+        found.append(f"{keys} key/value heads")
+    return [*found, f"{wide} feed-forward channels"] if wide % tp else found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """A setting that saves memory, with the request and the plan that result from it."""
+
+    setting: str
+    request: ClusterRequest
+    plan: Plan
+
+
+def _too_large(
+    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
+) -> Conflict:
+    """Return the conflict of a phase that exceeds the memory, with a setting that would fit."""
+    parts = sorted(phase.parts.items(), key=lambda part: -part[1])
+    said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
+    fix = "more devices or larger ones, a smaller model, or shorter sequences"
+    for change in _changes(request, plan, shapes, device_memory, phase):
+        found = estimate(change.request, change.plan, shapes, device_memory=device_memory)
+        same = next(p for p in found if (p.name, p.slots_of) == (phase.name, phase.slots_of))
+        if same.fits(device_memory):
+            fix = change.setting
+            break
+    return Conflict(
+        problem=f"{phase.name} takes {phase.total / GIB:.1f} GiB of each device of "
+        f"{phase.slots_of}, which has {device_memory * phase.fraction / GIB:.1f}"
+        f"{'' if phase.fraction == 1 else ' for it'} ({said})",
+        fix=fix,
+    )
+
+
+def _changes(
+    request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
+) -> Iterator[_Change]:
+    """Yield changes that reduce the memory of a phase, the least costly first."""
+    if phase.name == "training":
+        yield from _training_changes(request, plan, shapes)
+    elif phase.name == "generation":
+        yield from _drawing_changes(request, plan, device_memory, phase)
+        if request.drawing is not None and request.drawing.has_own_weights:
+            yield from _larger_groups(request, plan, shapes, "generation")
+    else:
+        if [judge.precision for judge in request.judging] == ["float32"]:
+            judges = (replace(request.judging[0], precision="bfloat16"),)
+            narrow = replace(request, judging=judges)
+            yield _Change(setting="env.reward_model.precision=bfloat16", request=narrow, plan=plan)
+        yield from _larger_groups(request, plan, shapes, "reward_model")
+
+
+def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[_Change]:
+    """Yield changes of the training settings that may make the run fit.
+
+    Each is added to the ones before; only larger groups of ranks are tried on their own.
+    """
+    training, role = request.training, request.roles[0]
+    said: list[str] = []
+
+    def change(setting: str, changed: TrainingRequest) -> _Change:
+        said.append(f"{role.parallel_key}.{setting}=true")
+        changed_request = replace(request, training=changed)
+        return _Change(setting=" ".join(said), request=changed_request, plan=plan)
+
+    if not training.recomputes:
+        training = replace(training, recomputes=True)
+        yield change("activation_checkpointing", training)
+    if role.tp > 1 and not training.sequence_parallel:
+        training = replace(training, sequence_parallel=True)
+        yield change("sequence_parallel", training)
+    for larger in _larger_groups(replace(request, training=training), plan, shapes, "policy"):
+        yield replace(larger, setting=" ".join([*said, larger.setting]))
+    if not training.adapters.enabled:
+        training = replace(training, adapters=replace(training.adapters, enabled=True))
+        yield change("lora_cfg.enabled", training)
+    if not training.offloads and plan.roles[0].mesh.size > 1:
+        yield change("cpu_offload", replace(training, offloads=True))
+
+
+def _drawing_changes(
+    request: ClusterRequest, plan: Plan, device_memory: int, phase: MemoryPhase
+) -> Iterator[_Change]:
+    """Yield the memory share of vLLM, or the number of concurrent completions, that would fit."""
+    role, drawing, batch = request.role("generation"), request.drawing, plan.batch("generation")
+    assert role is not None
+    assert drawing is not None
+    cache = phase.parts["keys and values"]
+    room = int(device_memory * phase.fraction) - (phase.total - cache)
+    if drawing.has_own_weights:
+        weights = phase.parts.get("engine's weights", phase.parts.get("weights", 0))
+        share = int(100 * (room + weights) / device_memory) / 100
+        if 0 < share < 1:
+            yield _Change(
+                setting=f"{role.parallel_key}.gpu_memory_utilization={share:g}",
+                request=replace(request, drawing=replace(drawing, memory_share=share)),
+                plan=plan,
+            )
+    elif number := max(0, room) * (batch.tokens // batch.longest) // cache:
+        fewer = replace(batch, tokens=number * batch.longest)
+        batches = tuple(fewer if one is batch else one for one in plan.batches)
+        yield _Change(
+            setting=f"policy.generation.max_concurrent={number}",
+            request=request,
+            plan=replace(plan, batches=batches),
+        )
+
+
+def _larger_groups(
+    request: ClusterRequest, plan: Plan, shapes: Shapes, name: RoleName
+) -> Iterator[_Change]:
+    """Yield larger tensor-parallel sizes on the same slots, where nodes and models allow them."""
+    role, asked = plan.role(name), request.role(name)
+    if role is None or asked is None:
+        return
+    counts = Counter(slot.node for slot in role.slots).values()
+    generates = name == "generation"
+    for times in divisors(role.mesh.dp)[1:]:
+        mesh = replace(role.mesh, dp=role.mesh.dp // times, tp=role.mesh.tp * times)
+        is_refused = any(count % mesh.group_size for count in counts) or any(
+            _undivided(shape, mesh.tp, repeats_heads=generates)
+            or (shape.refuses_tensor_parallel and not generates)
+            for shape in _models(shapes, name)
+        )
+        if not is_refused:
+            larger = replace(role, mesh=mesh)
+            roles = tuple(larger if one is role else one for one in plan.roles)
+            setting = f"{asked.parallel_key}.tensor_parallel_size={mesh.tp}"
+            yield _Change(setting=setting, request=request, plan=replace(plan, roles=roles))

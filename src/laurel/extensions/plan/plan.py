@@ -1,0 +1,463 @@
+"""Runs `laurel plan`: prints where the parts of a run would be placed, without starting any."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+from rich.text import Text
+
+from laurel.config.environments import ScorerSource, ScoringParallelConfig
+from laurel.config.grpo_run import GRPORun
+from laurel.config.load import load_config
+from laurel.config.policy import PolicyConfig, RewardPolicyConfig
+from laurel.config.schemas import SCHEMAS, Run, command_of_file
+from laurel.errors import CheckpointError, ModelError, Terms, speaking
+from laurel.extensions.plan.fit import FittedPlan, fit, larger_micro_batch
+from laurel.extensions.plan.options import PlanOptions
+from laurel.models.spec import ModelSpec
+from laurel.observe.console import make_console
+from laurel.observe.json_output import write_json
+from laurel.planning.memory import (
+    GIB,
+    MASTER_BYTES,
+    MemoryPhase,
+    ModelShape,
+    Shapes,
+    decoder_shape,
+    parse_bytes,
+    parse_shape,
+)
+from laurel.planning.plan import BatchPlan, Plan
+from laurel.planning.request import ClusterRequest, RoleName
+from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
+from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
+from laurel.run.request import (
+    judge_notes,
+    request_of,
+    sampling_notes,
+    uses_reward_model,
+    workload_of,
+)
+from laurel.run.specs import model_spec
+from laurel.run.train import check_selection
+from laurel.workers.launch import backend_of
+
+
+def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) -> bool:
+    """Print the plan of a run, and return whether the run fits the cluster.
+
+    Raises:
+        ConfigError: The configuration or an option is invalid. A run that does not fit is no error:
+            the plan says so, and False is returned.
+    """
+    sizes = {"num_nodes": options.num_nodes, "gpus_per_node": options.slots_per_node}
+    cluster = [f"cluster.{key}={size}" for key, size in sizes.items() if size is not None]
+    device = device_named(options.device) if options.device else None
+    device_memory = device.memory if device else None
+    if options.device_memory:
+        device_memory = parse_bytes(options.device_memory)
+    loaded = load_config(
+        SCHEMAS[options.kind or command_of_file(path)], path, [*overrides, *cluster]
+    )
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    config = cast(Run, loaded.config)
+    check_selection(config)
+    read = read_shapes(config, options)
+    request = request_of(config)
+    fitted = fit(request, read.shapes, device_memory=device_memory)
+    if isinstance(config, GRPORun):
+        may_be = fitted.fits and config.cluster.backend != "local"
+        on_cluster = may_be and backend_of(fitted.plan, config.cluster) == "ray"
+        notes = [*judge_notes(config, on_cluster=on_cluster), *sampling_notes(config)]
+        read = replace(read, notes=(*read.notes, *notes))
+    if device_memory is not None and fitted.fits:
+        note = _room_note(config, request, fitted, read.shapes, device_memory)
+        read = replace(read, notes=(*read.notes, *note))
+    time = None
+    if device is not None:
+        time = step_time(
+            request,
+            fitted.plan,
+            read.shapes,
+            workload=workload_of(
+                config,
+                prompt_tokens=options.prompt_tokens,
+                completion_tokens=options.completion_tokens,
+            ),
+            device=device,
+            efficiency=Efficiency(products=options.efficiency, memory=options.memory_efficiency),
+        )
+    if options.as_json:
+        write_json(plan_facts(fitted, read, device_memory=device_memory, time=time))
+    else:
+        text = plan_text(request, fitted, read, device_memory=device_memory, time=time)
+        make_console().print(Text(text), soft_wrap=True)
+    return fitted.fits
+
+
+def _room_note(
+    config: Run, request: ClusterRequest, fitted: FittedPlan, shapes: Shapes, device_memory: int
+) -> Iterator[str]:
+    """Yield a note on larger micro-batches that fit a GPU, unless their size is configured."""
+    packing = config.policy.sequence_packing
+    if not packing.enabled or packing.train_mb_tokens is not None or request.device == "cpu":
+        return
+    found = larger_micro_batch(request, fitted.plan, shapes, device_memory=device_memory)
+    if found is None:
+        return
+    plan, training = found
+    before, now = fitted.plan.batch("policy"), plan.batch("policy")
+    yield (
+        f"policy.sequence_packing.train_mb_tokens={now.tokens} fits, too, with "
+        f"{_gib(training.total)} GiB in training: at most {now.num_micro_batches} passes instead "
+        f"of {before.num_micro_batches}, each of which casts all weights and adds up all gradients"
+    )
+
+
+def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
+    """Read the shapes of a run's models, with the reason for each that is unknown."""
+    notes: list[str] = []
+    unknown: dict[RoleName, str] = {}
+    policy: ModelShape | None = None
+    try:
+        policy = _policy_shape(config.policy, options.policy_shape, notes)
+    except (ModelError, CheckpointError) as error:
+        unknown["policy"] = f"{str(error).rstrip('.')}. --policy-shape would tell it"
+    judges: tuple[ModelShape, ...] = ()
+    if isinstance(config, GRPORun) and uses_reward_model(config):
+        try:
+            loaded = config.env.reward_model.loaded
+            split = config.env.reward_model.dtensor_cfg  # of all of them
+            judges = tuple(_judge_shape(judge, split, options.reward_shape) for judge in loaded)
+        except (ModelError, CheckpointError) as error:
+            unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
+    shapes = Shapes(policy=policy, reward_models=judges)
+    return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
+
+
+def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape:
+    has_head = not isinstance(policy, RewardPolicyConfig)
+    if written is not None:
+        return parse_shape(written, has_language_head=has_head)
+    scratch = policy.scratch
+    if scratch is not None:
+        shape = decoder_shape(
+            hidden_size=scratch.hidden_size,
+            num_layers=scratch.num_layers,
+            intermediate_size=scratch.intermediate_size or 4 * scratch.hidden_size,
+            num_heads=scratch.num_heads,
+            num_kv_heads=scratch.num_kv_heads,
+            vocab_size=scratch.vocab_size,
+            has_language_head=has_head,
+        )
+        return replace(shape, normalises_heads=scratch.architecture == "qwen3")
+    from laurel.run.model import found_name
+
+    name = found_name(str(policy.model_name), say=notes.append)
+    return _read(replace(model_spec(policy), name=name), has_head)
+
+
+def _judge_shape(
+    judge: ScorerSource, split: ScoringParallelConfig, written: str | None
+) -> ModelShape:
+    if written is not None:
+        return parse_shape(written, has_language_head=False)
+    name, key = judge.model_name, "model_name"
+    if judge.checkpoint_path:
+        name, key = judge.checkpoint_path, "checkpoint_path"
+    if name is None:
+        raise ModelError("env.reward_model.model_name is not said.")
+    from laurel.run.model import found_name
+
+    section = "env.reward_model"
+    with speaking(Terms({"policy": section, "policy.model_name": f"{section}.{key}"})):
+        spec = ModelSpec(
+            name=found_name(name, say=lambda _: None),
+            trust_remote_code=judge.trust_remote_code,
+            sequence_parallel=split.sequence_parallel,
+            parallel_plan=split.custom_parallel_plan,
+        )
+        return _read(spec, False)
+
+
+def _read(spec: ModelSpec, has_head: bool) -> ModelShape:
+    from laurel.models.loading.pretrained import read_shape
+    from laurel.observe.console import quiet_libraries
+
+    quiet_libraries()
+    return read_shape(spec, has_language_head=has_head)
+
+
+# How a plan is shown: tables and a picture for people, facts for programs.
+
+LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_model": "R"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadShapes:
+    """The shapes (layer sizes) of a run's models, as far as they are known."""
+
+    shapes: Shapes
+    unknown: Mapping[RoleName, str]
+    """The reason why a role's model has no known shape; its memory is not estimated."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user on how the shapes were determined."""
+
+
+def plan_facts(
+    fitted: FittedPlan,
+    read: ReadShapes,
+    *,
+    device_memory: int | None,
+    time: StepTime | None = None,
+) -> dict[str, Any]:
+    """Convert a plan to JSON-compatible values; memory is in bytes per device."""
+    plan = fitted.plan
+    timed: dict[str, Any] = {}
+    if time is not None:
+        seconds, padded = time.seconds(), time.seconds(is_padded=True)
+        timed["time"] = {**asdict(time), "seconds": seconds, "padded_seconds": padded}
+    return timed | {
+        "fits": fitted.fits,
+        "cluster": {
+            "num_nodes": plan.num_nodes,
+            "slots_per_node": plan.slots_per_node,
+            "idle": plan.num_idle,
+            "device_memory": device_memory,
+        },
+        "roles": [
+            {
+                "name": role.name,
+                "shares_with": role.shares_with,
+                "fraction": role.fraction,
+                "mesh": asdict(role.mesh),
+                "slots": [[slot.node, slot.index] for slot in role.slots],
+            }
+            for role in plan.roles
+        ],
+        "batches": [
+            asdict(batch)
+            | {"per_share": batch.per_share, "num_micro_batches": batch.num_micro_batches}
+            for batch in plan.batches
+        ],
+        "models": asdict(read.shapes),
+        "memory_not_estimated": dict(read.unknown),
+        "memory": [
+            {"phase": p.name, "slots_of": p.slots_of, "parts": dict(p.parts), "total": p.total}
+            for p in fitted.phases
+        ],
+        "misfits": [
+            {"problem": conflict.problem, "mends": [conflict.fix], "is_fatal": conflict.is_fatal}
+            for conflict in fitted.conflicts
+        ],
+        "notes": list(read.notes),
+    }
+
+
+def plan_text(
+    request: ClusterRequest,
+    fitted: FittedPlan,
+    read: ReadShapes,
+    *,
+    device_memory: int | None,
+    time: StepTime | None = None,
+) -> str:
+    """Format a plan, with its problems and their fixes, as text for the terminal."""
+    plan = fitted.plan
+    total = plan.num_nodes * plan.slots_per_node
+    nodes = "1 node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes"
+    lines = [f"cluster  {nodes} x {plan.slots_per_node} slots = {total}, {plan.num_idle} idle"]
+    if plan.roles:
+        lines += ["", *_roles(plan), "", *_picture(plan)]
+        for is_validation, name in ((False, "batches"), (True, "batches of a validation")):
+            batches = [b for b in plan.batches if b.is_validation == is_validation]
+            lines += ["", name, *(f"  {_batch(batch)}" for batch in batches)] if batches else []
+    if fitted.phases:
+        lines += ["", *_memory(fitted, device_memory), "", *_arithmetic(request, plan, read.shapes)]
+    if time is not None and time.phases:
+        lines += ["", *time_lines(time, width=shutil.get_terminal_size().columns)]
+    lines += ["", *(f"note    {note}" for note in read.notes)] if read.notes else []
+    for conflict in fitted.conflicts:
+        kind = "CONFLICT" if conflict.is_fatal else "WASTE"
+        lines += ["", f"{kind:<10}{conflict.problem}", f"  fix     {conflict.fix}"]
+    return "\n".join([*lines, "", *_verdict(fitted, read)])
+
+
+def _verdict(fitted: FittedPlan, read: ReadShapes) -> Iterator[str]:
+    """Yield lines that say whether the run fits, and what that statement does not cover."""
+    for role, why in read.unknown.items():
+        yield f"memory of the {title(role)} is not estimated: {why}"
+    if not fitted.fits:
+        yield "it does not fit"
+    elif read.unknown:
+        yield "slots and batches fit; whether the memory does is not known"
+    else:
+        yield "it fits"
+
+
+def _roles(plan: Plan) -> Iterator[str]:
+    rows = [("role", "slots", "mesh", "copies of the model", "where")]
+    for role in plan.roles:
+        mesh = role.mesh
+        axes = [("dp", mesh.dp), ("pp", mesh.pp), ("cp", mesh.cp), ("tp", mesh.tp)]
+        shown = " x ".join(f"{n} {size}" for n, size in axes if size > 1 or n in ("dp", "tp"))
+        copies = "1, in shards" if role.name == "policy" else str(mesh.dp)
+        count = str(len(role.slots)) + (f" x {role.fraction:g}" if role.fraction < 1 else "")
+        rows.append((title(role.name), count, shown, copies, _where(role, plan)))
+    yield from _columns(rows)
+
+
+def _where(role: RolePlan, plan: Plan) -> str:
+    owner = plan.role(role.shares_with) if role.shares_with is not None else None
+    if owner is None:
+        return where(role.slots)
+    those = f"the slots of {title(owner.name)}"
+    return those if role.slots == owner.slots else f"of {those}: {where(role.slots)}"
+
+
+def _picture(plan: Plan) -> Iterator[str]:
+    """Yield a line for each run of equal nodes; `|` separates groups of slots that share layers."""
+    letters: dict[Slot, str] = {}
+    ends: set[Slot] = set()
+    for role in plan.roles:
+        for slot in role.slots:
+            letters[slot] = letters.get(slot, "") + LETTERS[role.name]
+        if role.shares_with is None:
+            ends |= {group[-1] for group in role.groups}
+    width = max(map(len, letters.values()), default=1)
+
+    def picture(node: int) -> str:
+        slots = [Slot(node=node, index=i) for i in range(plan.slots_per_node)]
+        return "| " + "".join(
+            f"{letters.get(s, '.'):<{width}} {'| ' if s in ends or s == slots[-1] else ''}"
+            for s in slots
+        )
+
+    for row, alike in groupby(range(plan.num_nodes), key=picture):
+        nodes = list(alike)
+        name = f"node{'s' if len(nodes) > 1 else ''} {as_ranges(nodes)}"
+        yield f"{name:<16}{row}".rstrip()
+    used = "  ".join(f"{LETTERS[role.name]} {title(role.name)}" for role in plan.roles)
+    yield f"{'':<16}{used}{'  . idle' if plan.num_idle else ''}"
+
+
+def _batch(batch: BatchPlan) -> str:
+    each = batch.per_share
+    exact = "" if batch.size % batch.num_shares == 0 else "at most "
+    said = f"{title(batch.role):<13} {batch.size} {batch.unit} / {batch.num_shares} = "
+    said += f"{exact}{each} each"
+    if batch.role == "generation":
+        return f"{said}, {batch.tokens // batch.longest} side by side"
+    passes = f"{batch.tokens} tokens a pass, {batch.longest} the longest of {batch.unit}"
+    said += f"; {passes}: at most {batch.num_micro_batches} passes"
+    return said + (f"; {batch.updates} updates a step" if batch.updates > 1 else "")
+
+
+def _memory(fitted: FittedPlan, device_memory: int | None) -> Iterator[str]:
+    room = f" of {device_memory / GIB:.1f}" if device_memory else ""
+    rows: list[tuple[str, ...]] = [
+        ("memory, GiB of each device", "on the slots of", f"total{room}", "made up of")
+    ]
+    rows += [_phase(phase) for phase in fitted.phases]
+    yield from _columns(rows)
+
+
+def _phase(phase: MemoryPhase) -> tuple[str, str, str, str]:
+    parts = ", ".join(f"{n} {_gib(size)}" for n, size in phase.parts.items() if size)
+    total = _gib(phase.total) + (f" (has {phase.fraction:g} of it)" if phase.fraction < 1 else "")
+    return phase.name, title(phase.slots_of), total, parts
+
+
+def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[str]:
+    """Yield lines that explain how the largest numbers are computed."""
+    role, shape = plan.role("policy"), shapes.policy
+    if role is not None and shape is not None:
+        ranks, count = role.mesh.size, shape.num_parameters
+        each = MASTER_BYTES * count / ranks
+        tokens = -(-plan.batch("policy").tokens // role.mesh.cp)
+        yield (
+            f"policy        {_count(count)} parameters x {MASTER_BYTES} bytes / {ranks} ranks = "
+            f"{_gib(each)} GiB of weights (float32), the same of gradients, twice that of AdamW's "
+            "states"
+            + (
+                "; LoRA: gradients and states of adapters only"
+                if request.training.adapters.enabled
+                else ""
+            )
+        )
+        how = "recomputed: each layer's input, and one layer whole"
+        if not request.training.recomputes:
+            how = "every layer whole"
+        yield (
+            f"              activations of {tokens} tokens in {shape.num_layers} layers of width "
+            f"{shape.hidden_size}, {shape.intermediate_size} / tp {role.mesh.tp}: {how}"
+        )
+    role = plan.role("reward_model")
+    if role is not None:
+        for judge, shape in zip(request.judging, shapes.reward_models, strict=False):
+            yield (
+                f"reward model  {_count(shape.num_parameters)} parameters in {judge.precision} / "
+                f"{role.mesh.group_size} ranks of each of {role.mesh.dp} replicas"
+            )
+
+
+NARROW = 80
+"""The terminal width, in columns, below which the table of times shows the seconds alone."""
+
+
+def time_lines(time: StepTime, *, width: int) -> Iterator[str]:
+    """Yield the table of the step's phases, with the lengths and the efficiency it assumes."""
+    device, work = time.device, time.workload
+    said = (
+        f"seconds of a step on {device.name}, at {time.efficiency.products:.0%} of the peak of its "
+        f"products and {time.efficiency.memory:.0%} of its memory's bandwidth: {work.num_prompts} "
+        f"prompts of {work.prompt_tokens} tokens, each with {work.per_prompt} of "
+        f"{work.completion_tokens}; padded: a prompt for every completion"
+    )
+    yield from textwrap.wrap(said, width)
+    rows: list[tuple[str, ...]] = [
+        ("phase", "on the slots of", "PFLOP a device", "limit", "seconds", "padded", "ratio")
+    ]
+    for phase in time.phases:
+        shared, padded = phase.shared, phase.padded
+        rows.append(
+            (
+                phase.name,
+                title(phase.slots_of),
+                f"{shared.flops / 1e15:.3g}",
+                shared.limit,
+                f"{shared.seconds:.3g}",
+                f"{padded.seconds:.3g}",
+                f"{padded.seconds / shared.seconds:.2f}" if shared.seconds else "",
+            )
+        )
+    whole, padded_whole = time.seconds(), time.seconds(is_padded=True)
+    name = "step, overlapping" if time.overlaps else "step"
+    ratio = f"{padded_whole / whole:.2f}"
+    rows.append((name, "", "", "", f"{whole:.3g}", f"{padded_whole:.3g}", ratio))
+    if width < NARROW:
+        rows = [(row[0], *row[3:]) for row in rows]
+    yield from _columns(rows)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= GIB / 2 else f"{size / GIB:.1g}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}G" if number >= 1e8 else f"{number / 1e6:.2f}M"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()

@@ -1,0 +1,1 @@
+"""Generated tasks of reasoning-gym, and its scorers (extra `reasoning-gym`)."""

@@ -1,0 +1,1 @@
+"""`laurel init`: a commented configuration to start from."""

@@ -1,0 +1,1 @@
+"""`laurel sweep`: the settings of a reward model that do best in validation."""

@@ -1,0 +1,264 @@
+"""Runs `laurel sweep`: shows its trials, and writes the best configuration and a page."""
+
+from __future__ import annotations
+
+import html
+import io
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from laurel.errors import counted
+from laurel.extensions.sweep.options import SweepOptions
+from laurel.extensions.sweep.sweep import BEST, InterruptedSweep, Sweep, TrialOutcome
+from laurel.observe.console import (
+    format_number,
+    make_console,
+    message_console,
+    new_table,
+    print_command,
+    print_table,
+    visible,
+)
+from laurel.observe.files import replace_file
+from laurel.observe.json_output import write_json
+from laurel.observe.progress import TrainingProgress
+
+PAGE = "report.html"
+SHOWN_TRIALS = 20
+"""The number of trials in the table on the screen; the page has all."""
+
+
+def run_sweep(options: SweepOptions) -> None:
+    """Run the trials that are left, and set the exit code of the process.
+
+    The exit code is 130 after Ctrl-C; the same command goes on where it ended.
+
+    Raises:
+        UserError: A setting, a directory or a package cannot be used.
+        TrainingError: No trial has a value.
+    """
+    console = message_console(stderr=options.as_json)
+    started = time.monotonic()
+    sweep = Sweep(options)
+    with ExitStack() as stack:
+        sweep.open(stack)
+        for warning in sweep.warnings:
+            console.print(f"warning: {warning}")
+        done = sweep.outcomes()
+        num_runs = max(1, options.num_folds) * options.num_seeds
+        console.print(
+            f"sweep   {counted(sweep.total, 'trial')} of {counted(num_runs, 'run')} each, "
+            f"{'the highest' if sweep.selection.higher_is_better else 'the lowest'} "
+            f"{sweep.selection.key} wins; in {options.output}",
+            soft_wrap=True,
+        )
+        if done:
+            console.print(f"going on after {counted(len(done), 'finished trial')}")
+        progress = TrainingProgress(
+            sweep.total, len(done), console, unit="runs", counted="trial", doing="sweeping"
+        )
+        metric = (sweep.selection.key or "").rpartition("_")[2]
+
+        def show(outcome: TrialOutcome) -> None:
+            done.append(outcome)
+            chosen = ", ".join(f"{key}={_value(value)}" for key, value in outcome.params.items())
+            if outcome.failure is not None:
+                progress.message(f"trial {outcome.number} failed ({chosen}): {outcome.failure}")
+            else:
+                progress.message(
+                    f"trial {outcome.number} {outcome.state}  {_mean(outcome)}  {chosen}",
+                    is_routine=True,
+                )
+            found = {} if outcome.mean is None else {metric: outcome.mean}
+            progress.step(len(done), found, pairs=num_runs, tokens=0)
+
+        try:
+            with progress:
+                sweep.run(show, partial(progress.message, is_routine=True))
+        except (InterruptedSweep, KeyboardInterrupt) as error:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            name = error.args[0] if error.args else "SIGINT"
+            print(
+                f"stopped by {name} after {counted(len(done), 'finished trial')}; run it again to "
+                "go on",
+                file=sys.stderr,
+            )
+            sys.exit(130 if name == "SIGINT" else 0)
+        outcomes = sweep.outcomes()
+        best = sweep.best(outcomes)
+        path = options.output / BEST
+        with replace_file(path) as file:
+            file.write(sweep.winner_yaml(best))
+        page = options.output / PAGE
+        with replace_file(page) as file:
+            file.write(page_of(sweep, outcomes, best))
+    ranked = ranked_trials(outcomes, higher_is_better=sweep.selection.higher_is_better)
+    if options.as_json:
+        write_json(
+            {
+                "output": options.output,
+                "metric": sweep.selection.key,
+                "higher_is_better": sweep.selection.higher_is_better,
+                "best": _fields(best),
+                "config": path,
+                "report": page,
+                "num_failed": sum(one.state == "failed" for one in outcomes),
+                "num_pruned": sum(one.state == "pruned" for one in outcomes),
+                "seconds": time.monotonic() - started,
+                "trials": [_fields(one) for one in outcomes],
+            }
+        )
+        return
+    last = make_console()
+    header, rows = table_of(sweep, ranked)
+    table = new_table(f"{sweep.selection.key}, best first", *header)
+    for row in rows[:SHOWN_TRIALS]:
+        table.add_row(*row)
+    print_table(last, table)
+    for one in outcomes:
+        if one.failure is not None:
+            last.print(visible(f"failed  trial {one.number}: {one.failure}"), soft_wrap=True)
+    last.print(f"best    {path}  (trial {best.number})", soft_wrap=True)
+    last.print(f"report  {page}", soft_wrap=True)
+    print_command(last, "use it  ", f"laurel rm --config {path}")
+
+
+def ranked_trials(
+    outcomes: Sequence[TrialOutcome], *, higher_is_better: bool
+) -> list[TrialOutcome]:
+    """Return the trials with the best mean first, and those without one last."""
+
+    def rank(one: TrialOutcome) -> tuple[bool, float, int]:
+        mean = one.mean
+        value = 0.0 if mean is None else -mean if higher_is_better else mean
+        return mean is None, value, one.number
+
+    return sorted(outcomes, key=rank)
+
+
+def table_of(sweep: Sweep, outcomes: Sequence[TrialOutcome]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table of trials."""
+    keys = [one.key for one in sweep.dimensions]
+    # The last parts of keys are enough where they differ.
+    names = [key.rpartition(".")[2] for key in keys]
+    names = names if len({*names}) == len(names) else keys
+    rows = [
+        [
+            str(one.number),
+            *(_value(one.params.get(key)) for key in keys),
+            "-" if one.mean is None else f"{one.mean:.4f}",
+            "" if one.half_width is None else f"{one.half_width:.4f}",
+            str(len(one.values)),
+            one.state,
+            f"{one.seconds:.0f}",
+        ]
+        for one in outcomes
+    ]
+    return ["trial", *names, "mean", "95 % half width", "runs", "state", "seconds"], rows
+
+
+def _value(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else format_number(value)
+
+
+def _mean(outcome: TrialOutcome) -> str:
+    if outcome.mean is None:
+        return "-"
+    half = outcome.half_width
+    return f"{outcome.mean:.4f}" + ("" if half is None else f" +- {half:.4f}")
+
+
+def _fields(outcome: TrialOutcome) -> dict[str, Any]:
+    return {**asdict(outcome), "mean": outcome.mean, "half_width": outcome.half_width}
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
+    "color-scheme:light dark}table{border-collapse:collapse}td,th{padding:.15rem .7rem;"
+    "text-align:right;border-bottom:1px solid #8884}svg{max-width:100%;background:#fff}"
+)
+
+
+def page_of(sweep: Sweep, outcomes: Sequence[TrialOutcome], best: TrialOutcome) -> str:
+    """Return a page about a sweep: a picture of all trials with their intervals, and a table."""
+    higher = sweep.selection.higher_is_better
+    ranked = ranked_trials(outcomes, higher_is_better=higher)
+    header, rows = table_of(sweep, ranked)
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    failures = "".join(
+        f"<li>trial {one.number}: {html.escape(one.failure)}</li>"
+        for one in outcomes
+        if one.failure is not None
+    )
+    chosen = ", ".join(f"{key}={_value(value)}" for key, value in best.params.items())
+    title = f"Sweep of {', '.join(one.key for one in sweep.dimensions)}"
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'\">"
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1>"
+        f"<p>Best: trial {best.number}, {html.escape(chosen)}, with "
+        f"{html.escape(sweep.selection.key or '')} {html.escape(_mean(best))}. An interval is that "
+        "of the mean over a trial's runs (folds and seeds), 95 %, by Student's t; the best of many "
+        "trials is a little too good. Each plot has all trials; the best one is red.</p>"
+        f"{picture_of(sweep, ranked)}<table>{line(header, 'th')}"
+        f"{''.join(line(row, 'td') for row in rows)}</table>"
+        + (f"<h2>Failures</h2><ul>{failures}</ul>" if failures else "")
+        + "</html>\n"
+    )
+
+
+def picture_of(sweep: Sweep, ranked: Sequence[TrialOutcome]) -> str:
+    """Plot the means over each searched key, with intervals, as an `<svg>` element."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    complete = [one for one in ranked if one.mean is not None]
+    number = len(sweep.dimensions)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sweep", "font.size": 9}):
+        figure = Figure(figsize=(4.0 * min(number, 3), 3.0 * -(-number // 3)), layout="constrained")
+        canvas = FigureCanvasSVG(figure)
+        for place, dimension in enumerate(sweep.dimensions, start=1):
+            axes = figure.add_subplot(-(-number // 3), min(number, 3), place)
+            names = list(dimension.choices)
+            at = [
+                names.index(str(one.params[dimension.key]))
+                if names
+                else float(one.params[dimension.key])
+                for one in complete
+            ]
+            axes.errorbar(
+                at,
+                [one.mean or 0.0 for one in complete],
+                yerr=[one.half_width or 0.0 for one in complete],
+                fmt="o",
+                capsize=3,
+                markersize=4,
+                color="#999999",
+            )
+            axes.plot(at[:1], [one.mean or 0.0 for one in complete[:1]], "o", color="#c0392b")
+            if names:
+                axes.set_xticks(range(len(names)), names)
+                axes.set_xlim(-0.5, len(names) - 0.5)
+            elif dimension.is_log:
+                axes.set_xscale("log")
+            axes.set_xlabel(dimension.key)
+            axes.set_ylabel(sweep.selection.key or "")
+        buffer = io.StringIO()
+        write: Any = canvas.print_svg
+        write(buffer, metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,1 @@
+"""Tasksets of the package verifiers, played by its own runner (extra `verifiers`)."""

@@ -1,0 +1,1 @@
+"""Samples completions and scores conversations with vLLM (extra `vllm`)."""

@@ -1,0 +1,91 @@
+"""vLLM as a plug-in (`laurel.engines`); vLLM itself is imported when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from laurel.extensions.vllm.sections import (
+    COLDEST,
+    HOTTEST,
+    ScoringVllmConfig,
+    VllmConfig,
+    vllm_section,
+)
+from laurel.plugins import Engine, EngineNeeds, EngineStart
+
+if TYPE_CHECKING:
+    from laurel.config.environments import JudgeConfig
+    from laurel.config.grpo import GRPOPolicyConfig
+    from laurel.extensions.vllm.engine import VllmEngine
+    from laurel.extensions.vllm.scorer import VllmScorer
+    from laurel.rewards.spec import ScorerSpec
+
+
+class Vllm(Engine):
+    """vLLM, in processes of its own."""
+
+    section = VllmConfig
+    scoring_section = ScoringVllmConfig
+    package = "vllm"
+    extra = "vllm"
+    is_automatic = True
+
+    def check(self, settings: GRPOPolicyConfig) -> None:
+        """Check that prompts fit into the engine that fit into the policy."""
+        section = vllm_section(settings.generation)
+        engine, whole = section.max_model_len, settings.max_total_sequence_length
+        if engine is not None and engine < whole:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.max_model_len={engine} is less than "
+                f"policy.max_total_sequence_length={whole}: prompts that fit into the one would be "
+                "refused by the other; leave it out"
+            )
+
+    def make(self, section: VllmConfig, start: EngineStart) -> VllmEngine:
+        """Start vLLM."""
+        from laurel.extensions.vllm.engine import VllmEngine
+
+        return VllmEngine(start.directory, start.spec, precision=start.precision, probe=start.probe)
+
+    def needs(self, section: VllmConfig) -> EngineNeeds:
+        """Return what a replica takes of the devices."""
+        return EngineNeeds(
+            tensor_parallel_size=section.tensor_parallel_size,
+            pipeline_parallel_size=section.pipeline_parallel_size,
+            precision=None if section.precision == "auto" else section.precision,
+            max_length=section.max_model_len,
+            memory_share=section.gpu_memory_utilization,
+            through_host=section.weight_loading == "files",
+        )
+
+    def open_scorer(
+        self, section: ScoringVllmConfig, model: ScorerSpec, say: Callable[[str], None]
+    ) -> VllmScorer:
+        """Start vLLM with a reward model, and check that it scores as it did when it was saved."""
+        from laurel.extensions.vllm.scorer import load_vllm_scorer
+
+        assert model.found is not None
+        return load_vllm_scorer(model.found, model, say=say)
+
+    def for_judge(self, section: ScoringVllmConfig, judge: JudgeConfig) -> VllmConfig:
+        """Return the settings of an engine whose weights never change."""
+        if 0 < judge.temperature < COLDEST or judge.temperature > HOTTEST:
+            raise ValueError(
+                f"temperature={judge.temperature:g}: vLLM takes 0 and {COLDEST:g} to {HOTTEST:g}"
+            )
+        return VllmConfig(
+            load_format="safetensors",  # pickled weights could run code
+            weight_loading="files",  # none ever come
+            tensor_parallel_size=section.tensor_parallel_size,
+            gpu_memory_utilization=section.gpu_memory_utilization,
+        )
+
+    def check_room(self, section: ScoringVllmConfig) -> None:
+        """Check that the share of the GPU is said."""
+        if "gpu_memory_utilization" not in section.model_fields_set:
+            raise ValueError(
+                f"vLLM would take {section.gpu_memory_utilization:g} of the memory of the GPU on "
+                "which the policy trains. Set vllm_cfg.gpu_memory_utilization to the share that "
+                "the policy leaves"
+            )

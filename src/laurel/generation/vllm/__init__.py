@@ -1,1 +1,0 @@
-"""The generator and the reward-model scorer that run on vLLM."""

@@ -1,1 +1,0 @@
-"""Tests what training relies on, on this machine with small models (`laurel doctor --trial`)."""
