@@ -487,6 +487,8 @@ class JudgeFile(Section):
 class FunctionConfig(Section):
     """A Python function that scores."""
 
+    removed: ClassVar[Mapping[str, Removed]] = removed("FunctionConfig")
+
     path: str
     """`module:function`, or `path/to/file.py:function`. Its arguments are verl's: `data_source`,
     `solution_str`, `ground_truth` and `extra_info`; `response_str`, `num_turns` and `validate` if
@@ -511,13 +513,6 @@ class FunctionConfig(Section):
     max_concurrent: Annotated[int | None, MAY_CHANGE, CALLS] = Field(default=None, ge=1)
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
-    max_rpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
-    """Calls a minute, evenly; null: no limit. The time until its turn does not count in
-    `timeout`."""
-    max_tpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
-    """Tokens a minute, where a call stands for `estimated_tokens_per_request`."""
-    estimated_tokens_per_request: Annotated[float, MAY_CHANGE] = Field(default=2000, gt=0)
-    """For `max_tpm`."""
 
     @field_validator("router")
     @classmethod

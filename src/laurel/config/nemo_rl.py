@@ -185,6 +185,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
+    _name_loss(work, values, problems)
     _name_validation_sets(work, problems)
     _fill_sets(work, schema)
     problems += _heads_out_of_place(schema, work, values)
@@ -477,6 +478,24 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
         f"grpo.async_grpo is translated: grpo.max_staleness={age}, the steps that generation may "
         "run ahead of training"
     )
+
+
+def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
+    """Name the policy loss by one key, `loss_fn.loss_type`."""
+    ours = "loss_fn.loss_type"
+    loss = values.get(ours, "ppo")
+    for key, name in (("loss_fn.use_cispo", "cispo"), ("loss_fn.disable_ppo_ratio", "reinforce")):
+        found = _at(work.tree, key)
+        if found is None or values.get(key) is not True:
+            continue
+        if loss not in ("ppo", name):
+            problems.append(
+                f"{found.place}: {key}=true is {ours}={name}, and has no effect beside {loss}; "
+                "keep one"
+            )
+            continue
+        loss = name
+        work.set(ours, name, by=key, was=True)
 
 
 def _name_validation_sets(work: Adapted, problems: list[str]) -> None:

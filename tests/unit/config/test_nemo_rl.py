@@ -498,3 +498,32 @@ def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
     assert not loaded.config.policy.dynamic_batching.enabled
     assert loaded.warnings[0].startswith("policy.sequence_packing.enabled is true: ")
     plan_allocation(loaded.config)
+
+
+@pytest.mark.parametrize(
+    ("key", "loss"), [("use_cispo", "cispo"), ("disable_ppo_ratio", "reinforce")]
+)
+def test_a_loss_is_named_by_one_key(tmp_path: Path, key: str, loss: str) -> None:
+    loaded = load(tmp_path, "grpo", {"loss_fn": {key: True}})
+    assert loaded.config.loss_fn.loss_type == loss
+    assert loaded.warnings == ()
+    assert load(tmp_path, "grpo", {"loss_fn": {key: False}}).config.loss_fn.loss_type == "ppo"
+    with pytest.raises(ConfigError, match=f"{key}=true is loss_fn.loss_type={loss}"):
+        load(tmp_path, "grpo", {"loss_fn": {key: True, "loss_type": "gspo"}})
+
+
+def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) -> None:
+    policy = {
+        "train_micro_batch_size": 2,
+        "max_total_sequence_length": 64,
+        "logprob_batch_size": 8,
+        "sequence_packing": {"enabled": False},
+        "dynamic_batching": {
+            "enabled": True,
+            "train_mb_tokens": "${mul:${policy.max_total_sequence_length}, 4}",
+        },
+    }
+    loaded = load(tmp_path, "grpo", {"policy": policy})
+    assert loaded.config.policy.batch_limits.padded_tokens == 256
+    policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 100}
+    assert load(tmp_path, "grpo", {"policy": policy}).config.policy.token_budget == 100
