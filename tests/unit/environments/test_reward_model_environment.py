@@ -100,6 +100,8 @@ def test_d24_the_documented_settings_work_as_printed(tmp_path):
     reward_env = RewardModelEnvironment(env_config)
     found = reward_env.step([log("Where?", "By the gate.")], [{}])
     assert math.isfinite(found.rewards.item())
+    env_config["reward_model_cfg"] = {"reward_model_type": "bradley_terry"}
+    del env_config["batch_size"]  # which is NeMo RL's alone
     assert reward_env.config == RewardModelEnvironmentConfig(**env_config)
     reward_env.shutdown()
 
@@ -164,7 +166,7 @@ def test_settings_are_read_as_from_the_dictionary_that_they_were_given_as(enviro
     config = environment.config
     assert config["model_name"] == str(checkpoint) == config.get("model_name")
     assert config["dtensor_cfg"]["tensor_parallel_size"] == 1
-    assert ("batch_size" in config, "batch" in config, config.get("batch", 3)) == (True, False, 3)
+    assert ("batch_tokens" in config, "batch" in config, config.get("batch", 3)) == (True, False, 3)
     with pytest.raises(KeyError, match="batch"):
         config["batch"]
 
@@ -437,7 +439,7 @@ def test_figures_of_nothing_are_absent():
 
 def test_d18_what_the_settings_get_wrong_is_told_before_anything_is_loaded(tmp_path, checkpoint):
     wrong = [
-        ({"batch_sze": 4}, ConfigError, "did you mean 'batch_size'"),
+        ({"batch_tokns": 4}, ConfigError, "did you mean 'batch_tokens'"),
         ({"transform": {"clip": [2, 1]}}, ConfigError, "must be .lowest, highest"),
         ({"precision": "int8"}, ConfigError, "one of float32, bfloat16, float16"),
         ({"dtensor_cfg": {"tensor_parallel_size": 2}}, ConfigError, "parallel_size=2.*one process"),

@@ -146,8 +146,7 @@ def test_padded_rows_fill_the_budget(checkpoint):
     assert scorer.model.path == "padded"
     seen = []
     scorer.score_now(GROUPS, on_batch=lambda done, _: seen.append(done))
-    assert sum(seen) == 5
-    assert len(seen) > 1
+    assert len(seen) == len(GROUPS) > 1
     assert values(scorer) == pytest.approx(values(load(checkpoint)), abs=5e-6)
 
 

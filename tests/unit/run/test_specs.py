@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.policy import LoraConfig, NamedCall, PolicyConfig, ScratchConfig
+from laurel.config.policy import (
+    LoraConfig,
+    NamedCall,
+    PolicyConfig,
+    RewardPolicyConfig,
+    ScratchConfig,
+)
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.models.spec import ModelSpec
@@ -39,7 +44,7 @@ SECTION = {
 
 
 def test_nothing_of_a_model_is_left_out():
-    spec = model_spec(GRPOPolicyConfig.model_validate(SECTION))
+    spec = model_spec(RewardPolicyConfig.model_validate(SECTION))
     assert model_spec(PolicyConfig(model_name="a/b")) == ModelSpec(name="a/b")
     alike = [
         one.name for one in fields(spec) if asdict(spec)[one.name] == asdict(ModelSpec())[one.name]
@@ -91,7 +96,7 @@ def test_an_engine_is_told_of_the_whole_section():
 
 @pytest.mark.parametrize(
     ("kind", "section", "head"),
-    [(RewardTrainingRun, "rm", {"reward_model_cfg": {"enabled": True}}), (SFTRun, "sft", {})],
+    [(RewardTrainingRun, "rm", {}), (SFTRun, "sft", {})],
 )
 def test_the_order_is_that_of_the_file_or_of_the_seed(kind, section, head):
     def rows(shuffle, seed):

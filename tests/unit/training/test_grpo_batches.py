@@ -45,10 +45,7 @@ def gradients(batch, of_batch, *, path="forest", **changes):
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
     batcher = Batcher(path, policy.batch_limits, pad_id=PAD)
-    micro_batches = batcher.cut(
-        *batcher.divide(batch, of_batch, PolicyLabels.subset),
-        micro_batch_size=policy.train_micro_batch_size,
-    )
+    micro_batches = batcher.cut(*batcher.divide(batch, of_batch, PolicyLabels.subset))
     loss = loss_of()
     update = learner.update(micro_batches, loss)
     assert update.failure is None

@@ -182,7 +182,6 @@ def _judge_shape(
         spec = ModelSpec(
             name=found_name(name, say=lambda _: None),
             trust_remote_code=judge.trust_remote_code,
-            sequence_parallel=split.sequence_parallel,
             parallel_plan=split.custom_parallel_plan,
         )
         return _read(spec, False)
