@@ -3,6 +3,7 @@
     python benchmarks/chat_model.py --list
     python benchmarks/chat_model.py --row grpo --seeds 1 2 3
     python benchmarks/chat_model.py --row reward-ukp reward-hh --model DIRECTORY
+    python benchmarks/chat_model.py grpo.max_num_steps=6 --row tools   # KEY=VALUE come first
     python benchmarks/chat_model.py --markdown             # what is there, as tables
 
 Each row runs a recipe of recipes/ in processes of its own, and writes its figures below `--work`. A
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gzip
+import importlib
 import json
 import os
 import random
@@ -356,9 +358,9 @@ def placement_row(options: argparse.Namespace) -> None:
             run = options.work / f"placement_{command}_{place.replace(' ', '_')}"
             if figures_of(run):
                 continue
-            shown = short_run(options, command, judge)
+            recipe, *changes = short_run(options, command, judge)
             watched = Memory()
-            seconds = train(options, command, *shown[:1], run, *shown[1:], *settings, watch=watched)
+            seconds = train(options, command, recipe, run, *changes, *settings, watch=watched)
             steps = [line for line in metrics(run) if "train/loss" in line]
             write_figures(
                 run,
@@ -412,8 +414,7 @@ class Memory:
 
     def __call__(self, process: subprocess.Popen[bytes]) -> None:
         """Look once."""
-        import psutil
-
+        psutil: Any = importlib.import_module("psutil")
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(process.pid)
             for one in [top, *top.children(recursive=True)]:
@@ -671,7 +672,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
         for text in file.read_text(encoding="utf-8").splitlines():
             line = json.loads(text)
             validated = any(key.startswith("validation") for key in line)
-            steps[line["step"], validated] = line
+            steps.setdefault((line["step"], validated), {}).update(line)
     return [steps[key] for key in sorted(steps)]
 
 

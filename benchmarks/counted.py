@@ -3,38 +3,48 @@
     python benchmarks/counted.py --markdown
     python benchmarks/counted.py --of layers --markdown
     python benchmarks/counted.py --of compiled --markdown
+    python benchmarks/counted.py --of sampling --markdown
 
 Meta and fake tensors, which have shapes and no values, go through the code that runs on a GPU.
 Every operation counts the bytes of its inputs and outputs and one kernel. A pass over a matrix that
 stays in the cache counts as one over memory, and a gather counts its whole input, so that the
 counts are upper bounds. Attention of layers is left out, and so are the bytes of products, which
 their operations hide. `--of compiled` asks torch's compiler for what a narrow layer moves once
-compiled. Seconds are bytes at an H100's 3.35 TB/s; the products' seconds at its 990 TFLOP/s.
+compiled. `--of sampling` counts the kernels of one token of the engine in process with narrow
+models of as many layers; a CUDA graph, which is one launch, has a stand-in here. Seconds are bytes
+at an H100's 3.35 TB/s; the products' seconds at its 990 TFLOP/s.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, get_args
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
 import torch
 from rounds import table, write_json
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from laurel.models.forest.attention import as_computed
+from laurel.generation.transformers.batch import ContinuousBatch, Ticket
+from laurel.models.forest.attention import FOREST, as_computed, register
 from laurel.models.forest.decoder import round_residual_stream
 from laurel.models.forest.outputs import token_logprobs
+from laurel.models.forest.policy import PolicyModel
+from laurel.models.loading.pretrained import train_tokenizer
 from laurel.planning.memory import ModelShape, decoder_shape
+from laurel.types import GenerationRequest, SamplingParams
 
 BYTES_PER_SECOND, OPERATIONS_PER_SECOND = 3.35e12, 990e12
 """An H100's memory rate, and its rate of products in bfloat16."""
@@ -74,6 +84,8 @@ NARROW = replace(
     LAYERS["Qwen3-0.6B"], hidden_size=256, intermediate_size=704, num_heads=2, num_kv_heads=1
 )
 """The shape of the layer that is compiled."""
+MIXED = [24, 70, 130, 40, 300, 90, 200, 65]
+"""The lengths of prompts that do not fit into blocks of one size."""
 PROMPT = 1024
 """The tokens of the prompt that the group shares, under which layers are counted."""
 Way = Literal["training", "log-probs", "scoring"]
@@ -232,16 +244,25 @@ class _Attention(torch.autograd.Function):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--of", choices=["head", "layers", "compiled"], default="head")
+    parser.add_argument("--of", choices=["head", "layers", "compiled", "sampling"], default="head")
     parser.add_argument("--chunk-size", type=int, help="tokens of a chunk; default: as in a run")
     parser.add_argument("--kinds", action="store_true", help="the bytes of each operation too")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("benchmark_results/counted.json"))
     options = parser.parse_args()
-    made = {"layers": layer_rows, "compiled": compiled_rows, "head": lambda: head_rows(options)}
+    made = {
+        "layers": layer_rows,
+        "compiled": compiled_rows,
+        "sampling": sampling_rows,
+        "head": lambda: head_rows(options),
+    }
     rows = made[options.of]()
-    what = "forward and backward" if options.of == "head" else f"and a prompt of {PROMPT:,}"
-    print(f"{GROUP:,} completion tokens, {what}, torch {torch.__version__}")
+    what = f"{GROUP:,} completion tokens and a prompt of {PROMPT:,}"
+    if options.of == "head":
+        what = f"{GROUP:,} completion tokens, forward and backward"
+    if options.of == "sampling":
+        what = "launches of a token of 64 completions: the median, and the most"
+    print(f"{what}, torch {torch.__version__}")
     cells = [[str(value) for value in row.values()] for row in rows]
     print(table(list(rows[0]), cells, as_markdown=options.markdown))
     write_json(options.json, {"torch": torch.__version__, "rows": rows})
@@ -330,6 +351,89 @@ def narrow_layer(length: int, way: str, *, rounds: bool) -> tuple[int, int, int,
         metrics.generated_kernel_count,
         counters["stats"]["unique_graphs"],
     )
+
+
+def sampling_rows() -> list[dict[str, Any]]:
+    """What the engine in process launches for a token, with many lengths at once and with one."""
+    rows = []
+    for name, shape in LAYERS.items():
+        row: dict[str, Any] = {"tokens of": f"{name}, {shape.num_layers} layers"}
+        for lengths, what in (([24] * 8, "even"), (MIXED, "mixed")):
+            for is_static in (False, True):
+                each = launches(shape, lengths, static_slots=is_static)
+                way = "static" if is_static else "as they are"
+                row[f"{what}, {way}"] = f"{median(each):,.0f} (most {max(each):,})"
+        rows.append(row)
+    return rows
+
+
+def launches(shape: ModelShape, lengths: Sequence[int], *, static_slots: bool) -> list[int]:
+    """Return the kernels of each token of 8 completions to each of some prompts.
+
+    The prompts have these lengths. In the second half the completions are of mixed lengths, too, if
+    the prompts are. Copies between host and device are not counted, and a graph counts as one.
+    """
+    made = replace(shape, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=1)
+    made = replace(made, head_dim=16)
+    register()
+    network = _network(made, shape.num_layers, "training", rounds=False, attend=_attend)
+    network.set_attn_implementation(FOREST)
+    policy = PolicyModel(network.eval(), path="forest", precision=torch.bfloat16)
+    batch = ContinuousBatch(
+        policy,
+        train_tokenizer(["a"], vocab_size=300),
+        end_ids=[],
+        max_concurrent=64,
+        static_slots=static_slots,
+    )
+    counted = Counted()
+    if batch.static is not None:
+        batch.static.capture = partial(_stand_in, counted)
+    is_mixed = len(set(lengths)) > 1
+    waiting = deque(
+        Ticket(
+            GenerationRequest(
+                id=str(index),
+                prompt_ids=np.full(length, 3, np.int32),
+                seeds_G=tuple(range(8)),
+                sampling=SamplingParams(max_new_tokens=100 - (6 * index if is_mixed else 0)),
+            ),
+            deliver=lambda _: None,
+        )
+        for index, length in enumerate(lengths)
+    )
+    found = []
+    with batch.drawing():
+        if is_mixed:  # half of them begin later
+            late = [waiting.pop() for _ in range(len(waiting) // 2)]
+            batch.admit(waiting)
+            for _ in range(20):
+                batch.step()
+            waiting.extend(late)
+        batch.admit(waiting)
+        while not batch.is_idle:
+            counted.kernels = 0
+            with counted:
+                batch.step()
+            found.append(counted.kernels)
+    return found
+
+
+def _stand_in(counted: Counted, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Stands in for a CUDA graph: one launch computes everything."""
+
+    def run() -> Tensor:
+        with _disable_current_modes():
+            return compute()
+
+    result = run()
+
+    def replay() -> None:
+        counted.kernels += 1
+        with _disable_current_modes():
+            result.copy_(run())
+
+    return replay, result
 
 
 def head_rows(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@
 A reward model and a policy of 0.9G parameters in bfloat16 do each phase of a step. Scoring,
 log-probabilities and training work three ways: as token forests; as the same rows with a copy of
 the prompt for every completion; and, for scoring, as padded batches through the model's own
-attention. The ways alternate, and medians count. Shares of the peak count the operations that each
-way needs, not more. `predicted` is what `laurel plan` says; of the head, what its bytes and
-products take at the device's peaks, counted with meta tensors (`counted.py`).
+attention. Generation runs as `auto` says and with the other value of
+`policy.generation.transformers_cfg.static_slots`. The ways alternate, and medians count. Shares of
+the peak count the operations that each way needs, not more. `predicted` is what `laurel plan` says;
+of the head, what its bytes and products take at the device's peaks, counted with meta tensors
+(`counted.py`).
 
 `--profile` adds the milliseconds and launches of one more call by kind of kernel. A phase that
 fails is a row with its error, and the exit code is 1. Each row is appended to the file of `--json`
@@ -39,6 +41,7 @@ from rounds import table
 from laurel.data.forest import to_padded
 from laurel.extensions.doctor.checks import SIZES, peak_of, with_vocabulary
 from laurel.extensions.doctor.phases import StepPhases
+from laurel.generation.transformers.static import chooses_static_slots
 from laurel.models.forest.attention import FOREST
 from laurel.observe.json_output import json_text
 from laurel.planning.memory import ModelShape, Shapes
@@ -54,7 +57,7 @@ from laurel.planning.step_time import (
 WORKLOADS = ("8x8:512+512", "8x16:1024+256", "2x16:8192+512")
 TINY = ("2x4:32+16",)
 PHASES = ("head", "training", "scoring", "log-probs", "generation")
-WAYS = ("forest", "copies", "padded")
+WAYS = ("forest", "copies", "padded", "static", "dynamic")
 LAYERS = {"auto": "auto", "compiled": True, "eager": False, "liger": False}
 """What `StepPhases.compiles` is, by the option."""
 HEADS = ((151_936, 1024), (151_936, 4096))
@@ -240,7 +243,7 @@ def phase_rows(
             / timing["seconds"],
             "share_of_peak": needed / timing["seconds"] / peak_rate(machine),
         }
-        if way == "forest":
+        if way == "forest" or phase == "generation":
             row |= {"predicted": costs[phase], **profiled(ways[way], options, machine)}
         yield row
     forest.close()
@@ -262,7 +265,11 @@ def ways_of(
         for shares in (True, False)
     )
     if phase == "generation":
-        return forest, {"forest": forest.generate}
+        is_static = chooses_static_slots("auto", forest.policy)
+        other = replace(forest, static_slots=not is_static)
+        other.__dict__["policy"] = forest.policy
+        name = "dynamic" if is_static else "static"
+        return forest, {"forest": forest.generate, name: other.generate}
     if phase in ("training", "log-probs"):
         copies.__dict__["policy"] = forest.policy
         copies.__dict__["learner"] = forest.learner

@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import psutil
 from rounds import machine, table, write_json
 
+from laurel.extensions.server.service import NullScorer
 from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpReplica
 from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply
 from laurel.rewards.remote.router import Router, RouterOptions
-from laurel.rewards.server.service import NullScorer
 from laurel.types import Group, Message, Score, group_of
 
 START_SECONDS = 60.0

@@ -174,13 +174,13 @@ def state_errors(
     from laurel.rewards.open import open_local
     from laurel.rewards.spec import ScorerSpec
 
+    torch.set_num_threads(options.threads)
     exact = states_of_transformers(groups, exported, "float32")
     found = {"transformers": states_of_transformers(groups, exported, "bfloat16")}
     spec = ScorerSpec(
         model=ModelSpec(name=str(exported)),
         precision="bfloat16",
         device="cpu",
-        cpu_threads=options.threads,
     )
     alone = [replace(group, completions_G=(one,)) for group in rows for one in group.completions_G]
     with open_local(spec, say=lambda _: None) as scorer, torch.inference_mode():

@@ -14,13 +14,15 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils.chat_template_utils import get_json_schema
 
 from laurel.demo.data import calculate
 from laurel.models.tool_calls import FORMS, ToolCall
 
+Problem = tuple[int, Literal["+", "-", "*"], int]
+SIGNS: tuple[Literal["+", "-", "*"], ...] = ("+", "-", "*")
 SIZES = {"tasks_test": 64, "demonstrations": 32, "tasks": 2000}
 ASK = "Put the result in \\boxed{}."
 
@@ -28,12 +30,12 @@ ASK = "Put the result in \\boxed{}."
 def main(directory: Path) -> None:
     """Write the files."""
     chance = random.Random(0)
-    seen: set[tuple[int, str, int]] = set()
+    seen: set[Problem] = set()
     directory.mkdir(parents=True, exist_ok=True)
     for name, size in SIZES.items():
-        lines = []
+        lines: list[str] = []
         while len(lines) < size:
-            problem = chance.randrange(10, 100), chance.choice("+-*"), chance.randrange(10, 100)
+            problem = chance.randrange(10, 100), chance.choice(SIGNS), chance.randrange(10, 100)
             if problem in seen:
                 continue
             seen.add(problem)
@@ -46,7 +48,7 @@ def main(directory: Path) -> None:
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def shown(question: str, problem: tuple[int, str, int], guess: str | None) -> dict[str, Any]:
+def shown(question: str, problem: Problem, guess: str | None) -> dict[str, Any]:
     """Return a demonstration: a guess, or where there is none a call and its result."""
     turns = [{"role": "user", "content": question}]
     if guess is None:

@@ -13,15 +13,14 @@ from itertools import chain
 from typing import Any
 
 import click
-import typer.main
 from pydantic.fields import FieldInfo
 
+from command_tree import all_commands
 from doc_models import models_text
-from laurel.cli.main import app
 from laurel.config.dump import entry, literal
 from laurel.config.plugged import all_fields
 from laurel.config.resuming import mark_of
-from laurel.config.schema_info import Kinds, is_mapping, item_kinds, kinds_of, sections_of
+from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 
@@ -31,6 +30,8 @@ MANY = 6
 """Common options of a command that are not named again where another command has the same."""
 SHORT = 60
 """Characters of a meaning after which no further sentence is written, except what null means."""
+RESUMES = " \u21bb"
+"""What stands behind a key that may change when a run resumes."""
 FEW = 3
 """Keys of a section that is written inside the section above it, at most."""
 
@@ -49,7 +50,7 @@ def commands_text() -> str:
             for one in command.get_params(context)
             if (record := one.get_help_record(context))
         ]
-        for path, command, context in _commands(typer.main.get_command(app), "laurel")
+        for path, command, context in _commands()
     }
     common: dict[str, tuple[str, str]] = {}
     for record, count in Counter(chain.from_iterable(options.values())).most_common():
@@ -60,7 +61,7 @@ def commands_text() -> str:
     lines += map(_option, common.values())
     first: dict[tuple[str, ...], str] = {}
     places: dict[tuple[str, str], str] = {}
-    for path, command, _ in _commands(typer.main.get_command(app), "laurel"):
+    for path, command, _ in _commands():
         own = [record for record in options[path] if record not in common.values()]
         shared = [f"`{_name(one)}`" for one in options[path] if one in list(common.values())[2:]]
         about, *_ = re.split(r"\n\s*\n", (command.help or "").strip())
@@ -84,15 +85,9 @@ def commands_text() -> str:
     return "\n".join(lines)
 
 
-def _commands(
-    command: Any, path: str, above: click.Context | None = None
-) -> Iterator[tuple[str, click.Command, click.Context]]:
-    context = click.Context(command, parent=above, info_name=path.rpartition(" ")[2])
-    if not hasattr(command, "list_commands"):
-        yield path, command, context
-        return
-    for name in command.list_commands(context):
-        yield from _commands(command.get_command(context, name), f"{path} {name}", context)
+def _commands() -> Iterator[tuple[str, click.Command, click.Context]]:
+    for path, command, context in all_commands():
+        yield " ".join(("laurel", *path)), command, context
 
 
 def _name(record: tuple[str, str]) -> str:
@@ -112,12 +107,14 @@ class _Key:
     name: str
     about: str
     default: str
+    mark: str
     value: Any
     sections: dict[type[Section], str]
     """Each with what stands behind the key where a list or a mapping holds the section."""
 
-    def line(self, prefix: str = "") -> str:
-        return f"- `{prefix}{self.name}{self.default}` {self.about}".rstrip()
+    def line(self, prefix: str = "", mark: str = "") -> str:
+        key = f"`{prefix}{self.name}{self.default}`{self.mark or mark}"
+        return f"- {key} {self.about}".rstrip()
 
 
 @dataclass(slots=True)
@@ -126,60 +123,53 @@ class _Options:
 
     lines: list[str] = field(default_factory=list)
     places: dict[type[Section], str] = field(default_factory=dict)
-    values: dict[type[Section], Section | None] = field(default_factory=dict)
+    keys: dict[type[Section], list[_Key]] = field(default_factory=dict)
     meanings: dict[tuple[str, str], str] = field(default_factory=dict)
     """The first place of each meaning, by the key's name and the meaning."""
 
-    def keys(self, section: type[Section], values: Section | None) -> list[_Key]:
-        return [_key(section, *one, values) for one in all_fields(section).items()]
-
-    def add(self, path: str, section: type[Section], about: str, values: Section | None) -> None:
+    def add(self, path: str, section: type[Section], about: str, keys: list[_Key]) -> None:
         """Write a section, then those below it."""
-        keys = self.keys(section, values)
-        like, shared = self.most_alike(section, keys)
-        self.places[section], self.values[section] = path, values
-        self.lines += ["", f"### {path}", "", about or _short(section.__doc__), ""]
-        below: list[tuple[str, type[Section], str, Section | None]] = []
+        like, shared = self.most_alike(keys)
+        self.places[section], self.keys[section] = path, keys
+        self.lines += ["", f"### {path}", "", about, ""]
+        below: list[tuple[str, type[Section], str, list[_Key]]] = []
         known: dict[str, list[str]] = {}
         for key in keys:
             if key.name in shared:
                 continue
             place = self.meanings.setdefault((key.name, key.about), path)
             if place != path and not key.sections:
-                known.setdefault(place, []).append(f"`{key.name}{key.default}`")
+                known.setdefault(place, []).append(f"`{key.name}{key.default}`{key.mark}")
                 continue
             line = key.line()
             inside: list[str] = []
             for inner, behind in key.sections.items():
                 value = key.value if isinstance(key.value, inner) else None
-                leaves = self.keys(inner, value)
+                leaves = _keys(inner, value)
                 if inner in self.places:
                     line += f" Keys: `{self.places[inner]}`."
                 elif len(leaves) <= FEW and not behind and not any(one.sections for one in leaves):
-                    self.places[inner], self.values[inner] = f"{path}.{key.name}", value
-                    inside += [one.line(f"{key.name}.") for one in leaves]
+                    self.places[inner], self.keys[inner] = f"{path}.{key.name}", leaves
+                    inside += [one.line(f"{key.name}.", key.mark) for one in leaves]
                 else:
-                    below.append((f"{path}.{key.name}{behind}", inner, "", value))
+                    about = _short(inner.__doc__) + key.mark
+                    below.append((f"{path}.{key.name}{behind}", inner, about, leaves))
             if not isinstance(key.value, Section) or "Keys: " in line:
                 self.lines.append(line)
             self.lines += inside
         self.lines += [f"- As in `{place}`: {', '.join(those)}" for place, those in known.items()]
         if shared:
-            self.lines.append(_others(shared, like, keys, self.keys(*self.section_at(like))))
+            of_like = next(self.keys[one] for one, place in self.places.items() if place == like)
+            self.lines.append(_others(shared, like, keys, of_like))
         for one in below:
             if one[1] not in self.places:
                 self.add(*one)
 
-    def section_at(self, place: str) -> tuple[type[Section], Section | None]:
-        """Find what stands at a place."""
-        section = next(one for one, where in self.places.items() if where == place)
-        return section, self.values[section]
-
-    def most_alike(self, section: type[Section], keys: list[_Key]) -> tuple[str, set[str]]:
+    def most_alike(self, keys: list[_Key]) -> tuple[str, set[str]]:
         """Find the section that stands already and shares most keys, and those."""
         best: tuple[str, set[str]] = ("", set())
         for one, place in self.places.items():
-            lines = {key.line() for key in self.keys(one, self.values[one])}
+            lines = {key.line() for key in self.keys[one]}
             shared = {key.name for key in keys if key.line() in lines}
             if len(shared) > max(FEW, len(best[1])):
                 best = (place, shared)
@@ -200,12 +190,17 @@ def options_text() -> str:
     """Write every key with its default and its meaning: a GRPO run, then what else others have."""
     text = _Options()
     for kind, schema in reversed(SCHEMAS.items()):
-        for key in text.keys(schema, None):
+        for key in _keys(schema, None):
             (section,) = key.sections
             if section not in text.places:
                 path = key.name if kind in ("grpo", key.name) else f"{kind}: {key.name}"
-                text.add(path, section, key.about, key.value)
+                about = (key.about or _short(section.__doc__)) + key.mark
+                text.add(path, section, about, _keys(section, key.value))
     return "\n".join(text.lines).strip()
+
+
+def _keys(section: type[Section], values: Section | None) -> list[_Key]:
+    return [_key(section, *one, values) for one in all_fields(section).items()]
 
 
 def _key(owner: type[Section], name: str, info: FieldInfo, values: Section | None) -> _Key:
@@ -226,7 +221,8 @@ def _key(owner: type[Section], name: str, info: FieldInfo, values: Section | Non
         (block, *_) = sections_of(kinds_of(owner.model_fields["train"].annotation))
         about = block.model_fields[name].description or ""
     about = re.sub(_OF_A_SET, f"See `data.train.{name}`", about)
-    return _Key(name, _short(about), default, value, sections)
+    mark = RESUMES if mark_of(info) else ""
+    return _Key(name, _short(about), default, mark, value, sections)
 
 
 def _short(text: str | None) -> str:
@@ -240,34 +236,7 @@ def _short(text: str | None) -> str:
     return kept.strip()
 
 
-def may_change_text() -> str:
-    """Write the keys that may change when a run resumes, by the section that they stand in."""
-    found: dict[str, dict[str, None]] = {}
-    for schema in reversed(SCHEMAS.values()):
-        for path in _may_change((schema,), ""):
-            section, _, key = path.rpartition(".")
-            found.setdefault(section, {})[f"`{key}`"] = None
-    alike: dict[str, list[str]] = {}
-    for section, keys in found.items():
-        alike.setdefault(", ".join(keys), []).append(f"`{section}`" if section else "")
-    return "\n".join(f"- {', '.join(s)}: {keys}".replace("- : ", "- ") for keys, s in alike.items())
-
-
-def _may_change(kinds: Kinds, path: str) -> Iterator[str]:
-    for section in sections_of(kinds):
-        for name, info in all_fields(section).items():
-            here = f"{path}.{name}" if path else name
-            if mark_of(info) is not None:
-                yield here
-            else:
-                yield from _may_change(kinds_of(info.annotation), here)
-    for kind in kinds:
-        if sections_of(inside := item_kinds(kind) or ()):
-            yield from _may_change(inside, path + (".NAME" if is_mapping(kind) else "[]"))
-
-
 GENERATED: dict[str, Callable[[], str]] = {
-    "may change": may_change_text,
     "commands": commands_text,
     "options": options_text,
     "models": models_text,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fakes import WordScorer
+from laurel.extensions.server import foreign
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Rendered, rendered_rows
-from laurel.rewards.remote import foreign
 from laurel.types import Message, SentTurn, group_of
 from reward_servers import Answer, Asked, RewardServer
 

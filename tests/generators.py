@@ -60,7 +60,7 @@ def policy_and_tokenizer(seed: int = 0, **changes: Any) -> tuple[PolicyModel, An
 
 
 @contextmanager
-def transformers(shares_weights: bool) -> Iterator[Setup]:
+def transformers(shares_weights: bool, **options: Any) -> Iterator[Setup]:
     policy, tokenizer = policy_and_tokenizer()
     engine = TransformersEngine(
         policy,
@@ -69,6 +69,7 @@ def transformers(shares_weights: bool) -> Iterator[Setup]:
         max_concurrent=MAX_CONCURRENT,
         conversation_bytes=CONVERSATION_BYTES,
         shares_weights=shares_weights,
+        **options,
     )
     try:
         yield Setup(
@@ -163,6 +164,7 @@ def ray_replicas() -> Iterator[Setup]:
 MAKERS: dict[str, Callable[[], Any]] = {
     "transformers": functools.partial(transformers, True),
     "transformers-own-weights": functools.partial(transformers, False),
+    "static": functools.partial(transformers, True, static_slots=True),
     "vllm": vllm,
     "replicas-1": functools.partial(replicas, 1),
     "replicas-2": functools.partial(replicas, 2),

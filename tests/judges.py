@@ -14,9 +14,9 @@ import tiny
 import tiny_tokenizers
 from fakes import WordScorer
 from laurel.config.environments import JudgeConfig
+from laurel.extensions.judges.loaded import ModelJudge
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.chat import ChatFormat
-from laurel.rewards.model_judge import ModelJudge
 from laurel.types import Message
 from reward_servers import Asked, Behaviour, RewardServer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from laurel.rewards.server.service import NullScorer
+from laurel.extensions.server.service import NullScorer
 from laurel.types import Group, Score, TokenGroup
 
 

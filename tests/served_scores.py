@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx2
 
+from laurel.extensions.server.app import GateOptions, RequestLimits, make_api, make_app
+from laurel.extensions.server.run import ServerRun, listen
+from laurel.extensions.server.service import RewardService, ServedModel
 from laurel.rewards.batching import BatcherLimits, BatchingScorer
-from laurel.rewards.server.app import GateOptions, RequestLimits, make_api, make_app
-from laurel.rewards.server.run import ServerRun, listen
-from laurel.rewards.server.service import RewardService, ServedModel
 from scripted_backend import ScriptedBackend
 
 KEY = "a key of more than sixteen letters".replace(" ", "-")

@@ -47,12 +47,12 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 HOMES = {
     "ray": "workers/ray_",
     "vllm": "extensions/vllm/",
-    "fastapi": "rewards/server",
-    "uvicorn": "rewards/server",
-    "starlette": "rewards/server",
-    "prometheus_client": "rewards/server",
-    "wandb": "observe/",
-    "mlflow": "observe/",
+    "fastapi": "extensions/server",
+    "uvicorn": "extensions/server",
+    "starlette": "extensions/server",
+    "prometheus_client": "extensions/server",
+    "wandb": "extensions/wandb/",
+    "mlflow": "extensions/mlflow/",
     "tensorboard": "observe/",
     "torch.utils.tensorboard": "observe/",
 }
@@ -309,7 +309,7 @@ def test_a_second_importer_is_seen() -> None:
         Source("rewards/client.py", "from fastapi import FastAPI\n"),
         Source("training/c.py", "from torch.utils.tensorboard import SummaryWriter\n"),
         Source("training/d.py", "from torch.utils import tensorboard\n"),
-        Source("observe/e.py", "import wandb, mlflow\n"),
+        Source("extensions/wandb/e.py", "import wandb\n"),
         Source("cli/f.py", "import wandb\nimport raytracer\n"),
     ]
     assert [line.split(" may")[0] for line in stray_imports(planted)] == [

@@ -24,7 +24,7 @@ from doc_pages import PAGES, ROOT, BlockFailed, blocks_of, outputs_of, same, war
 from doc_reference import with_generated
 from laurel import plugins
 from laurel.cli.main import app
-from laurel.config.plugged import known_keys
+from laurel.config.plugged import OpenSection, known_keys
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 
@@ -107,7 +107,8 @@ def sections(base: type[Section]) -> Iterator[type[Section]]:
 
 def _below(base: type[Section]) -> Iterator[type[Section]]:
     for section in base.__subclasses__():
-        yield section
+        if section is not OpenSection:  # which sections that hold plug-ins derive from
+            yield section
         yield from _below(section)
 
 
@@ -131,9 +132,7 @@ def test_every_command_and_variable_has_its_place():
     assert [name for name in sorted(used) if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize(
-    "name", ["command_line.md", "configuration.md", "models.md", "reliability.md"]
-)
+@pytest.mark.parametrize("name", ["command_line.md", "configuration.md", "models.md"])
 def test_generated_parts_are_those_of_today(name):
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     now = with_generated(page)

@@ -86,7 +86,7 @@ def test_a_day_is_kept_when_it_is_cut_off_and_goes_on(tmp_path, begin):
     assert all(row["seconds"] > 0 and row["predicted"] > 0 for row in measured)
     assert measured[0]["kernels"]["products"][0] > 0
 
-    assert begin(2, "reward model", "GRPO").wait() == 0
+    assert begin(2, "sampling", "reward model", "GRPO").wait() == 0
     report = subprocess.run(
         [sys.executable, DAY / "report.py", out], check=True, capture_output=True, text=True
     ).stdout
@@ -97,6 +97,7 @@ def test_a_day_is_kept_when_it_is_cut_off_and_goes_on(tmp_path, begin):
         "| GRPO | done |",
         "| tests/gpu/test_cascade_gpu.py |",
         "| training | auto | V 512, 2 x 2 of 16 + 4, forest |",
+        "| generation | auto | V 512, 2 x 2 of 16 + 4, static |",
         "| GRPO | timing/train/",
     ):
         assert row in report, log[-3000:]

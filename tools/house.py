@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "laurel"
-OF_RUNS = ("config", "run", "cli", "grpo", "training")
+OF_RUNS = ("config", "run", "cli", "grpo", "training", "extensions")
 """Rooms that may be given the configuration of a whole run."""
 
 # A run of each kind that takes seconds: a model of one layer, three steps.

@@ -110,7 +110,8 @@ class Day:
         yield Step(name="head", seconds=50, command=self._speed("--phases", "head"))
         phases = self._speed("--phases", "training,scoring,log-probs", *forests)
         yield Step(name="speed", seconds=120, command=phases)
-        yield Step(name="sampling", seconds=40, command=self._speed(*sampled))
+        # With graphs and without.
+        yield Step(name="sampling", seconds=60, command=self._speed(*sampled))
         yield Step(name="eager layers", seconds=60, command=self._speed(*eager))
         yield Step(
             name="Liger's layers",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import typer
     from torch import Tensor
 
-    from laurel.protocols import Generator, MetricLogger
+    from laurel.protocols import Generator, MetricLogger, Scorer
 
 OWN = "laurel-rl"
 """The name of Laurel's own distribution."""
@@ -213,6 +213,42 @@ class ServerDialect(Choice):
         Args:
             section: The plug-in's own settings.
             servers: What is known of the servers.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerServices:
+    """What a source of scores is opened with."""
+
+    where: str
+    """Its section, for messages."""
+    device: Any = "auto"
+    """Where a model computes: `auto`, `cpu` or `cuda`."""
+    num_workers: int = 0
+    """`env.reward_model.num_workers`, the processes beside this one."""
+    is_elsewhere: bool = False
+    """Whether models are placed on a cluster, where this process has no device."""
+    say: Callable[[str], None]
+    """Called with a line on all that was loaded, found and decided."""
+
+
+class ScoreSource(Plugin):
+    """What gives scores in place of a reward model (`env.reward_model.<name>`)."""
+
+    def check(self, section: Any, where: str) -> None:
+        """Check the settings before anything is loaded; `where` is the section, for messages.
+
+        Raises:
+            ConfigError: They cannot be used.
+        """
+
+    @abstractmethod
+    def make(self, section: Any, services: ScorerServices) -> Scorer:
+        """Open the source.
+
+        Args:
+            section: The settings.
+            services: Where it computes, and how it is named.
         """
 
 
@@ -488,6 +524,7 @@ KINDS: Mapping[str, type[Any]] = {
     "loggers": Logger,
     "dialects": ServerDialect,
     "engines": Engine,
+    "scorers": ScoreSource,
     "environments": EnvironmentKind,
     "rows": Rows,
     "commands": Command,

@@ -5,10 +5,10 @@ import typing
 from pathlib import Path
 
 import pytest
-import typer.main
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from command_tree import all_commands
 from eval_rows import pair_rows, write
 from gguf_files import write_tiny
 from laurel.cli.main import app
@@ -124,14 +124,11 @@ ELSEWHERE = {
 }
 
 
-def _options(command, path=()):
-    if hasattr(command, "commands"):
-        for name, inner in command.commands.items():
-            yield from _options(inner, (*path, name))
-        return
-    for option in command.params:
-        if option.metavar == "MODEL":
-            yield f"{' '.join(path)} {option.opts[0]}"
+def _options():
+    for path, command, _ in all_commands():
+        for option in command.params:
+            if option.metavar == "MODEL":
+                yield f"{' '.join(path)} {option.opts[0]}"
 
 
 def _keys(kind, seen):
@@ -152,7 +149,7 @@ def _keys(kind, seen):
 
 def test_the_list_is_complete():
     seen: set[type] = set()
-    names = {*_options(typer.main.get_command(app)), "plan", "TokenizerConfig.name"}
+    names = {*_options(), "plan", "TokenizerConfig.name"}
     for schema in SCHEMAS.values():
         names |= {*_keys(schema, seen)}
     assert names == READ.keys() | REFUSED.keys() | ELSEWHERE.keys()

@@ -13,7 +13,7 @@ from laurel import api
 from laurel.cli.main import app
 from laurel.errors import ConfigError
 from laurel.rewards.open import open_scorer
-from laurel.rewards.spec import ScorerSpec
+from laurel.rewards.spec import NamedSource, ScorerSpec
 from laurel.run.specs import read_judge
 from laurel.types import Message, group_of
 from model_directories import save_model
@@ -58,7 +58,9 @@ def test_eval_counts_the_verdicts_and_says_how_often_they_flip(called, judge, tm
         for r in rows
     ]
     config = read_judge(judge, say=print)
-    with open_scorer(ScorerSpec(judge=config, device="cpu"), say=print) as scorer:
+    with open_scorer(
+        ScorerSpec(source=NamedSource("judge", config), device="cpu"), say=print
+    ) as scorer:
         scores = scorer.score_now(groups)
     plain = next(one for one in report["sections"] if one["name"] == "all rows, unweighted")
     right = [one.value > other.value for one, other in scores]

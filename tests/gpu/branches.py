@@ -8,6 +8,7 @@ BRANCHES = {
     "extensions/starter/starter.py": "test_branches_gpu.py::test_a_starter_counts_the_gpus",
     "environments/reward_model_environment.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "generation/transformers/batch.py": "test_branches_gpu.py::test_completions_are_the_cpus",
+    "generation/transformers/static.py": "test_branches_gpu.py::test_steps_are_replayed_as_graphs",
     "generation/weights/broadcast.py": (
         "test_weight_broadcast_gpu.py::test_what_is_heard_is_what_was_told"
     ),
@@ -37,7 +38,8 @@ BRANCHES = {
     "rewards/open.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/replicas.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/scorer.py": "test_branches_gpu.py::test_a_scorer_sleeps_on_the_host",
-    "rewards/server/replicas.py": "test_branches_gpu.py::test_replicas_of_a_server_take_turns",
+    "extensions/server/replicas.py": "test_branches_gpu.py::test_replicas_of_a_server_take_turns",
+    "run/micro_batches.py": "test_branches_gpu.py::test_micro_batches_are_chosen_by_the_gpus_memory",
     "run/policy.py": "test_branches_gpu.py::test_free_memory_is_the_gpus",
     "extensions/doctor/checks.py": "test_branches_gpu.py::test_the_trial_passes",
     "training/learner_group.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",

@@ -15,15 +15,16 @@ from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.extensions.doctor.checks import SIZES, Trial, run_trial
 from laurel.extensions.doctor.doctor import PROBES
 from laurel.extensions.doctor.machine import measure_products
+from laurel.extensions.server.replicas import ModelWorker
+from laurel.extensions.server.service import ServingSpec
 from laurel.extensions.starter.starter import run_init
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.checkpoint.state import random_states, restore_random_states
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
-from laurel.rewards.server.replicas import ModelWorker
-from laurel.rewards.server.service import ServingSpec
 from laurel.rewards.spec import ScorerSpec
+from laurel.run.micro_batches import _device_memory
 from laurel.run.policy import _free_bytes
 from laurel.types import GenerationRequest, Message, SamplingParams, group_of
 from laurel.workers.process import choose_device
@@ -72,6 +73,12 @@ def test_free_memory_is_the_gpus():
     assert 0 < free <= torch.cuda.get_device_properties(DEVICE).total_memory
 
 
+def test_micro_batches_are_chosen_by_the_gpus_memory():
+    run = load_config(RewardTrainingRun, None, []).config
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    assert _device_memory(run) == total
+
+
 def test_random_states_come_back():
     torch.rand(3, device=DEVICE)
     states = random_states()
@@ -103,6 +110,45 @@ def test_completions_are_the_cpus():
     model = tiny.tiny_policy("qwen3", std=0.2)
     expected = completions(model)
     assert completions(model.to(DEVICE)) == expected
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_steps_are_replayed_as_graphs(precision):
+    model = tiny.tiny_policy("qwen3", std=0.2, precision=precision).to(DEVICE)
+    requests = [
+        GenerationRequest(
+            id=str(length),
+            prompt_ids=tiny.random_groups(1, [(length, [1])])[0].trunk_ids,
+            seeds_G=tuple(range(count)),
+            sampling=SamplingParams(max_new_tokens=limit),
+        )
+        for length, count, limit in ((9, 5, 90), (70, 3, 20), (5, 1, 40))
+    ]
+
+    async def drawn(engine):
+        async def one(request):
+            found = [one async for one in engine.generate(request)]
+            return sorted(found, key=lambda one: one.index)
+
+        return await asyncio.gather(*(one(request) for request in requests))
+
+    plain = TransformersEngine(model, made.chatml(), end_ids=(), static_slots=False)
+    engine = TransformersEngine(model, made.chatml(), end_ids=(), static_slots=True)
+    steps, captured = engine._batch.static, []
+    capture = steps.capture
+    steps.capture = lambda compute: (captured.append(1), capture(compute))[1]
+    found, expected = asyncio.run(drawn(engine)), asyncio.run(drawn(plain))
+    assert steps.capture is not None, "a capture failed: see the warning"
+    assert len(captured) > 3
+    plain.close()
+    engine.close()
+    for ones, others in zip(found, expected, strict=True):
+        for one, other in zip(ones, others, strict=True):
+            if precision == torch.float32:
+                assert one.ids_L.tolist() == other.ids_L.tolist()
+                assert one.logprobs_L == pytest.approx(other.logprobs_L, abs=1e-4)
+            else:  # in bfloat16 rounding may pick another token, after which all are others
+                assert one.logprobs_L[0] == pytest.approx(other.logprobs_L[0], abs=0.1)
 
 
 def test_a_scorer_sleeps_on_the_host():

@@ -14,10 +14,10 @@ from chat_families import FAMILIES, Family
 from chat_rows import assistant, user
 from laurel.cli.data_check import examine_data, first_row
 from laurel.config.environments import JudgeConfig
+from laurel.extensions.judges.loaded import ModelJudge
 from laurel.models.chat import ChatFormat
 from laurel.models.scoring import ScoringContract
 from laurel.models.tokenizer import render
-from laurel.rewards.model_judge import ModelJudge
 from laurel.rewards.preparing import prepared_by
 from laurel.types import Completion, Group, Message, TokenGroup, group_of
 from model_directories import save_model

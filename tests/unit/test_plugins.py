@@ -23,9 +23,12 @@ from laurel.errors import ConfigError
 from laurel.generation.load import PluggedMaker
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.observe.loggers import check_available
+from laurel.rewards.open import open_scorer
+from laurel.rewards.spec import NamedSource, ScorerSpec
 from laurel.run.request import _drawing, _generation
 from laurel.run.specs import generator_spec
 from laurel.run.tasks import needs_of
+from laurel.types import Message, group_of
 from packages import installed
 
 ROOT = Path(__file__).parents[2]
@@ -308,3 +311,43 @@ def test_several_environments_of_another_package_have_all_that_ours_have(site):
     (block,) = (one for one in games["anyOf"] if one.get("type") == "object")
     (one, _) = block["additionalProperties"]["anyOf"]
     assert "level" in schema["$defs"][one["$ref"].removeprefix("#/$defs/")]["properties"]
+
+
+SOURCE = """
+from laurel.config.yaml_tree import Section
+from laurel.plugins import ScoreSource
+
+class Scale(Section):
+    "Its settings."
+    factor: float = 1.0
+    "Scores are multiplied by it."
+
+class X(ScoreSource):
+    "Lengths."
+    section = Scale
+
+    def make(self, section, services):
+        from fakes import WordScorer
+        services.say(f"{services.where} {section.factor:g}")
+        return WordScorer()
+"""
+
+
+def test_a_source_of_scores_of_a_package_is_used_by_name(site):
+    installed(site, "theirs", {"a_source": SOURCE}, {"scorers": {"x": "a_source:X"}})
+    chosen = ["data.env_name=reward_model", "env.reward_model.x.factor=2"]
+    section = load_config(GRPORun, None, chosen).config.env.reward_model
+    assert section.named is not None
+    assert not section.loads_model
+    said: list[str] = []
+    spec = ScorerSpec(source=NamedSource(*section.named))
+    with open_scorer(spec, say=said.append) as scorer:
+        ((score,),) = scorer.score_now([group_of((Message("user", "a"),), ("b c",), group_id="g")])
+    assert score.value is not None
+    assert said == ["env.reward_model.x 2"]
+    for wrong, what in (
+        ("env.reward_model.x.facto=2", "did you mean 'factor'"),
+        ("env.reward_model.model_name=m", "cannot both give the score"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            load_config(GRPORun, None, [*chosen, wrong])

@@ -104,7 +104,7 @@ class App(typer.Typer):
     """
 
     def __init__(self, *, cls: type[TyperGroup] | None = None, **settings: Any) -> None:
-        super().__init__(cls=cls or Group, rich_markup_mode=None, **settings)
+        super().__init__(cls=cls or CommandGroup, rich_markup_mode=None, **settings)
 
     def command(  # type: ignore[override]
         self, name: str | None = None, **settings: Any
@@ -200,7 +200,7 @@ class _PlainCommand(TyperCommand):
             raise
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands, those of plug-ins among them (`laurel.plugins.Command`).
 
     A plug-in is imported when its command is run, or when all commands are listed. One that cannot

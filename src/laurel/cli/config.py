@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from laurel.cli.app import App, Group
+from laurel.cli.app import App, CommandGroup
 from laurel.observe.json_output import json_stream, write_json
 from laurel.run.options import ConfigOption, JsonOption, Overrides
 
 SHOW = "show"
 
 
-class ShowsByDefault(Group):
+class ShowsByDefault(CommandGroup):
     """A group that runs `show` if no command is named, as in `laurel config --describe`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
 from laurel.cli.evaluate import eval_app
 from laurel.cli.sandbox import sandbox_app
-from laurel.errors import ConfigError, LaurelError, Terms, speaking
+from laurel.errors import ConfigError, LaurelError
 from laurel.observe.console import make_console, verbosity
 from laurel.run.options import (
     ColumnKeys,
@@ -28,8 +28,6 @@ from laurel.run.options import (
     LocalScorerOptions,
     ModelOption,
     Overrides,
-    PreferenceSetOption,
-    ServeOptions,
     sets_column,
 )
 
@@ -189,20 +187,6 @@ def export_command(
     run_export(options)
 
 
-@app.command("serve")
-def serve_command(options: ServeOptions) -> None:
-    """Serve a reward model over HTTP.
-
-    The server answers clients of Laurel, vLLM, SGLang, OpenRLHF and slime. With --json it prints
-    one line of JSON with its address when it is ready.
-
-    Example: laurel serve --model results/rm --replicas 2 --port 8000
-    """
-    from laurel.cli.serve import run_serve
-
-    run_serve(options)
-
-
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)
 
 
@@ -244,57 +228,6 @@ def data_check(
     )
     if not is_usable:
         raise typer.Exit(2)
-
-
-@data_app.command("verdicts")
-def data_verdicts(
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FILE...", help="Preferences: files or hub names; and names of columns."
-        ),
-    ] = None,
-    *,
-    judge: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="The judge that is to learn: a YAML file with a section judge, as in "
-            "env.reward_model.judge.",
-        ),
-    ],
-    split: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The split of a directory or a hub data set."),
-    ] = None,
-    dataset: PreferenceSetOption = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The JSON lines to write.")
-    ] = Path("verdicts.jsonl"),
-    as_json: JsonOption = False,
-) -> None:
-    """Write verdicts that teach a judge, for laurel sft, from preferences.
-
-    The questions are those that the judge of --judge will be asked, and its words are read as the
-    tokens that are taught. Of a pair both positions are written (with compares), or both responses.
-    Words KEY=COLUMN beside the files name columns, as for laurel rm: data.prompt_key=question.
-
-    Example: laurel data verdicts pairs.jsonl --judge judge.yaml -o verdicts.jsonl
-    """
-    from laurel.cli.score import write_verdicts
-    from laurel.config.overrides import column_overrides
-    from laurel.evaluation.benchmarks import BenchmarkOptions
-
-    words = files or []
-    columns = [word for word in words if sets_column(word)]
-    rows = BenchmarkOptions(
-        data=tuple(word for word in words if word not in columns),
-        split=split,
-        dataset=dataset,
-        column_keys=column_overrides(columns),
-    )
-    with speaking(Terms({"--data": "FILE"})):
-        write_verdicts(rows, judge_file=judge, output=output, as_json=as_json)
 
 
 app.add_typer(sandbox_app, name="sandbox")

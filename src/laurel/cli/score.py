@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,14 +16,13 @@ from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows, with
 from laurel.errors import DataError, counted, counted_that, if_interrupted
 from laurel.observe.console import make_console, message_console, print_scores, say_on
 from laurel.observe.files import check_output, replace_file
-from laurel.observe.json_output import json_stream, json_text, write_json
+from laurel.observe.json_output import json_stream, json_text
 from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import Say, ScorerSpec
 from laurel.run.specs import asked_scorer, check_judge, open_asked, open_asked_judge, read_judge
 from laurel.types import Score
 
 if TYPE_CHECKING:
-    from laurel.evaluation.benchmarks import BenchmarkOptions
     from laurel.models.scoring import ScoringContract
     from laurel.types import Group
 
@@ -282,41 +280,3 @@ class Tally:
                 f"FAILED  {counted(self.num_bad_rows, 'row')} could not be read; the first: "
                 f"{self.first_problem}"
             )
-
-
-# `laurel data verdicts`: what teaches a judge, in the words of its own prompt.
-
-
-def write_verdicts(
-    rows: BenchmarkOptions, *, judge_file: Path, output: Path, as_json: bool
-) -> None:
-    """Write the verdicts on preferences as conversations for `laurel sft`.
-
-    Raises:
-        UserError: A file, a row or the judge's section cannot be used.
-    """
-    say = say_on(message_console())
-    judge = read_judge(judge_file, say=say)
-    for file in rows.data:
-        check_output(output, read_from=file)
-    from laurel.evaluation.benchmarks import preference_rows
-    from laurel.rewards.judge import JudgePrompt, taught_verdicts, verdict_rows
-
-    prompt = JudgePrompt(judge, where="judge")
-    taught_verdicts(judge)
-    preferences = preference_rows(rows, say)
-    verdicts: Counter[str] = Counter()
-    with replace_file(output) as stream:
-        for row in preferences:
-            try:
-                for line in verdict_rows(prompt, judge, row.group, row.ranks_G):
-                    stream.write(json_text(line, indent=None) + "\n")
-                    verdicts[line["messages"][-1]["content"]] += 1
-            except DataError as error:
-                raise DataError(f"{row.source}: {error}") from error
-    each = ", ".join(f"{count:,} {word}" for word, count in verdicts.items())
-    total = counted(verdicts.total(), "verdict")
-    say(f"wrote {total} ({each}) on {counted(len(preferences), 'row')} to {output}")
-    if as_json:
-        facts = {"num_rows": len(preferences), "num_verdicts": verdicts.total()}
-        write_json({"file": output, **facts, "verdicts": dict(verdicts)})

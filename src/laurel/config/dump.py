@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from laurel.config.interpolation import escaped
-from laurel.config.plugged import all_fields, fields_in
+from laurel.config.plugged import all_fields, fields_in, values_in
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of
 from laurel.config.yaml_tree import Section, read_scalars_our_way
 
@@ -75,13 +75,12 @@ def to_yaml(
 
     def lines(section: Section, path: str, keys: Collection[str] | None) -> Iterator[str]:
         margin = "  " * path.count(".")
-        for name, field in fields_in(section).items():
+        for name, field, value in values_in(section, with_plugins=describe and keys is None):
             if type(section) in repeatable and name not in section.model_fields_set:
                 continue
             here = f"{path}{name}"
             if keys is not None and not any(f"{key}.".startswith(f"{here}.") for key in keys):
                 continue
-            value = getattr(section, name)
             if describe:
                 about = meaning(type(section), name, field.description or "", named)
                 if isinstance(field.default, str | int | float) and field.default != value:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
-from laurel.config.plugged import NameOf, OpenSection, field_of
+from laurel.config.plugged import NameOf, OpenSection, field_of, field_of_section
 from laurel.config.policy import (
     NamedCall,
     Precision,
@@ -623,8 +623,7 @@ class ScorerSource(AskingConfig, OpenSection):
         found = {
             "urls": self.urls is not None,
             "model_name": self.urls is None and self._model is not None,
-            "judge": self.judge is not None,
-            "function": self.function is not None,
+            **{name: True for name, _ in self._named()},
         }
         return [name for name, is_there in found.items() if is_there]
 
@@ -639,7 +638,32 @@ class ScorerSource(AskingConfig, OpenSection):
     @property
     def loads_model(self) -> bool:
         """Report whether this run loads a reward model's weights, as no other source is set."""
-        return self.urls is None and self.judge is None and self.function is None
+        return self.urls is None and self.named is None
+
+    @property
+    def named(self) -> tuple[str, Any] | None:
+        """Return the source that a plug-in opens, such as `judge`, with its settings."""
+        return next(iter(self._named()), None)
+
+    def _named(self) -> list[tuple[str, Any]]:
+        known = plugins.names("scorers")
+        return [(name, self[name]) for name in known if self.get(name) is not None]
+
+    @classmethod
+    def keys_of_plugins(cls) -> list[str]:
+        """Return the keys that dialects and sources of scores may bring."""
+        return [*super().keys_of_plugins(), *plugins.names("scorers")]
+
+    @classmethod
+    def plugged_in(cls, key: str) -> FieldInfo | None:
+        """Return the field that a dialect or a source of scores brings."""
+        if key in cls.model_fields or key not in plugins.names("scorers"):
+            return super().plugged_in(key)
+        section = plugins.find(plugins.ScoreSource, key).section
+        if section is None:
+            return None
+        kind: Any = field_of_section(section).annotation
+        return FieldInfo(annotation=kind | None, default=None, description=section.__doc__)
 
     @property
     def loads_judge(self) -> bool:

@@ -31,6 +31,16 @@ from laurel.plugins import Engine, EngineNeeds
 # The `policy.generation` section: how completions are sampled. Names follow NeMo RL's files.
 
 
+class TransformersConfig(Section):
+    """The settings of the engine in this process (transformers)."""
+
+    static_slots: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
+    """Round the numbers of completions and prompts of a decoding step up to powers of two, so that
+    few kinds of steps are left, and replay each as a CUDA graph. `auto`: on a GPU that has the
+    whole model. Default: without it, launching kernels takes most of a GPU's time; a CPU has
+    nothing to launch, and would compute the filling."""
+
+
 class ColocatedConfig(Section):
     """The devices of generation: the policy's, or its own."""
 
@@ -82,6 +92,7 @@ class GenerationConfig(OpenSection):
     timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=1800.0, gt=0)
     """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
+    transformers_cfg: TransformersConfig = TransformersConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     colocated: Annotated[ColocatedConfig, MAY_CHANGE] = ColocatedConfig()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -165,6 +166,24 @@ def fields_in(section: Section) -> dict[str, FieldInfo]:
         if field is not None:
             found[key] = field
     return found
+
+
+def values_in(section: Section, *, with_plugins: bool) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Yield the keys of a section with their fields and values.
+
+    With `with_plugins`, those of all plug-ins are among them, with their defaults. A package that
+    cannot be used, which is said where its name is used, is left out here.
+    """
+    fields = fields_in(section)
+    for key in known_keys(type(section)) if with_plugins else ():
+        with contextlib.suppress(ConfigError):
+            if key not in fields and (field := field_of(type(section), key)) is not None:
+                fields[key] = field
+    for key, field in fields.items():
+        if key in section:
+            yield key, field, getattr(section, key)
+        elif not field.is_required():
+            yield key, field, field.get_default(call_default_factory=True)
 
 
 def known_keys(section: type[Section]) -> list[str]:

@@ -250,11 +250,18 @@ class PackingConfig(BatchingConfig):
 
     enabled: bool = True
     """On: exact and several times faster. Off: padded rows, one per completion."""
-    train_mb_tokens: int | None = Field(default=None, ge=1)
+    train_mb_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Tokens of one micro-batch, also of a padded one; null means max_total_sequence_length *
-    train_micro_batch_size. A group longer than the budget travels alone."""
+    train_micro_batch_size. A group longer than the budget travels alone. `auto`: on a GPU the
+    largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
+    keeps what it began with."""
     share_prompts: bool = True
     """Compute a prompt once for all its completions. Off is for measuring what that brings."""
+
+    @property
+    def tokens(self) -> int | None:
+        """`train_mb_tokens` where it is a number."""
+        return None if self.train_mb_tokens == "auto" else self.train_mb_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +368,7 @@ class PolicyConfig(Section):
     def token_budget(self) -> int:
         """Return the tokens of a micro-batch, with what null stands for."""
         whole = self.max_total_sequence_length * self.train_micro_batch_size
-        return self.sequence_packing.train_mb_tokens or whole
+        return self.sequence_packing.tokens or whole
 
     @property
     def batch_limits(self) -> BatchLimits:
@@ -419,35 +426,11 @@ class CheckpointingConfig(Section):
         return device == "cuda" if self.in_background is None else self.in_background
 
 
-class WandbConfig(Section):
-    """The Weights & Biases logger."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("WandbConfig")
-
-    project: str = "laurel"
-    """Project."""
-    name: str | None = None
-    """Run name."""
-    entity: str | None = None
-    """Team."""
-
-
 class TensorboardConfig(Section):
     """The logger of TensorBoard events."""
 
     log_dir: str = "tensorboard"
     """Directory inside the run's log directory."""
-
-
-class MlflowConfig(Section):
-    """The logger of an MLflow run."""
-
-    experiment_name: str = "laurel"
-    """Experiment."""
-    run_name: str | None = None
-    """Run."""
-    tracking_uri: str | None = None
-    """Server; null means MLflow's default."""
 
 
 class LoggerConfig(OpenSection):
@@ -463,13 +446,7 @@ class LoggerConfig(OpenSection):
     """Write `metrics.jsonl`, one line a step. Default: `laurel report` reads it."""
     tensorboard_enabled: bool = True
     """Write TensorBoard events."""
-    wandb_enabled: bool = False
-    """Log to Weights & Biases (extra `wandb`)."""
-    mlflow_enabled: bool = False
-    """Log to MLflow (extra `mlflow`)."""
-    wandb: WandbConfig = WandbConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
-    mlflow: MlflowConfig = MlflowConfig()
     num_val_samples_to_print: int = Field(default=3, ge=0)
     """Pairs or completions shown at each validation: one line each, whole if this key is set or
     with `laurel --verbose`."""
@@ -489,6 +466,9 @@ class LoggerConfig(OpenSection):
             return super().plugged_in(key)
         (package, *_) = (one.distribution for one in plugins.entries("loggers") if one.name == name)
         about = f"Log with `{name}` of the package {package}."
+        if plugins.is_own("loggers", name):
+            logger = plugins.find(plugins.Logger, name)
+            about = f"Log to {(logger.__doc__ or name).rstrip('.')} (extra `{logger.extra}`)."
         return FieldInfo(annotation=bool, default=False, description=about)
 
     @property

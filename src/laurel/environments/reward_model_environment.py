@@ -56,7 +56,7 @@ from laurel.rewards.open import (
 )
 from laurel.rewards.replicas import ROLE
 from laurel.rewards.scorer import ContractScorer, ModelScorer, conversation_group
-from laurel.rewards.spec import Device, MemberSpec, Say, ScorerSpec, ScoringEngine
+from laurel.rewards.spec import Device, MemberSpec, NamedSource, Say, ScorerSpec, ScoringEngine
 from laurel.rewards.version import content_of
 from laurel.types import (
     Completion,
@@ -992,8 +992,7 @@ def _of_source(
         device=device,
         engine=engine,
         servers=source if source.urls is not None else None,
-        judge=source.judge,
-        function=source.function,
+        source=None if source.named is None else NamedSource(*source.named),
         num_replicas=config.num_replicas,
         in_loop=config.use_reward_loop,
         num_workers=config.num_workers if source.uses_workers else 0,

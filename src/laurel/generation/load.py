@@ -63,6 +63,7 @@ class TransformersMaker:
             end_ids=self.spec.end_ids,
             max_concurrent=self.spec.settings.max_concurrent,
             conversation_bytes=self.spec.settings.conversation_bytes,
+            static_slots=self.spec.settings.transformers_cfg.static_slots,
             shares_weights=False,
             owns_model=True,
             weight_version=self.spec.weight_version,

@@ -14,14 +14,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from laurel import plugins
-from laurel.config.policy import LoggerConfig, MlflowConfig, TensorboardConfig, WandbConfig
+from laurel.config.policy import LoggerConfig, TensorboardConfig
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.observe.console import verbosity
 from laurel.observe.files import replace_file
@@ -346,15 +345,6 @@ def _number(value: object) -> float:
     raise TypeError(f"{value!r} is not a number")
 
 
-# Trackers: TensorBoard, Weights & Biases, MLflow.
-#
-# Each imports its library when it is created, and accepts a replacement for it in tests.
-
-_MLFLOW_BATCH = 100
-"""The maximum number of parameters that MLflow accepts in one request."""
-_MLFLOW_PARAMETER_LENGTH = 6000
-
-
 class TensorboardLogger:
     """Writes event files for TensorBoard; events after `resumed_step` are hidden."""
 
@@ -389,115 +379,6 @@ class TensorboardLogger:
         self._writer.close()
 
 
-class WandbLogger:
-    """Logs to Weights & Biases; a resumed run continues under the same id.
-
-    Charts use Laurel's step, because W&B's own would refuse the steps that a resumed run repeats.
-    """
-
-    def __init__(
-        self, config: WandbConfig, *, run_dir: Path, resumed: bool = False, library: Any = None
-    ) -> None:
-        self._wandb = library or import_module("wandb")
-        # The run's directory holds the id: a resumed run must not begin a new one.
-        run_id = _stored_id(run_dir / "wandb_run_id") if resumed else None
-        self._run = self._wandb.init(
-            project=config.project,
-            name=config.name,
-            entity=config.entity,
-            dir=str(run_dir),
-            id=run_id,
-            resume="allow" if run_id else None,
-        )
-        (run_dir / "wandb_run_id").write_text(self._run.id, encoding="utf-8")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Log the metrics with their step."""
-        self._run.log({**{name: float(value) for name, value in metrics.items()}, "step": step})
-
-    def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
-    ) -> None:
-        """Log the rows as a W&B table."""
-        table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-        self._run.log({name: table, "step": step})
-
-    def log_config(self, config: Mapping[str, object]) -> None:
-        """Set the configuration of the W&B run."""
-        self._run.config.update(dict(config), allow_val_change=True)
-
-    def close(self) -> None:
-        """Finish the W&B run."""
-        self._run.finish()
-
-
-class MlflowLogger:
-    """Logs to an MLflow experiment; a resumed training run continues its MLflow run."""
-
-    def __init__(
-        self, config: MlflowConfig, *, run_dir: Path, resumed: bool = False, library: Any = None
-    ) -> None:
-        if library is None:
-            import_module("mlflow.entities")
-        self._mlflow = library or import_module("mlflow")
-        self._client = self._mlflow.MlflowClient(tracking_uri=config.tracking_uri)
-        self._run_id = _stored_id(run_dir / "mlflow_run_id") if resumed else None
-        self._has_parameters = self._run_id is not None
-        if self._run_id is None:
-            experiment = self._client.get_experiment_by_name(config.experiment_name)
-            experiment_id = (
-                experiment.experiment_id
-                if experiment is not None
-                else self._client.create_experiment(config.experiment_name)
-            )
-            run = self._client.create_run(experiment_id, run_name=config.run_name)
-            self._run_id = str(run.info.run_id)
-            (run_dir / "mlflow_run_id").write_text(self._run_id, encoding="utf-8")
-        else:
-            self._client.update_run(self._run_id, status="RUNNING")
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Log the metrics in one batch."""
-        now = int(time.time() * 1000)
-        entity = self._mlflow.entities.Metric
-        records = [entity(name, float(value), now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._run_id, metrics=records)
-
-    def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, step: int
-    ) -> None:
-        """Log the rows as a JSON artifact."""
-        records = [dict(zip(columns, row, strict=True)) for row in rows]
-        text = json.dumps(records, indent=2, default=str)
-        self._client.log_text(self._run_id, text, f"{name}/step_{step}.json")
-
-    def log_config(self, config: Mapping[str, object]) -> None:
-        """Log the configuration as an artifact, and its leaves as parameters.
-
-        A resumed run logs no parameters, which MLflow does not allow to change.
-        """
-        self._client.log_dict(self._run_id, dict(config), "config.json")
-        if self._has_parameters:
-            return
-        self._has_parameters = True
-        parameters = [
-            self._mlflow.entities.Param(key, str(value)[:_MLFLOW_PARAMETER_LENGTH])
-            for key, value in flat(config)
-        ]
-        for start in range(0, len(parameters), _MLFLOW_BATCH):
-            batch = parameters[start : start + _MLFLOW_BATCH]
-            self._client.log_batch(self._run_id, params=batch)
-
-    def close(self) -> None:
-        """Mark the MLflow run as finished."""
-        self._client.set_terminated(self._run_id)
-
-
-def _stored_id(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
-
-
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys with their values; lists and empty blocks are values."""
     for name, value in tree.items():
@@ -527,25 +408,3 @@ class Tensorboard(plugins.Logger):
     def make(self, section: TensorboardConfig, run: LoggerServices) -> TensorboardLogger:
         """Open the event files."""
         return TensorboardLogger(run.run_dir / section.log_dir, resumed_step=run.resumed_step)
-
-
-class Wandb(plugins.Logger):
-    """Weights & Biases."""
-
-    section = WandbConfig
-    package = extra = "wandb"
-
-    def make(self, section: WandbConfig, run: LoggerServices) -> WandbLogger:
-        """Begin or continue a run there."""
-        return WandbLogger(section, run_dir=run.run_dir, resumed=run.resumed_step is not None)
-
-
-class Mlflow(plugins.Logger):
-    """MLflow."""
-
-    section = MlflowConfig
-    package = extra = "mlflow"
-
-    def make(self, section: MlflowConfig, run: LoggerServices) -> MlflowLogger:
-        """Begin or continue a run there."""
-        return MlflowLogger(section, run_dir=run.run_dir, resumed=run.resumed_step is not None)

@@ -470,7 +470,11 @@ def _drawing(
     rounded = (
         0 if drawing.has_own_weights or width == MASTER_BYTES else width * shape.num_parameters
     )
-    needed = plan.batch("generation").tokens * each
+    batch = plan.batch("generation")
+    needed = batch.tokens * each
+    if drawing.has_static_slots:
+        rows = -(-batch.tokens // batch.longest)
+        needed = power_of_two(rows) * power_of_two(batch.longest) * each
     if drawing.has_own_weights and device_memory is not None:
         pool = int(drawing.memory_share * device_memory)
         needed = max(drawing.longest * each, pool - weights)
@@ -480,6 +484,11 @@ def _drawing(
     if drawing.conversation_bytes:
         parts["keys and values between turns"] = drawing.conversation_bytes
     return parts
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least the number."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 def adapter_parameters(adapters: AdapterRequest, shape: ModelShape) -> int | None:

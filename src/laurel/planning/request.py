@@ -143,6 +143,9 @@ class DrawingRequest:
     """Whether the settings send new weights through the memory of the host, not from GPU to GPU."""
     conversation_bytes: int = 0
     """Most bytes of keys and values that are kept of conversations between their turns."""
+    has_static_slots: bool = False
+    """Whether the engine in process rounds the numbers of completions and tokens up to powers of
+    two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

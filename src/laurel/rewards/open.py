@@ -20,8 +20,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from laurel import plugins
 from laurel.config.data import DataConfig
-from laurel.config.environments import AskingConfig, JudgeConfig, ScorerSource
+from laurel.config.environments import AskingConfig, ScorerSource
 from laurel.config.policy import Precision, RewardModelConfig
 from laurel.errors import (
     ConfigError,
@@ -46,12 +47,10 @@ from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries
 from laurel.observe.hub import check_not_missing
-from laurel.plugins import ServerDialect
+from laurel.plugins import ScorerServices, ScoreSource, ServerDialect
 from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
-from laurel.rewards.function import FunctionScorer
-from laurel.rewards.judge import JudgeScorer
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import WORKER, Preparers, Preparing
 from laurel.rewards.remote.http import HttpScorer
@@ -163,29 +162,16 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
             return _open_members(spec, placement, say)
         if spec.servers is not None:
             return _open_servers(spec, spec.servers, placement, say)
-        if spec.judge is not None:
-            where = f"{SECTION}.judge"
-            if spec.judge.urls is None:
-                return _open_judge(spec.judge, spec, placement, say, where=key_of(where))
-            judge = JudgeScorer(
-                spec.judge, api_key=_api_key(spec.judge, where), where=key_of(where)
+        if (source := spec.source) is not None:
+            services = ScorerServices(
+                where=key_of(f"{SECTION}.{source.name}"),
+                device=spec.device,
+                num_workers=spec.num_workers,
+                is_elsewhere=placement is not HERE,
+                say=say,
             )
-            return _checked(judge, spec.judge, contract=None, where=where, say=say)
-        if spec.function is not None:
-            where = key_of(f"{SECTION}.function")
-            return FunctionScorer(spec.function, num_workers=spec.num_workers, where=where)
+            return plugins.find(ScoreSource, source.name).make(source.section, services)
         return _open_model(spec, placement, say, name)
-
-
-def _open_judge(
-    judge: JudgeConfig, spec: ScorerSpec, placement: ScorerPlacement, say: Say, *, where: str
-) -> Scorer:
-    if placement is not HERE:
-        raise ConfigError(judge.lacks_slot(where))
-    # Most runs have no judge: what it needs is imported with the first one.
-    from laurel.rewards.model_judge import open_model_judge
-
-    return open_model_judge(judge, device=spec.device, where=where, say=say)
 
 
 def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Scorer:
@@ -193,9 +179,9 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
     for member in spec.members:
         with speaking(*member.spec.terms):
             if member.spec.servers is not None:
-                _api_key(member.spec.servers, SECTION)
-            if member.spec.judge is not None:
-                _api_key(member.spec.judge, f"{SECTION}.judge")
+                api_key_of(member.spec.servers, SECTION)
+            if (source := member.spec.source) and isinstance(source.section, AskingConfig):
+                api_key_of(source.section, f"{SECTION}.{source.name}")
     statistics: dict[str, tuple[float, float]] = {}
     for member in spec.members:
         mean, std = member.mean, member.std
@@ -242,7 +228,12 @@ def read_statistics(spec: ScorerSpec) -> tuple[float | None, float | None]:
     return (None, None) if rules is None else (rules.mean, rules.std)
 
 
-def _api_key(config: AskingConfig, where: str) -> str | None:
+def api_key_of(config: AskingConfig, where: str) -> str | None:
+    """Return the API key in the environment variable that a section names, if it names one.
+
+    Raises:
+        ConfigError: There is no such variable.
+    """
     name = config.api_key_env
     if name is None:
         return None
@@ -258,7 +249,7 @@ def _api_key(config: AskingConfig, where: str) -> str | None:
 def _open_servers(
     spec: ScorerSpec, servers: ScorerSource, placement: ScorerPlacement, say: Say
 ) -> Scorer:
-    api_key = _api_key(servers, SECTION)
+    api_key = api_key_of(servers, SECTION)
     contract = None
     if spec.model.name is not None:
         place = find_model(spec.model.name)
@@ -284,14 +275,14 @@ def _open_servers(
                 canary=CanaryGroup(),
             ),
         )
-        return _checked(scorer, servers, contract=contract, where=SECTION, say=say)
+        return checked_servers(scorer, servers, contract=contract, where=SECTION, say=say)
     except BaseException:
         if preparers is not None:
             preparers.close()
         raise
 
 
-def _checked(
+def checked_servers(
     scorer: Router,
     config: AskingConfig,
     *,

@@ -20,7 +20,7 @@ from laurel.observe.hub import check_fetchable, check_not_missing, listed
 from laurel.plugins import Engine
 
 if TYPE_CHECKING:
-    from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
+    from laurel.config.environments import ScorerSource
     from laurel.models.scoring import Aggregate
     from laurel.rewards.ensemble import Combine
 
@@ -73,13 +73,22 @@ class ScoringEngine:
     """Whether the memory of devices is to be given back and taken again."""
 
 
+@dataclass(frozen=True, slots=True)
+class NamedSource:
+    """A source of scores that a plug-in opens (`laurel.scorers`)."""
+
+    name: str
+    section: Any
+    """Its settings."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerSpec:
     """Describes what gives scores, and how it is opened.
 
-    The model `model.name` gives the scores, unless servers, a judge, a function or members are
-    named. Errors name keys of the section `policy`, and for what replaces a model keys of
-    `env.reward_model`; `terms` maps these to the keys that the user wrote.
+    The model `model.name` gives the scores, unless servers, a source or members are named. Errors
+    name keys of the section `policy`, and for what replaces a model keys of `env.reward_model`;
+    `terms` maps these to the keys that the user wrote.
     """
 
     model: ModelSpec = field(default_factory=ModelSpec)
@@ -109,10 +118,8 @@ class ScorerSpec:
     """Engine that holds the model; None: Laurel computes the scores."""
     servers: ScorerSource | None = None
     """Servers to ask, at its `urls`; of `model` only the tokenizer and the contract are read."""
-    judge: JudgeConfig | None = None
-    """Language model that is asked for a score."""
-    function: FunctionConfig | None = None
-    """Python function that scores."""
+    source: NamedSource | None = None
+    """What gives scores in place of a model: a judge, a function, or what a package brings."""
     members: tuple[MemberSpec, ...] = ()
     """Scorers whose scores are combined into one."""
     combine: Combine = "weighted_sum"
@@ -133,7 +140,7 @@ class ScorerSpec:
     @property
     def loads_model(self) -> bool:
         """Whether the weights of a model are needed, as nothing else gives the scores."""
-        others = (self.servers, self.judge, self.function, self.members or None)
+        others = (self.servers, self.source, self.members or None)
         return all(other is None for other in others)
 
 

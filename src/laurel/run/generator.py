@@ -76,6 +76,7 @@ def make_generator(
         end_ids=chat.end_ids,
         max_concurrent=config.policy.generation.max_concurrent,
         conversation_bytes=config.policy.generation.conversation_bytes,
+        static_slots=config.policy.generation.transformers_cfg.static_slots,
         # Only a copy can sample from old weights while the learner makes new ones.
         shares_weights=config.grpo.max_staleness == 0,
     )

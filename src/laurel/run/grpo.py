@@ -23,6 +23,7 @@ from laurel.run.context import (
     make_services,
 )
 from laurel.run.generator import describe_generator, make_generator
+from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
@@ -78,7 +79,8 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
         from laurel.evaluation.benchmarks import BenchmarkSet
 
         benchmarks = [BenchmarkSet.load(name, one) for name, one in named.items()]
-    context = context.with_slots(planned)
+    context = resolve_micro_batches(context.with_slots(planned))
+    config = context.config
     environments = environments_of(data, context)
     check_gives_steps(config, data, environments)
     check_components(config, data, environments)

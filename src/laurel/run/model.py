@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from laurel.config.load import to_yaml, translated
 from laurel.config.resuming import changes, gone
-from laurel.config.yaml_tree import Section, plain_values, read_document
+from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
 from laurel.observe.console import format_parameters, quiet_libraries, say_on
@@ -107,15 +107,10 @@ def check_same_settings(directory: Path, config: Section) -> list[str]:
     Raises:
         CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
     """
-    from laurel.training.state import CONFIG, another_run, check_same_rows
+    from laurel.training.state import another_run, check_same_rows
 
     check_same_rows(directory, {})
-    path = directory / CONFIG
-    try:
-        saved = read_document(path.read_text(encoding="utf-8"), str(path))
-        before = translated(type(config), saved)
-    except (OSError, ValueError, ConfigError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    before = settings_of(directory, type(config))
     # Both are read the same way, so that no value changes by how it is written.
     now = read_document(to_yaml(config), "this run")
     found = changes(type(config), plain_values(before), plain_values(now))
@@ -124,6 +119,22 @@ def check_same_settings(directory: Path, config: Section) -> list[str]:
         raise another_run(directory, changed)
     old = "; ".join(gone((type(config),), before))
     return [f"{directory.name} was saved with settings that are gone: {old}"] if old else []
+
+
+def settings_of(directory: Path, schema: type[Section]) -> YamlNode:
+    """Return the configuration that a checkpoint was saved with, by today's names.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
+    from laurel.training.state import CONFIG
+
+    path = directory / CONFIG
+    try:
+        saved = read_document(path.read_text(encoding="utf-8"), str(path))
+        return translated(schema, saved)
+    except (OSError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> TrainedModel:

@@ -342,7 +342,13 @@ def _drawing(config: GRPORun) -> DrawingRequest:
         or (way == "broadcast" and policy.generation.colocated.enabled)
         or engine.through_host,
         conversation_bytes=policy.generation.conversation_bytes if has_cache else 0,
+        has_static_slots=own is None and _has_static_slots(config),
     )
+
+
+def _has_static_slots(config: GRPORun) -> bool:
+    asked = config.policy.generation.transformers_cfg.static_slots
+    return config.cluster.device != "cpu" if asked == "auto" else asked
 
 
 def _engine_of(config: GRPORun) -> str:

@@ -27,6 +27,7 @@ from laurel.run.context import (
     describe_output,
     make_services,
 )
+from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.request import why_not_validated
 from laurel.run.specs import batch_notes, change_notes, model_spec, step_order
@@ -74,7 +75,7 @@ def train_reward_model(
         check_figure("checkpointing.metric_name", selection.key, data.benchmarks)
         if early_stopping is not None:
             check_figure("rm.early_stopping.metric_name", early_stopping.key, data.benchmarks)
-        context = context.with_slots(planned)
+        context = resolve_micro_batches(context.with_slots(planned))
         return _train(context, data, selection, early_stopping, deadline, on_validation)
 
 

@@ -16,6 +16,7 @@ from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy
 from laurel.run.context import RunContext, choose_run_dir, make_services
+from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import why_not_validated
@@ -40,7 +41,8 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack).with_store(selection)
         data = load_demonstration_data(config.data)
-        context = context.with_slots(planned)
+        context = resolve_micro_batches(context.with_slots(planned))
+        config = context.config
         model = load_policy_to_train(
             context,
             seed=config.sft.seed,

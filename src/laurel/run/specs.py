@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from laurel import plugins
 from laurel.config.load import load_config
 from laurel.config.overrides import parse_override
 from laurel.config.policy import PolicyConfig, RewardModelConfig, RewardPolicyConfig
@@ -213,10 +214,9 @@ def check_judge(judge: JudgeConfig) -> None:
     Raises:
         UserError: The template is wrong, or there is no such model.
     """
-    from laurel.rewards.judge import JudgePrompt
     from laurel.rewards.spec import find_model
 
-    JudgePrompt(judge, where="judge")
+    plugins.find(plugins.ScoreSource, "judge").check(judge, "judge")
     if judge.urls is None:
         with speaking(Terms({"policy": "judge", "policy.model_name": "judge.model"})):
             find_model(judge.model)
@@ -240,11 +240,12 @@ def open_asked_judge(
     terms = Terms({"env.reward_model.judge": "judge"})
     with console.status("loading the judge"):
         from laurel.rewards.open import open_scorer
+        from laurel.rewards.spec import NamedSource
         from laurel.workers.process import prepare
 
         with speaking(OPTIONS):
             prepare(options.device, cpu_threads=cpu_threads, seed=0)
-        spec = replace(options, judge=judge, terms=(terms,))
+        spec = replace(options, source=NamedSource("judge", judge), terms=(terms,))
         scorer = open_scorer(spec, say=say_on(console))
     with scorer:
         yield scorer

@@ -15,13 +15,14 @@ from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError
 from laurel.extensions.plan.options import PlanOptions
-from laurel.extensions.plan.plan import command_of_file, read_shapes, run_plan
+from laurel.extensions.plan.plan import command_of_file, run_plan
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.pretrained import count_parameters, read_shape
 from laurel.models.parallel.tensor import tensor_plan
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import Shapes
 from laurel.run.request import judge_notes, sampling_notes
+from laurel.run.shapes import read_shapes
 from laurel.run.train import trained
 from model_directories import save_model
 from planned import fitted
@@ -140,6 +141,9 @@ def test_larger_micro_batches_that_fit_are_named_until_their_size_is_said(capsys
     (training,) = (p["total"] for p in larger["memory"] if p["phase"] == "training")
     assert training <= 0.9 * 80e9
     assert notes("cluster.device=cpu")[1] == []
+    automatic, (chosen,) = notes("policy.sequence_packing.train_mb_tokens=auto")
+    assert automatic["memory"] == larger["memory"]
+    assert chosen.endswith(f"auto: {int(setting.partition('=')[2]):,} tokens")
 
 
 @pytest.mark.parametrize(("is_used", "urls"), [(True, None), (False, None), (True, ["http://j"])])
@@ -298,11 +302,11 @@ def test_several_judges_in_directories_tell_their_own_shapes(tmp_path):
     saved_config(tmp_path, "mixtral", num_local_experts=4)
     judges = f"[{{name: a, model_name: {tmp_path}}}, {{name: b, model_name: {tmp_path}}}]"
     settings = [f"env.reward_model.models={judges}", "env.reward_model.enabled=true"]
-    found = read_shapes(load_config(GRPORun, None, settings).config, PlanOptions(kind="grpo"))
+    found = read_shapes(load_config(GRPORun, None, settings).config)
     assert len(found.shapes.reward_models) == 2
     assert all(shape.refuses_tensor_parallel for shape in found.shapes.reward_models)
     plan = "env.reward_model.dtensor_cfg.custom_parallel_plan={'*.o_proj': rowwise}"
-    found = read_shapes(load_config(GRPORun, None, [*settings, plan]).config, PlanOptions())
+    found = read_shapes(load_config(GRPORun, None, [*settings, plan]).config)
     assert not any(shape.refuses_tensor_parallel for shape in found.shapes.reward_models)
 
 

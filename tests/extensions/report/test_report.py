@@ -10,7 +10,7 @@ import pytest
 
 from laurel.errors import DataError
 from laurel.extensions.report.page import Fact, duration, write_report
-from laurel.extensions.report.samples import Comparison, ScoredAnswer
+from laurel.observe.comparisons import Comparison, ScoredAnswer
 
 EVIL = '<script>alert("x")</script> & \x1b[31m'
 METRICS = [

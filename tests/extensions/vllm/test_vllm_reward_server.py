@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
+from laurel.extensions.server import other_dialects
 from laurel.extensions.vllm.settings import EAGER_ENVIRONMENT, ENVIRONMENT
-from laurel.rewards.remote import dialects
 from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpReplica, HttpScorer
 from laurel.rewards.remote.replica import failure_reason
@@ -176,7 +176,7 @@ def test_a_server_that_squashes_is_found(server, model, monkeypatch):
     """As one that has renamed `use_activation`: it ignores what it does not know."""
     url, _ = server
     _, here = model
-    monkeypatch.setattr(dialects, "RAW", {})
+    monkeypatch.setattr(other_dialects, "RAW", {})
     squashing = {"protocol": "vllm", "contract": here.contract, "model": "laurel-test"}
     raw = values(here.score_now(GROUPS[:1]))
     squashed = values(score(HttpScorer([url], **squashing), GROUPS[:1]))

@@ -31,13 +31,13 @@ from laurel.errors import (
     ScoringContractError,
     install_command,
 )
+from laurel.extensions.judges.loaded import ModelJudge
 from laurel.extensions.vllm import processes
 from laurel.extensions.vllm.scorer import VllmScorer, load_vllm_scorer
 from laurel.models.spec import ModelSpec
 from laurel.rewards.batching import BatchingScorer
-from laurel.rewards.model_judge import ModelJudge
 from laurel.rewards.open import load_scorer, open_scorer
-from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
+from laurel.rewards.spec import ModelPlace, NamedSource, ScorerSpec, find_model
 from laurel.types import Message, group_of
 from model_directories import save_model
 from reward_models import small_model
@@ -257,7 +257,7 @@ def test_a_killed_program_leaves_no_reward_model_behind(tmp_path, short_folder):
         textwrap.dedent(
             f"""
             import json, os, signal
-            from laurel.rewards.spec import ScorerSpec, find_model
+            from laurel.rewards.spec import NamedSource, ScorerSpec, find_model
             from laurel.extensions.vllm.scorer import load_vllm_scorer
 
             if __name__ == "__main__":
@@ -340,9 +340,11 @@ def test_a_judge_in_vllm_gives_the_probabilities_of_transformers(tmp_path):
     by_words = settings | {"compares": True, "words": ("one", "two"), "template": template}
     config = JudgeConfig(read_out="log_probability", **by_words)
     group = group_of((Message("user", "Where?"),), ("a", "by the gate", "c" * 600), group_id="g")
-    with open_scorer(ScorerSpec(judge=config, device="cpu"), say=print) as here:
+    with open_scorer(
+        ScorerSpec(source=NamedSource("judge", config), device="cpu"), say=print
+    ) as here:
         (expected,) = here.score_now([group])
-    spec = ScorerSpec(judge=config.model_copy(update={"backend": "vllm"}))
+    spec = ScorerSpec(source=NamedSource("judge", config.model_copy(update={"backend": "vllm"})))
     with open_scorer(spec, say=print) as scorer:
         (found,) = scorer.score_now([group])
         judge = scorer.scorer

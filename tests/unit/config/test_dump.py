@@ -20,6 +20,7 @@ from laurel.config.policy import (
     ScratchConfig,
     TokenizerConfig,
 )
+from laurel.config.resuming import changes
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
 from laurel.config.yaml_tree import Section
 
@@ -138,7 +139,10 @@ def read_back(text: str) -> RewardTrainingRun:
 @given(run=runs, describe=st.booleans())
 def test_what_is_written_reads_back_equal(run: RewardTrainingRun, describe: bool) -> None:
     again = read_back(to_yaml(run, describe=describe))
-    assert again == run
+    # Described, it has the keys of all plug-ins with their defaults.
+    dumped = [one.model_dump(mode="json") for one in (again, run)]
+    assert not list(changes(RewardTrainingRun, *dumped))
+    assert describe or again == run
     assert again.data.train_sets() == run.data.train_sets()
     assert again.data.validation_sets() == run.data.validation_sets()
 

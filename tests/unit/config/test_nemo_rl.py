@@ -527,3 +527,14 @@ def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) ->
     assert loaded.config.policy.batch_limits.padded_tokens == 256
     policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 100}
     assert load(tmp_path, "grpo", {"policy": policy}).config.policy.token_budget == 100
+
+
+def test_a_reward_model_that_scores_has_no_adapters(tmp_path: Path) -> None:
+    for parallel, told in (
+        ({"lora_cfg": {"enabled": True}}, "merged weights"),
+        ({"context_parallel_size": 2}, "tensor_parallel_size"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load(tmp_path, "grpo", {"env": {"reward_model": {"dtensor_cfg": parallel}}})
+    off = {"lora_cfg": {"enabled": False}, "context_parallel_size": 1, "cpu_offload": True}
+    load(tmp_path, "grpo", {"env": {"reward_model": {"dtensor_cfg": off}}})

@@ -17,8 +17,8 @@ from fakes import WordScorer
 from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, ScoringContractError, UserError
+from laurel.extensions.server.foreign import sigmoid
 from laurel.rewards.open import load_scorer, read_contract
-from laurel.rewards.remote.foreign import sigmoid
 from laurel.rewards.scorer import LocalScorer
 from laurel.rewards.spec import ScorerSpec, find_model
 from laurel.types import EnvironmentReturn, Score

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
+from command_tree import all_commands
 from laurel.cli.app import App
 from laurel.cli.main import app
 from laurel.observe.console import set_verbosity
@@ -79,17 +79,10 @@ def test_what_is_not_finite_is_null_and_a_path_is_text():
     assert "\n" not in json_text(value, indent=None)
 
 
-def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    below = getattr(group, "commands", None)
-    if below is None:
-        return [(path, group)]
-    return [found for name, one in below.items() for found in commands(one, (*path, name))]
-
-
 def test_every_command_has_the_option():
-    found = commands(typer.main.get_command(app))
+    found = list(all_commands())
     assert len(found) >= 20
-    for path, one in found:  # under the name for which `cli.app` keeps stdout
+    for path, one, _ in found:  # under the name for which `cli.app` keeps stdout
         assert [p.name for p in one.params if "--json" in p.opts] == ["as_json"], path
 
 

@@ -332,6 +332,7 @@ JUDGE = "env.reward_model"
             f"{VLLM}.gpu_memory_utilization=0.86",
         ),
         ("generation", IN_PROCESS, 9, "policy.generation.max_concurrent="),
+        ("generation", IN_PROCESS[:1], 9, "policy.generation.max_concurrent=64"),
         (
             "judging",
             (
@@ -434,6 +435,17 @@ def test_in_process_generation_needs_a_second_copy_only_in_a_lower_precision():
         assert generated(*settings, *turns)[kept] == GIB // 2
     for settings in ((*IN_PROCESS, turns[1]), turns):  # one turn; vLLM
         assert kept not in generated(*settings)
+
+
+def test_static_slots_are_counted_by_powers_of_two():
+    odd = ("policy.generation.max_concurrent=100", "policy.max_total_sequence_length=300")
+    slots = "policy.generation.transformers_cfg.static_slots"
+    token = 2 * 16 * 8 * 64 * 2
+    assert generated(*IN_PROCESS, *odd)["keys and values"] == 100 * 300 * token
+    static = generated(*IN_PROCESS, *odd, f"{slots}=true")
+    assert static["keys and values"] == 128 * 512 * token
+    on_gpu = generated("policy.generation.backend=transformers", *odd)  # auto
+    assert on_gpu["keys and values"] == 128 * 512 * token
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share():

@@ -14,11 +14,12 @@ from laurel.config.load import load_config
 from laurel.config.policy import ClusterConfig, RolePlacement
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
-from laurel.extensions.plan.plan import ReadShapes, plan_text
+from laurel.extensions.plan.plan import plan_text
 from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.placement import placed_requirements
 from laurel.planning.roles import Conflict, Slot, grid
 from laurel.run.request import request_of
+from laurel.run.shapes import ReadShapes
 from planned import as_changes, fitted, planned, with_changes
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from laurel.extensions.server.service import NullScorer
 from laurel.rewards.batching import (
     ScoreCache,
     Unit,
@@ -9,7 +10,6 @@ from laurel.rewards.batching import (
     units_of,
 )
 from laurel.rewards.preparing import rendered_group, rendered_rows
-from laurel.rewards.server.service import NullScorer
 from laurel.types import Completion, Group, Message, Score, SentTurn, TokenGroup, group_of
 
 

@@ -13,6 +13,7 @@ import torch
 from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
 from laurel.errors import ConfigError, EnvironmentFailedError, ModelError, Terms
+from laurel.extensions.server import service
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ModelSpec
@@ -21,8 +22,7 @@ from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.rewards.replicas import GroupScorer
 from laurel.rewards.scorer import golden_scores
-from laurel.rewards.server import service
-from laurel.rewards.spec import MemberSpec, ScorerSpec, find_reward_model
+from laurel.rewards.spec import MemberSpec, NamedSource, ScorerSpec, find_reward_model
 from laurel.types import Message, group_of
 from local_group import LocalGroup
 from reward_models import small_model, write_model
@@ -104,15 +104,24 @@ def described(kind: str, model: str, server: str, judge: str) -> tuple[ScorerSpe
         "one group": (spec, as_one),
         "servers": (ScorerSpec(servers=ScorerSource(urls=[server])), here),
         "judge": (
-            ScorerSpec(judge=JudgeConfig(urls=[judge], model="m", template=ONLY_RESPONSE)),
+            ScorerSpec(
+                source=NamedSource(
+                    "judge", JudgeConfig(urls=[judge], model="m", template=ONLY_RESPONSE)
+                )
+            ),
             here,
         ),
-        "function": (ScorerSpec(function=FUNCTION), here),
+        "function": (ScorerSpec(source=NamedSource("function", FUNCTION)), here),
         "members": (
             ScorerSpec(
                 members=(
                     MemberSpec(name="a", spec=spec),
-                    MemberSpec(name="b", spec=ScorerSpec(function=FUNCTION), mean=0.0, std=1.0),
+                    MemberSpec(
+                        name="b",
+                        spec=ScorerSpec(source=NamedSource("function", FUNCTION)),
+                        mean=0.0,
+                        std=1.0,
+                    ),
                 )
             ),
             here,

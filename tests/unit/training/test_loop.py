@@ -95,6 +95,7 @@ class Run:
     """What `laurel` does around a loop: opens the store, goes on from the newest, runs."""
 
     def __init__(self, folder):
+        folder.mkdir(exist_ok=True)
         self.root = folder / "saves"
         self.logged = Logged()
         self.losses = {}
@@ -234,7 +235,6 @@ def test_a_checkpoint_is_ranked_by_a_metric_of_its_own_step_only(run):
 def test_a_signal_ends_after_its_step_saved_and_the_run_goes_on_as_if_it_never_came(
     run, tmp_path, number
 ):
-    (tmp_path / "straight").mkdir()
     straight = Run(tmp_path / "straight")
     straight(5)
     outcome = run(5, {("step", number): [stop]})
@@ -368,7 +368,6 @@ def test_a_goal_that_a_validation_reaches_ends_the_run(run):
     assert run.ended == ("finished", 6)
     run.losses = {0: 3.0}
     at_once = Run(run.root.parent / "start")
-    at_once.root.parent.mkdir()
     at_once.losses = {0: 3.0}
     at_once(6, section={"val_at_start": True}, **goal)
     assert (at_once.ended, at_once.saved()) == (("finished", 0), [])
@@ -390,7 +389,6 @@ def test_a_run_that_no_longer_improves_ends_where_it_ends_in_one_piece(run):
     assert "was no better than 0.5000 in 2 validations" in run.text
     assert run(9, early_stopping=watched).step == 6, "it has ended"
     whole = Run(run.root.parent / "whole")
-    whole.root.parent.mkdir()
     whole.losses = run.losses
     assert not whole(6, early_stopping=watched).is_early, "its last step anyway"
 
@@ -435,7 +433,6 @@ def test_a_lack_of_tasks_ends_a_run_with_its_last_validation_and_save(run):
     outcome = run(9, {("step", 6): [run_out]})
     assert (run.loop.measured, run.saved()) == ([4, 5], [3, 5])
     fresh = Run(run.root.parent / "fresh")
-    fresh.root.parent.mkdir()
     with pytest.raises(TrainingError, match="nothing was learned: all tasks"):
         fresh(9, {("step", 1): [run_out]})
 
@@ -514,7 +511,6 @@ def test_a_run_whose_last_save_failed_is_no_success(run, in_background):
     with pytest.raises(UnsavedError, match=r"of step 6, could not be saved; the newest is .*_3"):
         run(6, state=state)
     nothing = Run(run.root.parent / "nothing")
-    nothing.root.parent.mkdir()
     state = behind(nothing, full={2})
     with pytest.raises(UnsavedError, match=r"nothing of this run was saved.* No space") as end:
         nothing(2, state=state)

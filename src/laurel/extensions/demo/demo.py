@@ -26,11 +26,12 @@ from laurel.demo.data import (
     prompts,
 )
 from laurel.errors import CheckpointError, TrainingError
-from laurel.extensions.report.samples import Comparison, ScoredAnswer, print_comparisons
+from laurel.observe.comparisons import Comparison, ScoredAnswer, print_comparisons
 from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
 from laurel.observe.report.findings import accuracy_words, first_findings
 from laurel.observe.run_record import read_run_record
+from laurel.plugins import Command, find
 from laurel.run.grpo import Measurement, measure_policy, train_policy
 from laurel.run.reward_model import train_reward_model
 from laurel.run.sft import fine_tune
@@ -270,25 +271,25 @@ def _answer(truth: float | None, text: str, score: float | None) -> ScoredAnswer
 
 
 def _report(files: Files, result: DemoResult, comparisons: list[Comparison]) -> None:
-    from laurel.extensions.report.page import Fact, write_report
-
     runs = [next(iter(sorted(files.logs(stage).iterdir()))) for stage in ("sft", "rm", "grpo")]
-    write_report(
+    # By name: an extension may be left out, and imports no other.
+    page: Any = find(Command, "report")
+    page.write(
         files.report,
         runs,
         title="Laurel demo: numbers in words, written in digits",
         facts=[
-            Fact(
+            (
                 "True success before GRPO",
                 f"{result.rate_before:.1%}",
                 "held-out numbers, sampled at temperature 1, checked by the math environment",
             ),
-            Fact(
+            (
                 "True success after GRPO",
                 f"{result.rate_after:.1%}",
                 "the same tasks; the policy was rewarded by the reward model only",
             ),
-            Fact("Reward model", f"{result.reward_accuracy:.1%}", "of held-out pairs right"),
+            ("Reward model", f"{result.reward_accuracy:.1%}", "of held-out pairs right"),
         ],
         comparisons=comparisons[: NUM_SHOWN * 3],
     )

@@ -143,6 +143,8 @@ class StepPhases:
     """If False, every completion carries a copy of its prompt, except in generation."""
     compiles: Literal["auto"] | bool = "auto"
     """Whether decoder layers are compiled, as `policy.compile` says it."""
+    static_slots: Literal["auto"] | bool = "auto"
+    """Whether the engine rounds its steps, as `policy.generation.transformers_cfg` says it."""
 
     def __post_init__(self) -> None:
         register()
@@ -191,6 +193,7 @@ class StepPhases:
             train_tokenizer(TEXTS, vocab_size=300),
             end_ids=(),  # no completion ends before it is as long as the workload says
             max_concurrent=self.workload.num_prompts * self.workload.per_prompt,
+            static_slots=self.static_slots,
         )
 
     def train(self) -> Update:

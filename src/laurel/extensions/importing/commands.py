@@ -59,7 +59,7 @@ _FROM_OUTSIDE = ("HOME", "USER", "PWD")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class CommandLine:
     """A training program found in a script or command line, with its parsed arguments."""
 
     system: str
@@ -72,7 +72,7 @@ class Command:
     """The number of processes that the launcher starts; None if it is not given."""
 
 
-def find_command(text: str, name: str) -> Command | None:
+def find_command(text: str, name: str) -> CommandLine | None:
     """Find and parse the first training program in a script or command line; None without one.
 
     Raises:
@@ -248,7 +248,7 @@ def _command(
     run: str,
     style: str,
     arguments: Sequence[str],
-) -> Command:
+) -> CommandLine:
     ours = _RUNS.get((system, run))
     if ours is None:
         raise ConfigError(f"{program} is another program of {system}; those imported: {PROGRAMS}")
@@ -267,7 +267,7 @@ def _command(
         for key, value in values.items()
         if isinstance(value, str) and variable.search(value)
     }
-    return Command(
+    return CommandLine(
         system=system,
         run=ours,
         program=program,

@@ -22,7 +22,7 @@ from laurel.config.schema_info import with_defaults
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import Section, YamlNode, graft, nearest, plain_values
 from laurel.errors import ConfigError
-from laurel.extensions.importing.commands import LAUNCHER_FILE, Command
+from laurel.extensions.importing.commands import LAUNCHER_FILE, CommandLine
 
 Status = Literal["carried", "default", "not needed", "not carried"]
 
@@ -44,7 +44,7 @@ class Source:
     """Its file; None: standard input."""
     values: Mapping[str, Any]
     """The values, nested as in the file."""
-    command: Command | None = None
+    command: CommandLine | None = None
     """The command line that was found in it."""
     run: Kind | None = None
     """The run that the user named."""

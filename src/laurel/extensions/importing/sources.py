@@ -12,7 +12,7 @@ from typing import Any
 from laurel.config.schemas import Kind
 from laurel.config.yaml_tree import plain_values, read_document, read_file
 from laurel.errors import ConfigError, no_file_at
-from laurel.extensions.importing.commands import PROGRAMS, Command, find_command
+from laurel.extensions.importing.commands import PROGRAMS, CommandLine, find_command
 from laurel.extensions.importing.rules import Imported, Source
 from laurel.plugins import Importer, find, names
 
@@ -72,7 +72,7 @@ def _importers() -> dict[str, Importer]:
 
 def _read(request: ImportRequest, name: str) -> Source:
 
-    def source(values: Mapping[str, Any], command: Command | None = None) -> Source:
+    def source(values: Mapping[str, Any], command: CommandLine | None = None) -> Source:
         return Source(
             name=name,
             path=None if str(request.path) == STDIN else request.path,

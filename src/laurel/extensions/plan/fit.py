@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from laurel.planning.memory import GIB, MemoryPhase, ModelShape, Shapes, estimate
+from laurel.planning.memory import GIB, MemoryPhase, ModelShape, Shapes, estimate, power_of_two
 from laurel.planning.plan import Plan, plan_run
 from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
 from laurel.planning.roles import Conflict, RolePlan, divisors
@@ -49,39 +49,6 @@ def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = 
             if not phase.fits(device_memory)
         ]
     return FittedPlan(plan=plan, phases=phases, conflicts=tuple(conflicts))
-
-
-def larger_micro_batch(
-    request: ClusterRequest, plan: Plan, shapes: Shapes, *, device_memory: int
-) -> tuple[Plan, MemoryPhase] | None:
-    """Return the plan with the policy's largest micro-batches that fit, and its training memory.
-
-    Their tokens are doubled as long as a tenth of the device stays free. Each micro-batch rounds
-    all weights and adds up all gradients, so that fewer and larger ones take less time.
-
-    Args:
-        request: Roles, batches and settings of the run.
-        plan: The plan, which fits.
-        shapes: Shapes of its models.
-        device_memory: Bytes of a device.
-
-    Returns:
-        None if no larger ones fit, or if they would make no fewer passes.
-    """
-    found: tuple[Plan, MemoryPhase] | None = None
-    batch = plan.batch("policy")
-    while batch.num_micro_batches > 1:
-        batch = replace(batch, tokens=2 * batch.tokens)
-        batches = tuple(
-            batch if one.role == "policy" and not one.is_validation else one for one in plan.batches
-        )
-        larger = replace(plan, batches=batches)
-        phases = estimate(request, larger, shapes, device_memory=device_memory)
-        training = next((phase for phase in phases if phase.name == "training"), None)
-        if training is None or not training.fits(int(0.9 * device_memory)):
-            break
-        found = larger, training
-    return found
 
 
 def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
@@ -231,7 +198,14 @@ def _drawing_changes(
                 request=replace(request, drawing=replace(drawing, memory_share=share)),
                 plan=plan,
             )
-    elif number := max(0, room) * (batch.tokens // batch.longest) // cache:
+        return
+    rows = batch.tokens // batch.longest
+    if drawing.has_static_slots:
+        rows = power_of_two(rows)
+    number = max(0, room) * rows // cache
+    if drawing.has_static_slots and number:
+        number = power_of_two(number + 1) // 2  # the largest that is not above it
+    if number:
         fewer = replace(batch, tokens=number * batch.longest)
         batches = tuple(fewer if one is batch else one for one in plan.batches)
         yield _Change(

@@ -6,46 +6,40 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 from rich.text import Text
 
-from laurel.config.environments import ScorerSource, ScoringParallelConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.config.policy import PolicyConfig, RewardPolicyConfig
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
-from laurel.errors import CheckpointError, ModelError, Terms, speaking
-from laurel.extensions.plan.fit import FittedPlan, fit, larger_micro_batch
+from laurel.extensions.plan.fit import FittedPlan, fit
 from laurel.extensions.plan.options import PlanOptions
-from laurel.models.spec import ModelSpec
 from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
+from laurel.planning.larger import larger_micro_batch
 from laurel.planning.memory import (
     GIB,
     MASTER_BYTES,
     MemoryPhase,
-    ModelShape,
     Shapes,
-    decoder_shape,
     parse_bytes,
-    parse_shape,
 )
 from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName
 from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
 from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
+from laurel.run.micro_batches import largest_tokens, with_tokens
 from laurel.run.request import (
     judge_notes,
     request_of,
     sampling_notes,
-    uses_reward_model,
     workload_of,
 )
-from laurel.run.specs import model_spec
+from laurel.run.shapes import ReadShapes, read_shapes
 from laurel.run.train import check_selection
 from laurel.workers.launch import backend_of
 
@@ -70,7 +64,14 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
         print(f"warning: {warning}", file=sys.stderr)
     config = cast(Run, loaded.config)
     check_selection(config)
-    read = read_shapes(config, options)
+    read = read_shapes(config, policy_shape=options.policy_shape, reward_shape=options.reward_shape)
+    is_auto = config.policy.sequence_packing.train_mb_tokens == "auto"
+    if is_auto and device_memory is not None and config.cluster.device != "cpu":
+        tokens = largest_tokens(config, read.shapes, device_memory)
+        if tokens is not None:
+            config = with_tokens(config, tokens)
+            chosen = f"policy.sequence_packing.train_mb_tokens=auto: {tokens:,} tokens"
+            read = replace(read, notes=(*read.notes, chosen))
     request = request_of(config)
     fitted = fit(request, read.shapes, device_memory=device_memory)
     if isinstance(config, GRPORun):
@@ -122,93 +123,9 @@ def _room_note(
     )
 
 
-def read_shapes(config: Run, options: PlanOptions) -> ReadShapes:
-    """Read the shapes of a run's models, with the reason for each that is unknown."""
-    notes: list[str] = []
-    unknown: dict[RoleName, str] = {}
-    policy: ModelShape | None = None
-    try:
-        policy = _policy_shape(config.policy, options.policy_shape, notes)
-    except (ModelError, CheckpointError) as error:
-        unknown["policy"] = f"{str(error).rstrip('.')}. --policy-shape would tell it"
-    judges: tuple[ModelShape, ...] = ()
-    if isinstance(config, GRPORun) and uses_reward_model(config):
-        try:
-            loaded = config.env.reward_model.loaded
-            split = config.env.reward_model.dtensor_cfg  # of all of them
-            judges = tuple(_judge_shape(judge, split, options.reward_shape) for judge in loaded)
-        except (ModelError, CheckpointError) as error:
-            unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
-    shapes = Shapes(policy=policy, reward_models=judges)
-    return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
-
-
-def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape:
-    has_head = not isinstance(policy, RewardPolicyConfig)
-    if written is not None:
-        return parse_shape(written, has_language_head=has_head)
-    scratch = policy.scratch
-    if scratch is not None:
-        shape = decoder_shape(
-            hidden_size=scratch.hidden_size,
-            num_layers=scratch.num_layers,
-            intermediate_size=scratch.intermediate_size or 4 * scratch.hidden_size,
-            num_heads=scratch.num_heads,
-            num_kv_heads=scratch.num_kv_heads,
-            vocab_size=scratch.vocab_size,
-            has_language_head=has_head,
-        )
-        return replace(shape, normalises_heads=scratch.architecture == "qwen3")
-    from laurel.run.model import found_name
-
-    name = found_name(str(policy.model_name), say=notes.append)
-    return _read(replace(model_spec(policy), name=name), has_head)
-
-
-def _judge_shape(
-    judge: ScorerSource, split: ScoringParallelConfig, written: str | None
-) -> ModelShape:
-    if written is not None:
-        return parse_shape(written, has_language_head=False)
-    name, key = judge.model_name, "model_name"
-    if judge.checkpoint_path:
-        name, key = judge.checkpoint_path, "checkpoint_path"
-    if name is None:
-        raise ModelError("env.reward_model.model_name is not said.")
-    from laurel.run.model import found_name
-
-    section = "env.reward_model"
-    with speaking(Terms({"policy": section, "policy.model_name": f"{section}.{key}"})):
-        spec = ModelSpec(
-            name=found_name(name, say=lambda _: None),
-            trust_remote_code=judge.trust_remote_code,
-            parallel_plan=split.custom_parallel_plan,
-        )
-        return _read(spec, False)
-
-
-def _read(spec: ModelSpec, has_head: bool) -> ModelShape:
-    from laurel.models.loading.pretrained import read_shape
-    from laurel.observe.console import quiet_libraries
-
-    quiet_libraries()
-    return read_shape(spec, has_language_head=has_head)
-
-
 # How a plan is shown: tables and a picture for people, facts for programs.
 
 LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_model": "R"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadShapes:
-    """The shapes (layer sizes) of a run's models, as far as they are known."""
-
-    shapes: Shapes
-    unknown: Mapping[RoleName, str]
-    """The reason why a role's model has no known shape; its memory is not estimated."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user on how the shapes were determined."""
 
 
 def plan_facts(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from laurel.observe.comparisons import Comparison
 from laurel.observe.json_output import write_json
 from laurel.plugins import Command
 from laurel.run.options import JsonOption
@@ -22,6 +23,34 @@ class Report(Command):
     def make(self, section: None, name: str) -> Callable[..., Any]:
         """Return the function."""
         return report_command
+
+    def write(
+        self,
+        path: Path,
+        runs: Sequence[Path],
+        *,
+        title: str,
+        facts: Sequence[tuple[str, str, str]],
+        comparisons: Sequence[Comparison],
+    ) -> None:
+        """Write the page of runs, for a program that has found this command by its name.
+
+        Args:
+            path: The file to write.
+            runs: The directories to which the runs logged, in the order of the page.
+            title: The heading of the page.
+            facts: The numbers of the summary: a name, a value and a note each.
+            comparisons: Answers before and after training.
+        """
+        from laurel.extensions.report.page import Fact, write_report
+
+        write_report(
+            path,
+            runs,
+            title=title,
+            facts=[Fact(*fact) for fact in facts],
+            comparisons=comparisons,
+        )
 
 
 def report_command(

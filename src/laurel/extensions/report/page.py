@@ -28,7 +28,6 @@ from laurel.errors import counted
 from laurel.extensions.report import charts as curves
 from laurel.extensions.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
 from laurel.extensions.report.samples import (
-    Comparison,
     RunSamples,
     SampleTable,
     one_line,
@@ -36,6 +35,7 @@ from laurel.extensions.report.samples import (
     visible_lines,
     within,
 )
+from laurel.observe.comparisons import Comparison
 from laurel.observe.console import format_number
 from laurel.observe.health import gold_metric
 from laurel.observe.loggers import flat

@@ -97,7 +97,7 @@ def run_sweep(options: SweepOptions) -> None:
             file.write(sweep.winner_yaml(best))
         page = options.output / PAGE
         with replace_file(page) as file:
-            file.write(page_of(sweep, outcomes, best))
+            file.write(sweep_page(sweep, outcomes, best))
     ranked = ranked_trials(outcomes, higher_is_better=sweep.selection.higher_is_better)
     if options.as_json:
         write_json(
@@ -187,7 +187,7 @@ _STYLE = (
 )
 
 
-def page_of(sweep: Sweep, outcomes: Sequence[TrialOutcome], best: TrialOutcome) -> str:
+def sweep_page(sweep: Sweep, outcomes: Sequence[TrialOutcome], best: TrialOutcome) -> str:
     """Return a page about a sweep: a picture of all trials with their intervals, and a table."""
     higher = sweep.selection.higher_is_better
     ranked = ranked_trials(outcomes, higher_is_better=higher)

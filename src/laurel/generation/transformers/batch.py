@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from laurel.errors import EngineError
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
+from laurel.generation.transformers.static import StaticSteps, chooses_static_slots
 from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeptTokens, KeyValueStore
 from laurel.models.forest.policy import PolicyModel, rounded_weights
@@ -80,6 +81,7 @@ class ContinuousBatch:
         max_concurrent: int,
         conversation_bytes: int = 0,
         fast_matmul: bool = True,
+        static_slots: Literal["auto"] | bool = "auto",
     ) -> None:
         """Create an empty batch; the arguments are those of `TransformersEngine`."""
         self.model = model
@@ -89,7 +91,10 @@ class ContinuousBatch:
         self._tokenizer = tokenizer
         self._products = fast_matmul_of if fast_matmul else nullcontext
         self._table = RowTable(max_concurrent, model.vocab_size, end_ids)
-        self._store = KeyValueStore(model.device)
+        is_static = chooses_static_slots(static_slots, model)
+        self._store = KeyValueStore(model.device, is_static=is_static)
+        self.static = StaticSteps(model) if is_static else None
+        """The decoding steps by shape; None: each has the shape that it needs."""
         self._rows: dict[int, _Row] = {}
         self._watches: dict[int, StopStringWatch] = {}
         self._partial: Ticket | None = None
@@ -134,6 +139,8 @@ class ContinuousBatch:
         finally:
             for module in in_training:
                 module.training = True
+            if self.static is not None:
+                self.static.clear()  # the rounded weights are gone
         if self._weights_stamp() != before:
             raise EngineError(
                 "the weights of the policy changed while completions were being sampled with them: "
@@ -187,7 +194,7 @@ class ContinuousBatch:
             slots += mine
         hidden = [ticket.hidden_1D for ticket, count in chosen for _ in range(count)]
         slots_N = np.array(slots, np.int64)
-        sampling = self._table.sampling(slots_N, self.model.device)
+        sampling = self._table.sampling(slots_N).to(self.model.device)
         return self._sample(torch.cat([h for h in hidden if h is not None]), slots_N, sampling)
 
     def _begin_row(self, ticket: Ticket) -> int:
@@ -226,9 +233,15 @@ class ContinuousBatch:
         plan = self._store.next_step()
         if self._known is None or self._known[0] is not plan.ids:
             slots_N = np.array(plan.ids, np.int64)
-            self._known = (plan.ids, slots_N, self._table.sampling(slots_N, self.model.device))
+            sampling = self._table.sampling(slots_N)
+            if self.static is None:
+                sampling = sampling.to(self.model.device)
+            self._known = (plan.ids, slots_N, sampling)
         _, slots_N, sampling = self._known
         ids_N = torch.from_numpy(self._table.last_tokens(slots_N))
+        if self.static is not None:
+            uniform_N = torch.from_numpy(self._table.next_uniforms(slots_N))
+            return self._record(self.static.sample(plan, ids_N, sampling, uniform_N), slots_N)
         hidden_ND = self.model.hidden_of_row(ids_N, plan.positions_N, plan)
         return self._sample(hidden_ND, slots_N, sampling)
 
@@ -236,10 +249,10 @@ class ContinuousBatch:
         """Sample the next token of each row; return the completions that it ends, in order."""
         logits_NV = self.model.logits(hidden_ND).float()
         uniform_N = torch.from_numpy(self._table.next_uniforms(slots_N)).to(logits_NV.device)
-        sampled = sample_tokens(logits_NV, sampling, uniform_N)
-        tokens, logprobs = torch.stack(
-            (sampled.tokens_N.double(), sampled.logprobs_N.double())
-        ).cpu()
+        return self._record(sample_tokens(logits_NV, sampling, uniform_N).joined(), slots_N)
+
+    def _record(self, sampled_2N: Tensor, slots_N: Slots) -> Finished:
+        tokens, logprobs = sampled_2N.cpu()
         tokens_N, logprobs_N = tokens.numpy().astype(np.int64), logprobs.numpy()
         if not np.isfinite(logprobs_N).all():
             raise EngineError(
@@ -330,7 +343,7 @@ class ContinuousBatch:
 
     def clear(self) -> None:
         """Remove all requests and free the memory; the batch cannot be used afterwards."""
-        self._store = KeyValueStore(self.model.device)
+        self._store = KeyValueStore(self.model.device, is_static=self.static is not None)
         self.conversations.clear()
         self._rows.clear()
         self._watches.clear()
@@ -501,16 +514,16 @@ class RowTable:
         found: npt.NDArray[np.float64] = self._uniforms[slots, self._lengths[slots]]
         return found
 
-    def sampling(self, slots: Slots, device: torch.device) -> SamplingRows:
-        """Return the sampling parameters of the slots, as tensors on a device.
+    def sampling(self, slots: Slots) -> SamplingRows:
+        """Return the sampling parameters of the slots, as tensors on the host.
 
         They stay valid as long as the slots hold the same completions.
         """
         top_p, top_k = self._top_p[slots], self._top_k[slots]
         return SamplingRows(
-            torch.from_numpy(self._temperature[slots]).to(device),
-            torch.from_numpy(top_p).to(device),
-            torch.from_numpy(top_k).to(device),
+            torch.from_numpy(self._temperature[slots]),
+            torch.from_numpy(top_p),
+            torch.from_numpy(top_k),
             tuple(np.flatnonzero((top_p < 1) | (top_k > 0)).tolist()),
             bool((self._temperature[slots] == 0).any()),
         )

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class TransformersEngine:
         weight_version: int = 0,
         conversation_bytes: int = 0,
         fast_matmul: bool = True,
+        static_slots: Literal["auto"] | bool = "auto",
     ) -> None:
         """Create an engine that samples from a model.
 
@@ -76,6 +77,8 @@ class TransformersEngine:
                 prompt.
             fast_matmul: Whether to multiply with the faster of torch's two CPU libraries
                 (`cpu_matmul`), rather than with the one that the learner uses.
+            static_slots: Whether decoding steps have few shapes, each of which a CUDA graph
+                repeats; `auto`: on a GPU, unless the model is sharded.
 
         Raises:
             ModelError: The model does not support generation with this engine.
@@ -93,6 +96,7 @@ class TransformersEngine:
             max_concurrent=max_concurrent,
             conversation_bytes=conversation_bytes,
             fast_matmul=fast_matmul,
+            static_slots=static_slots,
         )
         self._batch.weight_version = weight_version
         self._vocab_size = model.vocab_size

@@ -7,7 +7,7 @@ depend on the rest of the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,15 @@ class SamplingRows:
     has_greedy: bool
     """Whether any row has temperature 0."""
 
+    def to(self, device: torch.device) -> SamplingRows:
+        """Return the same parameters on another device."""
+        return replace(
+            self,
+            temperature_N=self.temperature_N.to(device),
+            top_p_N=self.top_p_N.to(device),
+            top_k_N=self.top_k_N.to(device),
+        )
+
 
 class Sampled(NamedTuple):
     """The sampled token of each row and its log-probability."""
@@ -43,6 +52,10 @@ class Sampled(NamedTuple):
     """int64 [N]: the id of each row's token."""
     logprobs_N: Tensor
     """float32 [N]: log-probabilities under `softmax(logits / temperature)`; NaN if logits are."""
+
+    def joined(self) -> Tensor:
+        """Return both as one float64 tensor [2, N], for a single copy to the host."""
+        return torch.stack((self.tokens_N.double(), self.logprobs_N.double()))
 
 
 def sample_tokens(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> Sampled:

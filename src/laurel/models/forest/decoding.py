@@ -9,6 +9,9 @@ token of every completion, all in one row. One batched matrix product computes t
 completions of a prompt to the prompt, another that of each completion to itself, and the two
 partial softmaxes are merged by their normalisers. Sliding windows, soft-capping and attention sinks
 are supported.
+
+A store with static shapes rounds the shapes of steps up, so that many steps share one: then a CUDA
+graph of a step serves them all (`models/forest/static_step.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from laurel.models.forest.attention import (
     as_computed,
     hidden_keys,
 )
+from laurel.planning.memory import power_of_two
 from laurel.types import Span, Tree
 
 # Memory for keys and values: sequences of about the same length side by side in one tensor.
@@ -51,8 +55,12 @@ class KVBlock:
     Each sequence, which is named by an `owner` id, has one slot. The slots in use have no gaps.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, *, rounds: bool = False) -> None:
+        """Create an empty block; `rounds`: its number of slots is a power of two."""
         self.length = length
+        self.version = 0
+        """Changes whenever the memory of the block does."""
+        self._rounds = rounds
         self.owners: list[int] = []
         """The owner of each slot; removing one moves the last into its slot."""
         self._slots: dict[int, int] = {}
@@ -64,8 +72,10 @@ class KVBlock:
         """The bytes that the block's keys and values take, of all layers together."""
         return sum(t.nbytes for pair in self._layers.values() for t in pair)
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of one layer in all slots in use.
+    def layer(
+        self, index: int, key: Tensor, value: Tensor, num_slots: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of one layer in the first slots.
 
         The first call for a layer allocates its memory.
 
@@ -73,6 +83,7 @@ class KVBlock:
             index: The number of the layer.
             key: A tensor `[..., H_kv, D]` with the dtype and the device of the keys.
             value: A tensor `[..., H_kv, D_v]` with the dtype and the device of the values.
+            num_slots: The number of slots; None for those in use.
 
         Returns:
             Views `[slots, H_kv, length, D]` and `[slots, H_kv, length, D_v]`.
@@ -81,7 +92,8 @@ class KVBlock:
             # Hidden entries are multiplied by 0 and must be finite, so they begin as zeros.
             self._layers[index] = (self._empty(key), self._empty(value))
         keys, values = self._layers[index]
-        return keys[: len(self.owners)], values[: len(self.owners)]
+        count = len(self.owners) if num_slots is None else num_slots
+        return keys[:count], values[:count]
 
     def _empty(self, like: Tensor) -> Tensor:
         return like.new_zeros((self._capacity, like.shape[-2], self.length, like.shape[-1]))
@@ -138,11 +150,12 @@ class KVBlock:
 
     def _resize(self, capacity: int) -> None:
         used = min(len(self.owners), self._capacity)
-        self._capacity = capacity
+        self._capacity = power_of_two(capacity) if self._rounds else capacity
+        self.version += 1
         for index, pair in self._layers.items():
             resized = []
             for tensor in pair:
-                larger = tensor.new_zeros((capacity, *tensor.shape[1:]))
+                larger = tensor.new_zeros((self._capacity, *tensor.shape[1:]))
                 larger[:used] = tensor[:used]
                 resized.append(larger)
             self._layers[index] = (resized[0], resized[1])
@@ -182,11 +195,11 @@ class Trunks(NamedTuple):
 class Layout:
     """The completion of each row of a decoding step, and where its keys and values are cached.
 
-    A layout is valid until a completion is added, removed or moved to another block.
+    A layout is valid until a completion is added, removed or moved to another block. Its numbers
+    are on the device, or on the host if the store has static shapes.
     """
 
     ids: tuple[int, ...]
-    born_N: Tensor
     prompt_lengths_N: Tensor
     branches: tuple[Branches, ...]
     trunks: tuple[Trunks, ...]
@@ -287,23 +300,22 @@ class DecodePlan:
     In the shapes, R query heads share one of H_kv key heads, and C completions share a prompt.
     """
 
-    _layout: Layout
-    _clock: int
+    layout: Layout
+    lengths_N: Tensor
+    """int64 [N]: the number of tokens of each completion before the new one."""
+    longest: tuple[int, ...]
+    """An upper bound of these lengths for each of the layout's `branches`."""
     _hidden: dict[tuple[int, bool, int | None], Tensor | None] = field(default_factory=dict)
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The id of the completion in each row."""
-        return self._layout.ids
+        return self.layout.ids
 
     @property
     def positions_N(self) -> Tensor:
         """int64 [N]: the position of each new token, counted from the start of its prompt."""
-        return self._layout.prompt_lengths_N + self._lengths_N
-
-    @property
-    def _lengths_N(self) -> Tensor:
-        return self._clock - self._layout.born_N
+        return self.layout.prompt_lengths_N + self.lengths_N
 
     def attend(
         self,
@@ -349,15 +361,14 @@ class DecodePlan:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> _Half:
         halves = []
-        for number, part in enumerate(self._layout.branches):
-            rows = slice(part.start, part.end)
-            keys, values = part.block.layer(layer, key, value)
-            longest = self._clock - part.oldest
+        for number, part in enumerate(self.layout.branches):
+            rows, longest = slice(part.start, part.end), self.longest[number]
+            keys, values = part.block.layer(layer, key, value, part.end - part.start)
             if part.is_even:
                 keys[:, :, longest], values[:, :, longest] = key[rows], value[rows]
             else:
                 slots = torch.arange(part.end - part.start, device=key.device)
-                ends = self._lengths_N[rows]
+                ends = self.lengths_N[rows]
                 keys[slots, :, ends], values[slots, :, ends] = key[rows], value[rows]
             hidden = self._hidden_of_branches(number, part, options.sliding_window)
             keys, values = keys[:, :, : longest + 1], values[:, :, : longest + 1]
@@ -369,31 +380,31 @@ class DecodePlan:
     ) -> _Half:
         # One product computes all completions of a prompt.
         halves = []
-        for number, part in enumerate(self._layout.trunks):
+        for number, part in enumerate(self.layout.trunks):
             num_prompts, width = part.rows_SC.shape
-            if self._layout.is_in_order and len(self._layout.trunks) == 1:
+            if self.layout.is_in_order and len(self.layout.trunks) == 1:
                 mine = query.view(num_prompts, width, *query.shape[1:])
             else:
                 mine = query[part.rows_SC]
-            keys, values = part.block.layer(layer, key, value)
+            keys, values = part.block.layer(layer, key, value, num_prompts)
             hidden = self._hidden_of_trunks(number, part, options.sliding_window)
             keys, values = keys[:, :, : part.longest], values[:, :, : part.longest]
             halves.append(_attend(mine.transpose(1, 2), keys, values, hidden, options.softcap))
         stacked = _stack(halves)
-        if self._layout.is_in_order:
+        if self.layout.is_in_order:
             return stacked
-        return _Half(*(tensor[self._layout.places_N] for tensor in stacked))
+        return _Half(*(tensor[self.layout.places_N] for tensor in stacked))
 
     def _hidden_of_branches(self, number: int, part: Branches, window: int | None) -> Tensor | None:
         # bool `[rows, 1, 1, 1, keys]`: the keys each row must not see; None where it sees all.
-        longest = self._clock - part.oldest
+        longest = self.longest[number]
         if window is not None and window > longest:
             window = None
         if part.is_even and window is None:
             return None
         known = (number, True, window)
         if known not in self._hidden:
-            ends = self._lengths_N[part.start : part.end, None]
+            ends = self.lengths_N[part.start : part.end, None]
             keys = torch.arange(longest + 1, device=ends.device)
             self._hidden[known] = hidden_keys(keys, ends, window)[:, None, None, None]
         return self._hidden[known]
@@ -456,7 +467,8 @@ def _stack(halves: Sequence[_Half]) -> _Half:
 # The KV cache during generation, which holds each prompt once for all its completions.
 #
 # Sequences of about the same length share a block. A completion that outgrows its block moves to
-# one that is twice as long, so memory follows the number of tokens.
+# one that is twice as long, so memory follows the number of tokens. With static shapes all prompts
+# share one block, and all completions another: each is as long as its longest sequence needs.
 
 SHORTEST = 64
 """The number of tokens of the shortest block."""
@@ -479,14 +491,18 @@ class _Completion:
 class KeyValueStore:
     """The KV cache of all prompts and completions in progress."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_static: bool = False) -> None:
+        """Create an empty cache; `is_static`: the shapes of steps are rounded up."""
         self.device = device
+        self.is_static = is_static
         self._trunk_blocks: dict[int, KVBlock] = {}
         self._branch_blocks: dict[int, KVBlock] = {}
         self._prompts: dict[int, _Prompt] = {}
         self._completions: dict[int, _Completion] = {}
         self._clock = 0
         self._layout: Layout | None = None
+        # The clock when the completion of each row of the layout had no token.
+        self._born_N = torch.zeros(0)
 
     @property
     def num_bytes(self) -> int:
@@ -514,7 +530,7 @@ class KeyValueStore:
             size = SHORTEST
             while size < length:
                 size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-            block = self._trunk_blocks.setdefault(size, KVBlock(size))
+            block = self._block(self._trunk_blocks, self._prompts, size)
             block.add([prompt])
             self._prompts[prompt] = _Prompt(length, block)
         return PrefillPlan(
@@ -547,7 +563,7 @@ class KeyValueStore:
 
         The caller chooses the ids of the completions.
         """
-        block = self._branch_blocks.setdefault(SHORTEST, KVBlock(SHORTEST))
+        block = self._block(self._branch_blocks, self._completions, SHORTEST)
         block.add(completions)
         for completion in completions:
             self._completions[completion] = _Completion(prompt, self._clock, block)
@@ -567,9 +583,42 @@ class KeyValueStore:
         self._make_room()
         if self._layout is None:
             self._layout = self._lay_out()
-        plan = DecodePlan(self._layout, self._clock)
+        layout, clock = self._layout, self._clock
+        longest = tuple(
+            part.block.length - 1 if self.is_static else clock - part.oldest
+            for part in layout.branches
+        )
         self._clock += 1
-        return plan
+        return DecodePlan(layout, clock - self._born_N, longest)
+
+    def _block(
+        self,
+        blocks: dict[int, KVBlock],
+        stored: Mapping[int, _Prompt] | Mapping[int, _Completion],
+        size: int,
+    ) -> KVBlock:
+        # The block for another sequence of at most `size` tokens.
+        used = [block for block in blocks.values() if block.owners] if self.is_static else []
+        if used and used[0].length >= size:
+            return used[0]
+        found = blocks.setdefault(size, KVBlock(size, rounds=self.is_static))
+        for shorter in used:
+            self._move(list(shorter.owners), stored, shorter, found)
+        return found
+
+    def _move(
+        self,
+        owners: Sequence[int],
+        stored: Mapping[int, _Prompt] | Mapping[int, _Completion],
+        block: KVBlock,
+        longer: KVBlock,
+    ) -> None:
+        longer.add(owners)
+        longer.take(block, owners)
+        for owner in reversed(owners):  # the last slot is freed without a copy
+            block.remove(owner)
+            stored[owner].block = longer
+        self._layout = None
 
     def _make_room(self) -> None:
         # Completions that fill their block move to a longer one.
@@ -579,13 +628,11 @@ class KeyValueStore:
             full = [owner for owner in block.owners if self._completions[owner].born == born]
             if not full:
                 continue
-            longer = self._branch_blocks.setdefault(2 * size, KVBlock(2 * size))
-            longer.add(full)
-            longer.take(block, full)
-            for owner in full:
-                block.remove(owner)
-                self._completions[owner].block = longer
-            self._layout = None
+            longer = self._branch_blocks.setdefault(
+                2 * size, KVBlock(2 * size, rounds=self.is_static)
+            )
+            moved = list(block.owners) if self.is_static else full
+            self._move(moved, self._completions, block, longer)
 
     def _lay_out(self) -> Layout:
         ids: list[int] = []
@@ -594,7 +641,8 @@ class KeyValueStore:
             if block.owners:
                 born = {self._completions[owner].born for owner in block.owners}
                 start, end = len(ids), len(ids) + len(block.owners)
-                branches.append(Branches(block, start, end, min(born), len(born) == 1))
+                is_even = len(born) == 1 and not self.is_static
+                branches.append(Branches(block, start, end, min(born), is_even))
                 ids.extend(block.owners)
         rows_of: dict[int, list[int]] = {}
         for row, completion in enumerate(ids):
@@ -605,14 +653,14 @@ class KeyValueStore:
             if entry is not None:
                 places[entry] = place
         owners = [self._completions[completion] for completion in ids]
+        self._born_N = self._numbers([owner.born for owner in owners])
         return Layout(
             ids=tuple(ids),
-            born_N=self._numbers([owner.born for owner in owners]),
             prompt_lengths_N=self._numbers([self._prompts[o.prompt].length for o in owners]),
             branches=tuple(branches),
             trunks=trunks,
             places_N=self._numbers(places),
-            is_in_order=order == list(range(len(ids))),
+            is_in_order=order == list(range(len(ids))) and not self.is_static,
         )
 
     def _lay_trunks(
@@ -626,6 +674,8 @@ class KeyValueStore:
             width = max(map(len, rows), default=0)
             if not width:
                 continue
+            if self.is_static:
+                width = power_of_two(width)
             lengths = [self._prompts[owner].length for owner in block.owners]
             entries: list[int | None] = []
             for mine in rows:
@@ -636,11 +686,12 @@ class KeyValueStore:
                     block,
                     self._numbers([row or 0 for row in entries]).view(-1, width),
                     self._numbers(lengths),
-                    max(lengths),
-                    len(set(lengths)) == 1,
+                    block.length if self.is_static else max(lengths),
+                    len(set(lengths)) == 1 and not self.is_static,
                 )
             )
         return tuple(trunks), order
 
     def _numbers(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self.device)
+        made = torch.tensor(numbers, dtype=torch.int64)
+        return made if self.is_static else made.to(self.device)

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import ProtocolError
-from laurel.rewards.preparing import rendered_rows
-from laurel.rewards.remote import dialects, foreign
-from laurel.rewards.remote.dialects import dialect_of
-from laurel.rewards.remote.foreign import (
+from laurel.extensions.server import foreign, other_dialects
+from laurel.extensions.server.foreign import (
     ClassifyRequest,
     EmbeddingsRequest,
     GetRewardRequest,
     RemoteRmRequest,
     sigmoid,
 )
+from laurel.rewards.preparing import rendered_rows
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.wire import validated
 from laurel.types import Message, SentTurn, group_of
 
@@ -105,7 +105,7 @@ def test_what_servers_answer_is_what_clients_read():
         assert reply.in_order(2) == SCORES
         with pytest.raises(ProtocolError, match="came back"):
             reply.in_order(3)
-    assert dialects._read_native([one.model_dump() for one in native], 2) == SCORES
+    assert other_dialects._read_native([one.model_dump() for one in native], 2) == SCORES
     assert foreign.read_remote_rm_reply(1.5) == 1.5
     assert foreign.read_remote_rm_reply({"score": 1.5}, key="score") == 1.5
 

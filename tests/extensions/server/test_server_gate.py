@@ -12,10 +12,9 @@ import threading
 
 import pytest
 
-from laurel.rewards.remote import foreign
-from laurel.rewards.server import app
-from laurel.rewards.server import run as server_protocol
-from laurel.rewards.server.service import AccessLog
+from laurel.extensions.server import app, foreign
+from laurel.extensions.server import run as server_protocol
+from laurel.extensions.server.service import AccessLog
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend
 from served_scores import KEY, Running, error, raw_head
@@ -313,7 +312,7 @@ def test_a_log_that_cannot_be_written_never_stops_serving():
 
 @pytest.mark.slow
 def test_a_log_that_nobody_reads_never_stops_serving(monkeypatch):
-    monkeypatch.setattr("laurel.rewards.server.service._MOST_WAITING", 5)
+    monkeypatch.setattr("laurel.extensions.server.service._MOST_WAITING", 5)
     reading, writing = os.pipe()
     filler = b"x" * 4096
     os.set_blocking(writing, False)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from laurel.rewards.server import keys as server_keys
-from laurel.rewards.server.keys import private_network
+from laurel.extensions.server import keys as server_keys
+from laurel.extensions.server.keys import private_network
 from served_scores import KEY, Running, asked_without_network, described, error
 
 OPEN = ("/health", "/docs", "/openapi.json")

@@ -290,7 +290,7 @@ def test_a_replica_that_is_killed_loses_nothing_and_comes_back(tmp_path):
 
 
 FEW_RESTARTS = """
-import laurel.rewards.server.replicas as replicas
+import laurel.extensions.server.replicas as replicas
 replicas.MOST_RESTARTS = 1
 from laurel.cli.main import main
 main()

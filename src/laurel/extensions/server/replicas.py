@@ -19,13 +19,13 @@ from laurel.errors import (
     spoken_in,
     terms_in_use,
 )
-from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
-from laurel.rewards.preparing import Prepared, Rendered
-from laurel.rewards.server.service import (
+from laurel.extensions.server.service import (
     ServedModel,
     ServingSpec,
     open_backend,
 )
+from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
+from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.spec import Say
 from laurel.sandbox.limits import available_cores
 from laurel.types import Group, Score, TokenGroup

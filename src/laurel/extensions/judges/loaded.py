@@ -22,12 +22,12 @@ import numpy as np
 
 from laurel.config.environments import JudgeConfig
 from laurel.errors import ConfigError, DataError, ModelError, Terms, key_of, setting_of, speaking
+from laurel.extensions.judges.served import JudgePrompt, NoScoreError, mean_verdict, read_verdict
 from laurel.models.chat import ChatFormat
 from laurel.models.loading.pretrained import DTYPES, find_tokenizer, num_positions, read_config
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries
 from laurel.plugins import EngineStart
-from laurel.rewards.judge import JudgePrompt, NoScoreError, mean_verdict, read_verdict
 from laurel.rewards.remote.replica import failed
 from laurel.rewards.spec import MAX_LENGTH, Device, Say, check_files, find_model
 from laurel.types import (

@@ -25,24 +25,24 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
-from laurel.models.spec import ModelSpec
-from laurel.observe.console import verbosity, wrapped
-from laurel.observe.json_output import write_json
-from laurel.rewards.batching import BatcherLimits
-from laurel.rewards.server.keys import is_loopback, private_network
-from laurel.rewards.server.service import (
+from laurel.extensions.server.keys import is_loopback, private_network
+from laurel.extensions.server.options import ServeOptions
+from laurel.extensions.server.service import (
     AccessLog,
     RewardService,
     ServedModel,
     ServingSpec,
     open_served,
 )
+from laurel.models.spec import ModelSpec
+from laurel.observe.console import verbosity, wrapped
+from laurel.observe.json_output import write_json
+from laurel.rewards.batching import BatcherLimits
 from laurel.rewards.spec import ScorerSpec, ScoringEngine, find_reward_model
-from laurel.run.options import ServeOptions
 from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:
-    from laurel.rewards.server.app import App
+    from laurel.extensions.server.app import App
 
 DEFAULT_KEY_ENV = "LAUREL_API_KEY"
 DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
@@ -76,7 +76,7 @@ def run_serve(options: ServeOptions) -> None:
     _check(options)
     # For all replicas, and all that are started again.
     options = replace(options, date=options.date or datetime.now())
-    from laurel.rewards.server.run import ServerRun, listen
+    from laurel.extensions.server.run import ServerRun, listen
     from laurel.workers.threads import in_thread
 
     # Without either, the key of a file is used, whose name holds the port.
@@ -298,7 +298,7 @@ def _app(
     admin_key: Key,
     log: AccessLog | None,
 ) -> App:
-    from laurel.rewards.server.app import GateOptions, make_app
+    from laurel.extensions.server.app import GateOptions, make_app
 
     hosts = {"localhost", "127.0.0.1", "[::1]", _in_url(options.host).lower()}
     gate = GateOptions(
@@ -346,7 +346,7 @@ async def _open(options: ServeOptions, spec: ServingSpec) -> ServedModel:
 
     if options.replicas == 1:
         return await in_thread(lambda: open_served(spec, say=say), name="loading")
-    from laurel.rewards.server.replicas import open_replicas
+    from laurel.extensions.server.replicas import open_replicas
 
     limit = min(_REPLICA_SECONDS, options.request_seconds)
     return await in_thread(

@@ -17,7 +17,7 @@ from judges import (
 )
 from laurel.config.environments import JudgeConfig
 from laurel.errors import ConfigError
-from laurel.rewards.judge import JudgePrompt, JudgeScorer, NoScoreError, read_verdict
+from laurel.extensions.judges.served import JudgePrompt, JudgeScorer, NoScoreError, read_verdict
 from laurel.types import Completion, Group, Message
 from reward_servers import Answer, RewardServer
 

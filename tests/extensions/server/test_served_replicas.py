@@ -9,12 +9,12 @@ import psutil
 import pytest
 
 from laurel.errors import BusyError, ConfigError, EngineError, ModelError
+from laurel.extensions.server import replicas as served_replicas
+from laurel.extensions.server.app import GateOptions, make_app
+from laurel.extensions.server.replicas import ModelWorker, open_replicas
+from laurel.extensions.server.service import RewardService, ServingSpec
 from laurel.models.spec import ModelSpec
 from laurel.rewards.batching import BatcherLimits
-from laurel.rewards.server import replicas as served_replicas
-from laurel.rewards.server.app import GateOptions, make_app
-from laurel.rewards.server.replicas import ModelWorker, open_replicas
-from laurel.rewards.server.service import RewardService, ServingSpec
 from laurel.rewards.spec import ScorerSpec
 from laurel.types import Message, group_of
 from laurel.workers.rendezvous import RankPlace

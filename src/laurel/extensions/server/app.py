@@ -36,8 +36,26 @@ from starlette.exceptions import HTTPException
 
 from laurel import __version__
 from laurel.errors import ProtocolError, UserError
+from laurel.extensions.server import foreign
+from laurel.extensions.server.keys import (
+    Keys,
+    Network,
+    OpenAddresses,
+    Role,
+    WrongKeys,
+    is_loopback,
+    names_a_key,
+)
+from laurel.extensions.server.service import (
+    AccessLog,
+    AnswerMemory,
+    RefusedRequestError,
+    RewardService,
+    ScoredRequest,
+    ScoringAnswer,
+    State,
+)
 from laurel.rewards.preparing import fill_in, filter_readable
-from laurel.rewards.remote import foreign
 from laurel.rewards.remote.replica import failure_reason
 from laurel.rewards.remote.wire import (
     MOST_ROWS,
@@ -54,24 +72,6 @@ from laurel.rewards.remote.wire import (
     has_more_values,
     parse,
     validated,
-)
-from laurel.rewards.server.keys import (
-    Keys,
-    Network,
-    OpenAddresses,
-    Role,
-    WrongKeys,
-    is_loopback,
-    names_a_key,
-)
-from laurel.rewards.server.service import (
-    AccessLog,
-    AnswerMemory,
-    RefusedRequestError,
-    RewardService,
-    ScoredRequest,
-    ScoringAnswer,
-    State,
 )
 from laurel.types import Group, Score
 

@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from laurel.errors import ConfigError
-from laurel.rewards.server.service import RewardService, ServedModel
+from laurel.extensions.server.service import RewardService, ServedModel
 
 _IDLE_SECONDS = 75
 _BACKLOG = 4096

@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 
 import tiny
 import tiny_tokenizers as made
-from laurel.cli.serve import _serving_spec
 from laurel.errors import CheckpointError, ModelError
+from laurel.extensions.server.options import ServeOptions
+from laurel.extensions.server.serve import _serving_spec
+from laurel.extensions.server.service import ServingSpec, open_backend
 from laurel.models.scoring import ScoringRules
 from laurel.models.spec import ModelSpec
-from laurel.rewards.server.service import ServingSpec, open_backend
 from laurel.rewards.spec import ScorerSpec
 from laurel.rewards.version import model_version
-from laurel.run.options import ServeOptions
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 

@@ -10,11 +10,11 @@ import httpx2
 import pytest
 
 from laurel.errors import ModelError
-from laurel.rewards.remote.foreign import PAIR_KEYS, sigmoid
-from laurel.rewards.server import run as server_run
-from laurel.rewards.server.app import RequestLimits
-from laurel.rewards.server.service import AnswerMemory, RefusedRequestError
-from laurel.rewards.server.service import ScoringAnswer as Told
+from laurel.extensions.server import run as server_run
+from laurel.extensions.server.app import RequestLimits
+from laurel.extensions.server.foreign import PAIR_KEYS, sigmoid
+from laurel.extensions.server.service import AnswerMemory, RefusedRequestError
+from laurel.extensions.server.service import ScoringAnswer as Told
 from laurel.types import Message, group_of
 from reward_servers import wait_until
 from scripted_backend import ScriptedBackend, holds, null_scores

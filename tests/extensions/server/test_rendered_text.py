@@ -9,12 +9,12 @@ from pydantic import TypeAdapter
 
 import tiny_tokenizers as made
 from laurel.errors import DataError
+from laurel.extensions.server import foreign
+from laurel.extensions.server.app import _SCORES, EitherScoreRequest
 from laurel.models.scoring import ScoringContract
 from laurel.models.tokenizer import CONCATENATION, PLAIN, render
 from laurel.rewards.preparing import rendered_rows
-from laurel.rewards.remote import foreign
 from laurel.rewards.remote.wire import SCORE_PATH, ScoreRequest, messages_of, validated
-from laurel.rewards.server.app import _SCORES, EitherScoreRequest
 from laurel.types import Message
 
 QUESTION, ANSWER = "Where is the laurel?", " By the <western> gate.\n"

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from laurel.rewards.server.service import NullScorer
+from laurel.extensions.server.service import NullScorer
 from reward_streams import GROUPS, Streamed
 from serve_processes import KEY, SamePort
 

@@ -18,11 +18,11 @@ import tiny_tokenizers
 from laurel.config.environments import JudgeConfig, RewardModelEnvironmentConfig
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, EngineError, ModelError
+from laurel.extensions.judges.loaded import ModelJudge, ring_pairs, won_scores, word_score
+from laurel.extensions.judges.served import JudgePrompt, NoScoreError, read_verdict, verdict_rows
 from laurel.models.chat import ChatFormat
-from laurel.rewards.judge import JudgePrompt, NoScoreError, read_verdict, verdict_rows
-from laurel.rewards.model_judge import ModelJudge, ring_pairs, won_scores, word_score
 from laurel.rewards.open import ScorerPlacement, open_scorer
-from laurel.rewards.spec import ScorerSpec
+from laurel.rewards.spec import NamedSource, ScorerSpec
 from laurel.types import Generated, Message, Score, TokenGroup, group_of
 from model_directories import save_model
 
@@ -45,7 +45,9 @@ def config_of(**settings):
 
 def opened(directory, **settings):
     config = config_of(model=str(directory), **settings)
-    return open_scorer(ScorerSpec(judge=config, device="cpu"), say=lambda _: None)
+    return open_scorer(
+        ScorerSpec(source=NamedSource("judge", config), device="cpu"), say=lambda _: None
+    )
 
 
 class Table:
@@ -346,7 +348,9 @@ def test_a_cluster_has_no_slot_for_a_judge(directory):
     config = config_of(model=str(directory))
     with pytest.raises(ConfigError, match="Serve it"):
         open_scorer(
-            ScorerSpec(judge=config), say=print, placement=ScorerPlacement(is_one_group=True)
+            ScorerSpec(source=NamedSource("judge", config)),
+            say=print,
+            placement=ScorerPlacement(is_one_group=True),
         )
 
 

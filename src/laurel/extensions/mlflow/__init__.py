@@ -1,0 +1,1 @@
+"""The logger of MLflow (extra `mlflow`)."""

@@ -1,0 +1,1 @@
+"""The logger of Weights & Biases (extra `wandb`)."""

@@ -1,0 +1,109 @@
+"""Reads the shapes of a run's models, from which its memory and its time are estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from laurel.config.environments import ScorerSource, ScoringParallelConfig
+from laurel.config.grpo_run import GRPORun
+from laurel.config.policy import PolicyConfig, RewardPolicyConfig
+from laurel.config.schemas import Run
+from laurel.errors import CheckpointError, ModelError, Terms, speaking
+from laurel.models.spec import ModelSpec
+from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shape
+from laurel.planning.request import RoleName
+from laurel.run.request import uses_reward_model
+from laurel.run.specs import model_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadShapes:
+    """The shapes (layer sizes) of a run's models, as far as they are known."""
+
+    shapes: Shapes
+    unknown: Mapping[RoleName, str]
+    """The reason why a role's model has no known shape; its memory is not estimated."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user on how the shapes were determined."""
+
+
+def read_shapes(
+    config: Run, *, policy_shape: str | None = None, reward_shape: str | None = None
+) -> ReadShapes:
+    """Read the shapes of a run's models, with the reason for each that is unknown.
+
+    Args:
+        config: The run.
+        policy_shape: The policy's shape as `parse_shape` reads it; None: that of its files.
+        reward_shape: That of every reward model.
+    """
+    notes: list[str] = []
+    unknown: dict[RoleName, str] = {}
+    policy: ModelShape | None = None
+    try:
+        policy = _policy_shape(config.policy, policy_shape, notes)
+    except (ModelError, CheckpointError) as error:
+        unknown["policy"] = f"{str(error).rstrip('.')}. --policy-shape would tell it"
+    judges: tuple[ModelShape, ...] = ()
+    if isinstance(config, GRPORun) and uses_reward_model(config):
+        try:
+            loaded = config.env.reward_model.loaded
+            split = config.env.reward_model.dtensor_cfg  # of all of them
+            judges = tuple(_judge_shape(judge, split, reward_shape) for judge in loaded)
+        except (ModelError, CheckpointError) as error:
+            unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
+    shapes = Shapes(policy=policy, reward_models=judges)
+    return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
+
+
+def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape:
+    has_head = not isinstance(policy, RewardPolicyConfig)
+    if written is not None:
+        return parse_shape(written, has_language_head=has_head)
+    scratch = policy.scratch
+    if scratch is not None:
+        shape = decoder_shape(
+            hidden_size=scratch.hidden_size,
+            num_layers=scratch.num_layers,
+            intermediate_size=scratch.intermediate_size or 4 * scratch.hidden_size,
+            num_heads=scratch.num_heads,
+            num_kv_heads=scratch.num_kv_heads,
+            vocab_size=scratch.vocab_size,
+            has_language_head=has_head,
+        )
+        return replace(shape, normalises_heads=scratch.architecture == "qwen3")
+    from laurel.run.model import found_name
+
+    name = found_name(str(policy.model_name), say=notes.append)
+    return _read(replace(model_spec(policy), name=name), has_head)
+
+
+def _judge_shape(
+    judge: ScorerSource, split: ScoringParallelConfig, written: str | None
+) -> ModelShape:
+    if written is not None:
+        return parse_shape(written, has_language_head=False)
+    name, key = judge.model_name, "model_name"
+    if judge.checkpoint_path:
+        name, key = judge.checkpoint_path, "checkpoint_path"
+    if name is None:
+        raise ModelError("env.reward_model.model_name is not said.")
+    from laurel.run.model import found_name
+
+    section = "env.reward_model"
+    with speaking(Terms({"policy": section, "policy.model_name": f"{section}.{key}"})):
+        spec = ModelSpec(
+            name=found_name(name, say=lambda _: None),
+            trust_remote_code=judge.trust_remote_code,
+            parallel_plan=split.custom_parallel_plan,
+        )
+        return _read(spec, False)
+
+
+def _read(spec: ModelSpec, has_head: bool) -> ModelShape:
+    from laurel.models.loading.pretrained import read_shape
+    from laurel.observe.console import quiet_libraries
+
+    quiet_libraries()
+    return read_shape(spec, has_language_head=has_head)

@@ -1,0 +1,178 @@
+"""Decoding steps of few shapes: what a CUDA graph needs of them, without a GPU."""
+
+import contextlib
+import itertools
+import logging
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tiny
+import tiny_tokenizers
+from generators import draw, full_logprobs, policy_and_tokenizer, request
+from laurel.generation.transformers import static
+from laurel.generation.transformers.engine import TransformersEngine
+
+pytestmark = pytest.mark.slow_parameters(
+    "gemma-",
+    "gemma2-",
+    "mistral",
+    "qwen2",
+    "qwen3-sliding",
+    "qwen3-tied",
+    "olmo2",
+    "cohere",
+    "granite",
+    "phi",
+    "llama",
+)
+
+
+@contextlib.contextmanager
+def engine_of(policy, **options):
+    options = {"end_ids": [1], "max_concurrent": 8, "static_slots": True, **options}
+    with contextlib.closing(
+        TransformersEngine(policy, tiny_tokenizers.chatml(), **options)
+    ) as engine:
+        yield engine
+
+
+class Recorded:
+    """Stands in for CUDA graphs: a program is traced once, with all that is not a tensor fixed."""
+
+    def __init__(self):
+        self.num_captures = self.num_replays = 0
+
+    def __call__(self, compute):
+        self.num_captures += 1
+        traced = make_fx(compute)()  # its casts are recorded
+        with torch.autocast("cpu", enabled=False):
+            result = traced()
+
+        def replay():
+            self.num_replays += 1
+            with torch.autocast("cpu", enabled=False):
+                result.copy_(traced())
+
+        return replay, result
+
+
+MANY = [
+    request("Where is the laurel?", seeds=range(5), max_new_tokens=12),
+    request("a longer prompt " * 5, seeds=range(2), request_id="b", max_new_tokens=70),
+    request("x", seeds=range(2), request_id="c", temperature=0.0),
+    request("y", seeds=range(3), request_id="d", temperature=0.7, top_p=0.8, max_new_tokens=8),
+    request("z", seeds=range(2), request_id="e", top_k=5, stop_token_ids=(9, 30)),
+]
+
+
+def same(found, expected):
+    for ones, others in zip(found, expected, strict=True):
+        for one, other in zip(ones, others, strict=True):
+            assert one.ids_L.tolist() == other.ids_L.tolist()
+            assert one.logprobs_L == pytest.approx(other.logprobs_L, abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_what_is_replayed_is_what_would_have_been_computed():
+    policy, _ = policy_and_tokenizer()
+    recorded = Recorded()
+    with engine_of(policy, static_slots=False) as plain, engine_of(policy) as engine:
+        steps = engine._batch.static
+        steps.capture = recorded
+        expected = draw(plain, *MANY)
+        same(draw(engine, *MANY), expected)
+        assert recorded.num_replays > 2 * recorded.num_captures > 0
+
+
+def test_graphs_end_with_the_weights_that_were_rounded_for_them():
+    policy, _ = policy_and_tokenizer(precision=torch.bfloat16)
+    recorded = Recorded()
+    few = request("Where?", seeds=(1,), max_new_tokens=7)
+    with engine_of(policy, static_slots=False) as plain, engine_of(policy) as engine:
+        steps = engine._batch.static
+        steps.capture = recorded
+        for _ in range(2):
+            before = recorded.num_replays
+            same(draw(engine, few), draw(plain, few))
+            assert recorded.num_replays > before
+            assert not steps._steps
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.mul_(1.1)
+
+
+def test_steps_are_computed_as_ever_where_no_graph_can_be_captured(caplog):
+    policy, _ = policy_and_tokenizer()
+
+    def refuse(_compute):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    asked = request(seeds=(1, 2), max_new_tokens=9)
+    with engine_of(policy, static_slots=False) as plain, engine_of(policy) as engine:
+        engine._batch.static.capture = refuse
+        same(draw(engine, asked, asked), draw(plain, asked, asked))
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "without CUDA graphs" in record.getMessage()
+    assert "not permitted" in record.getMessage()
+
+
+class ReadsOnTheHost(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        return self.inner(hidden) * (2.0 if bool(hidden.isnan().any()) else 1.0)
+
+
+def test_a_model_that_reads_values_on_the_host_is_never_captured(caplog):
+    policy, _ = policy_and_tokenizer()
+    layer = policy.causal_lm.base_model.layers[0]
+    layer.mlp = ReadsOnTheHost(layer.mlp)
+    with engine_of(policy) as engine:
+        engine._batch.static.capture = recorded = Recorded()
+        draw(engine, request(seeds=(1, 2), max_new_tokens=9))
+        assert recorded.num_captures == 0
+    assert "needs values on the host" in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))
+def test_every_architecture_is_static(name):
+    policy = tiny.tiny_policy(name, std=0.1)
+    asked = [
+        request([5, 6, 7] * 9, seeds=range(3), max_new_tokens=16),
+        request([9, 8], seeds=range(2), max_new_tokens=20),
+    ]
+    reads, count = static.HostReads(), itertools.count()
+    with engine_of(policy, end_ids=[]) as engine:
+        steps = engine._batch.static
+        compute = steps._compute
+
+        def watched(*given):
+            with contextlib.nullcontext() if next(count) % 8 else reads:
+                return compute(*given)
+
+        steps._compute = watched
+        for wanted, found in zip(asked, draw(engine, *asked), strict=True):
+            for one in found:
+                expected = full_logprobs(policy, wanted, one)
+                assert one.logprobs_L == pytest.approx(expected, abs=1e-5)
+    assert not reads.names
+
+
+def test_few_shapes_serve_many_numbers_of_rows():
+    policy, _ = policy_and_tokenizer()
+    shapes = set()
+    with engine_of(policy, end_ids=[], max_concurrent=16) as engine:
+        steps = engine._batch.static
+        run = steps._run
+        steps._run = lambda key, numbers: (shapes.add(key.shape), run(key, numbers))[1]
+        asked = [
+            request(f"prompt {i}", seeds=(i,), request_id=str(i), max_new_tokens=4 + 3 * i)
+            for i in range(16)
+        ]
+        draw(engine, *asked)
+    assert sorted({shape.num_rows for shape in shapes}) == [1, 2, 4, 8, 16]
+    assert len(shapes) == 5
