@@ -223,8 +223,6 @@ def loop_of(
         max_length=PROMPT + LENGTH,
         longest_completion=LENGTH,
         batch_size=num_groups * GROUP,
-        micro_batch_size=1,
-        logprob_tokens=FOREST_TOKENS,
         updates_per_rollout=1,
     )
     state = SimpleNamespace(alarms=Alarms(config.health), run_dir=run_dir)

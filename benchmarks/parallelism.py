@@ -123,7 +123,7 @@ def measure(
     learner = started(slots, directory, descent, spread)
     facts: ModelFacts = learner.facts
     batch = Batcher("forest", policy_of(directory, descent, spread).batch_limits, pad_id=0).cut(
-        *material(shape), micro_batch_size=1
+        *material(shape)
     )
     loss = RewardLoss(LossConfig())
     before = {name: weight.clone() for name, weight in learner.named_weights()}

@@ -122,7 +122,7 @@ def prepare(work: Path) -> None:
             "policy.model_name=results/arithmetic_sft/step_250",
             "policy.scratch=null",
             "data.train_data_path=arithmetic/graded.jsonl",
-            "data.val_data_paths.Solutions.data_path=arithmetic/graded_test.jsonl",
+            "data.validation.Solutions.data_path=arithmetic/graded_test.jsonl",
             "rm.max_num_steps=1200",
             "checkpointing.checkpoint_dir=results/arithmetic_prm",
         )

@@ -62,7 +62,7 @@ async def train(steps: int = 24, group_size: int = 8) -> list[float]:
                 samples, rewards, compute_advantages(rewards, estimator).values_BG, strict=True
             )
         ]
-        learner.update(batcher.cut(tokens, labels, micro_batch_size=4), loss)
+        learner.update(batcher.cut(tokens, labels), loss)
         await engine.update_weights(learner.weights(step + 1))
         history.append(float(np.mean(rewards)))
         print(step, round(history[-1], 3))

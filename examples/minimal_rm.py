@@ -42,7 +42,7 @@ def train(steps: int = 24) -> list[dict[str, float]]:
     for step in range(steps):
         of_step = order.rows(step)
         labels = [rows[i] for i in of_step]
-        batch = batcher.cut([tokens[i] for i in of_step], labels, micro_batch_size=8)
+        batch = batcher.cut([tokens[i] for i in of_step], labels)
         history.append(learner.update(batch, loss).metrics)
         print(step, {name: round(history[-1][name], 3) for name in ("loss", "accuracy")})
     return history

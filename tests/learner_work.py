@@ -16,7 +16,7 @@ import torch
 
 import tiny
 from laurel.config.grpo import GRPOPolicyConfig
-from laurel.config.policy import ClusterConfig, NamedCall, PolicyConfig
+from laurel.config.policy import ClusterConfig, NamedCall, RewardPolicyConfig
 from laurel.config.reward_model import LossConfig
 from laurel.data.forest import to_forest
 from laurel.models.cpu_matmul import fast_matmul
@@ -64,7 +64,7 @@ def section(kind: str, directory: Path, *, tp: int = 1, cp: int = 1, **changes: 
     settings = {"model_name": str(directory), "precision": "float32", **TRAINING, **changes}
     if kind == "policy":
         return GRPOPolicyConfig(**settings)
-    return PolicyConfig(**settings, reward_model_cfg={"enabled": True})
+    return RewardPolicyConfig(**settings)
 
 
 def loader(kind: str, policy: Any) -> Callable[..., Any]:

@@ -23,7 +23,6 @@ def process_model(
 ) -> LoadedRewardModel:
     """A random process reward model whose logits are of size 1."""
     head = RewardModelConfig(
-        enabled=True,
         reward_model_type="process",
         step_separator=separator,
         step_aggregate=aggregate,

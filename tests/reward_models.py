@@ -31,7 +31,6 @@ def small_model(
 ) -> LoadedRewardModel:
     """A random reward model whose scores are of size 1."""
     head = RewardModelConfig(
-        enabled=True,
         reward_model_type="regression" if attributes else "bradley_terry",
         attributes=list(attributes),
         attribute_weights=None if attribute_weights is None else list(attribute_weights),

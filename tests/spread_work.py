@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from laurel.config.grpo import GRPOPolicyConfig
-from laurel.config.policy import PolicyConfig
+from laurel.config.policy import RewardPolicyConfig
 from laurel.data.forest import to_forest
 from laurel.errors import LaurelError
 from laurel.models.checkpoint.export import save_policy, save_reward_model, write_model
@@ -74,7 +74,7 @@ def load(
     }
     if kind == "policy":
         return load_policy(model_spec(GRPOPolicyConfig(**settings)), **rest)
-    section = PolicyConfig(**settings, reward_model_cfg={"enabled": True})
+    section = RewardPolicyConfig(**settings)
     torch.manual_seed(1)  # as a run does: new adapters of a reward model are drawn from it
     return load_reward_model(model_spec(section), truncation_side="left", **rest)
 

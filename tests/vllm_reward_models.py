@@ -44,7 +44,6 @@ def saved(
     raw = directory / "raw"
     write_raw(raw, family, num_labels=len(attributes) or 1, template=template, seed=seed)
     head = RewardModelConfig(
-        enabled=True,
         reward_model_type="regression" if attributes else "bradley_terry",
         attributes=list(attributes),
     )

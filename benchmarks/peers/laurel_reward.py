@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import laurel  # noqa: E402
-from laurel.config.policy import PolicyConfig  # noqa: E402
+from laurel.config.policy import RewardPolicyConfig  # noqa: E402
 from laurel.config.reward_model import LossConfig  # noqa: E402
 from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
@@ -74,25 +74,21 @@ def encode(contract: ScoringContract, rows: list[Preference]) -> list[Preference
     ]
 
 
-def cut(
-    batcher: Batcher, samples: list[PreferenceSample], micro_batch_size: int
-) -> list[MicroBatch[Preference]]:
+def cut(batcher: Batcher, samples: list[PreferenceSample]) -> list[MicroBatch[Preference]]:
     return batcher.cut(
-        [sample.tokens for sample in samples],
-        [sample.preference for sample in samples],
-        micro_batch_size=micro_batch_size,
+        [sample.tokens for sample in samples], [sample.preference for sample in samples]
     )
 
 
 def main() -> None:
-    policy = PolicyConfig.model_validate(
+    policy = RewardPolicyConfig.model_validate(
         {
             "model_name": SETTINGS["model"],
             "precision": SETTINGS["dtype"],
-            "reward_model_cfg": {"enabled": True},
             # TRL's own defaults, so that both sides take the same steps
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-4, "weight_decay": 0.0}},
             "max_grad_norm": 1.0,
+            "train_micro_batch_size": SETTINGS["micro_batch_pairs"],
             **SETTINGS["overrides"],
         }
     )
@@ -108,10 +104,9 @@ def main() -> None:
     batcher = Batcher(
         loaded.model.path, policy.batch_limits, pad_id=loaded.contract.rules.pad_id or 0
     )
-    micro_batch = SETTINGS["micro_batch_pairs"]
 
     def first_loss(num_pairs: int) -> float:
-        batch = cut(batcher, samples[:num_pairs], micro_batch)
+        batch = cut(batcher, samples[:num_pairs])
         outputs = learner.outputs([b.inputs for b in batch])
         pairs = zip(outputs, batch, strict=True)
         return float(sum(loss(o, b.labels, num_groups=num_pairs).loss for o, b in pairs))
@@ -122,7 +117,7 @@ def main() -> None:
 
     def step() -> None:
         chosen = [samples[row] for row in order.rows(next(steps))]
-        batch = cut(batcher, chosen, micro_batch)
+        batch = cut(batcher, chosen)
         computed.append(sum(micro.num_tokens for micro in batch))
         update = learner.update(batch, loss)
         assert update.failure is None, update.failure

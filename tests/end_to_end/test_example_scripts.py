@@ -54,7 +54,7 @@ def test_from_fine_tuning_to_a_reward_model(tmp_path):
             "env.reward_model.precision=float32",
             "data.train.dataset_name=null",
             f"data.train.data_path={rows}",
-            "data.default.prompt_file=null",
+            "data.prompt_file=null",
             "++data.split_validation_size=0.25",
         ],
         program=[str(EXAMPLES / "run_grpo_rm.py")],

@@ -236,7 +236,7 @@ def test_it_learns(tmp_path, model):
             "policy.generation.top_p=0.9",
             "policy.generation.top_k=50",
         ],
-        ["policy.sequence_packing.share_prompts=false", "policy.logprob_chunk_size=3"],
+        ["policy.sequence_packing.share_prompts=false"],
         ["loss_fn.use_importance_sampling_correction=true", "grpo.max_staleness=1"],
     ],
     ids=["plain", "adapters", "sampling", "alone", "copy"],

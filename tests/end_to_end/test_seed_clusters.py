@@ -23,7 +23,6 @@ NON_COLOCATED = (
     "data.env_name=reward_model",
     "env.reward_model.enabled=true",
     "env.reward_model.precision=float32",
-    "env.reward_model.batch_size=32",
     "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
     "env.reward_model.resources.gpus_per_node=4",
     "policy.dtensor_cfg.tensor_parallel_size=2",

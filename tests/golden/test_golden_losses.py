@@ -223,9 +223,9 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         truncated_importance_sampling_ratio=1.2,
         use_on_policy_kl_approximation=True,
     ),
-    "loss_fn cispo": partial(policy_loss, use_cispo=True, reference_policy_kl_type="k1"),
+    "loss_fn cispo": partial(policy_loss, loss_type="cispo", reference_policy_kl_type="k1"),
     "loss_fn reinforce": partial(
-        policy_loss, disable_ppo_ratio=True, token_level_loss=False, reference_policy_kl_type="k2"
+        policy_loss, loss_type="reinforce", token_level_loss=False, reference_policy_kl_type="k2"
     ),
     "loss_fn gspo": partial(
         policy_loss, sequence_level_importance_ratios=True, token_level_loss=False

@@ -1,7 +1,7 @@
 """Defines the `data` sections, which name data sets in one of two forms.
 
 The sets are named by flat keys (`dataset_name`, `train_data_path`, ...) or by the blocks `train`
-and `validation`, whose missing keys are filled from `default`.
+and `validation`, whose missing keys are filled from the flat ones.
 """
 
 from __future__ import annotations
@@ -63,9 +63,6 @@ class TextSetConfig(SetConfig):
 class SetsConfig(Section):
     """The rows of a run."""
 
-    fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name",)
-    """Flat keys that also fill blocks, after `default`."""
-
     dataset_name: str | None = None
     """See the same key of a set; for training, and for validation without its own."""
     train_data_path: Annotated[str | None, MAY_CHANGE] = None
@@ -97,7 +94,6 @@ class TextDataConfig(SetsConfig):
     """The rows of questions, answers and conversations."""
 
     other_commands: ClassVar[Mapping[str, str]] = _COLUMNS_OF_PAIRS
-    fills_blocks: ClassVar[tuple[str, ...]] = ("dataset_name", "prompt_file", "system_prompt_file")
 
     input_key: str = "input"
     """See the same key of a set."""
@@ -145,23 +141,22 @@ def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | Non
     `path` and `split` are those of the set; all other keys that `kind` shares with the section are
     copied.
     """
-    # These two limit all rows of the section together.
-    of_all = {"max_samples", "split_validation_size"}
-    shared = (kind.model_fields.keys() & type(data).model_fields.keys()) - of_all
-    values = {key: getattr(data, key) for key in shared}
+    values = {key: getattr(data, key) for key in _shared(data, kind)}
     return kind(data_path=path, split=split, **values)
 
 
-def filled(data: Any, block: S) -> S:
-    """Return a block of a data set with its missing keys filled.
-
-    The values come from `data.default`, then from the flat keys of `data`.
-    """
-    base = data.default.model_dump(exclude_unset=True) if data.default is not None else {}
-    for key in type(data).fills_blocks:
-        if getattr(data, key) is not None:
-            base.setdefault(key, getattr(data, key))
+def filled(data: SetsConfig, block: S) -> S:
+    """Return a block of a data set with its missing keys filled from the flat keys of `data`."""
+    fields = type(data).model_fields
+    base = {key: getattr(data, key) for key in _shared(data, type(block))}
+    base = {key: value for key, value in base.items() if value != fields[key].default}
     return type(block)(**{**base, **block.model_dump(exclude_unset=True)})
+
+
+def _shared(data: SetsConfig, kind: type[SetConfig]) -> set[str]:
+    # The two left out limit all rows of the section together.
+    of_all = {"max_samples", "split_validation_size"}
+    return (kind.model_fields.keys() & type(data).model_fields.keys()) - of_all
 
 
 def _listed(value: Any) -> list[Any]:
@@ -257,7 +252,7 @@ class DatasetConfig(SetConfig):
 
 
 class DataConfig(SetsConfig):
-    """The rows of preferences: either the flat keys or the `train`/`validation` blocks."""
+    """The rows of preferences. Flat keys fill what the `train`/`validation` blocks leave out."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DataConfig")
 
@@ -266,12 +261,6 @@ class DataConfig(SetsConfig):
     columns decide; without a path HelpSteer3."""
     val_data_path: Annotated[str | None, MAY_CHANGE] = None
     """Validation rows; the set is called `default`."""
-    val_data_paths: dict[str, str | DatasetConfig | BenchmarkSetConfig] = Field(
-        default_factory=dict
-    )
-    """Several validation sets by name, also beside the blocks: a path, a block of its own with any
-    `dataset_name`, or a block with a `benchmark`, such as `{benchmark: reward-bench, data_path:
-    rows.jsonl.gz}`."""
     prompt_key: str = "prompt"
     """See `data.train.prompt_key`."""
     chosen_key: str = "chosen"
@@ -289,9 +278,8 @@ class DataConfig(SetsConfig):
         DatasetConfig | BenchmarkSetConfig | dict[str, DatasetConfig | BenchmarkSetConfig] | None,
         NO_ITEMS_IS_NONE,
     ] = None
-    """Block form of the validation set, or several by name; any of them may be a `benchmark`."""
-    default: DatasetConfig | None = None
-    """Fills the keys that `train` and `validation` leave out."""
+    """Block form of the validation set, or several by name; any of them may be a `benchmark`, such
+    as `{benchmark: reward-bench, data_path: rows.jsonl.gz}`."""
 
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens; null means `policy.max_total_sequence_length`."""
@@ -323,24 +311,11 @@ class DataConfig(SetsConfig):
 
     @model_validator(mode="after")
     def _one_form(self) -> DataConfig:
-        forms = (
-            ("train_data_path", "train"),
-            ("train_data_path", "validation"),
-            ("val_data_path", "train"),
-            ("val_data_path", "validation"),
-        )
-        for flat, block in forms:
+        for flat, block in (("train_data_path", "train"), ("val_data_path", "validation")):
             if getattr(self, flat) and getattr(self, block) is not None:
                 raise ValueError(
                     f"data.{flat} and data.{block} are two forms of the same thing; keep one"
                 )
-        twice = sorted(set(self.val_data_paths) & set(self._blocks()))
-        if twice:
-            raise ValueError(
-                f"data.val_data_paths and data.validation both have a set called {twice[0]}"
-            )
-        if self.val_data_path and self.val_data_paths:
-            raise ValueError("set data.val_data_path or data.val_data_paths, not both")
         return self
 
     def train_sets(self) -> list[DatasetConfig]:
@@ -361,28 +336,16 @@ class DataConfig(SetsConfig):
         return {k: v for k, v in named.items() if isinstance(v, BenchmarkSetConfig)}
 
     def _named_sets(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
-        named: dict[str, DatasetConfig | BenchmarkSetConfig] = {
-            name: block if isinstance(block, BenchmarkSetConfig) else filled(self, block)
-            for name, block in self._blocks().items()
-        }
+        # A lone set is called `default`.
         if self.val_data_path:
             return {"default": flat_set(self, DatasetConfig, self.val_data_path, self.val_split)}
-        for name, value in self.val_data_paths.items():
-            if isinstance(value, str):
-                named[name] = flat_set(self, DatasetConfig, value, self.val_split)
-            elif isinstance(value, BenchmarkSetConfig):
-                named[name] = value
-            else:
-                flat = flat_set(self, DatasetConfig, None, self.val_split).model_dump()
-                named[name] = DatasetConfig(**{**flat, **value.model_dump(exclude_unset=True)})
-        return named
-
-    def _blocks(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
-        # A lone set is called `default`.
         blocks = self.validation
         if blocks is None:
             return {}
-        return blocks if isinstance(blocks, dict) else {"default": blocks}
+        return {
+            name: block if isinstance(block, BenchmarkSetConfig) else filled(self, block)
+            for name, block in (blocks if isinstance(blocks, dict) else {"default": blocks}).items()
+        }
 
 
 # The `data` section of runs that answer prompts (GRPO).
@@ -424,16 +387,9 @@ class TaskSetConfig(TextSetConfig):
 
 
 class TaskDataConfig(TextDataConfig):
-    """The rows of tasks: either the flat keys or the `train`/`validation` blocks."""
+    """The rows of tasks. Flat keys fill what the `train`/`validation` blocks leave out."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("TaskDataConfig")
-
-    fills_blocks: ClassVar[tuple[str, ...]] = (
-        *TextDataConfig.fills_blocks,
-        "processor",
-        "env_name",
-        "tasks",
-    )
 
     dataset_name: str | None = None
     """See `data.train.dataset_name`; null with no path is OpenMathInstruct-2."""
@@ -449,8 +405,6 @@ class TaskDataConfig(TextDataConfig):
     """Block form of the validation set; a list is a mixture. So are several by name, and each has
     figures of its own besides, `validation-<Name>/...`, as blocks of a list have by their
     `task_name`."""
-    default: TaskSetConfig | None = None
-    """Fills the keys that `train` and `validation` leave out."""
 
     max_input_seq_length: int | None = Field(default=None, ge=1)
     """Longest prompt in tokens; longer ones are left out and counted. Null leaves room for at least

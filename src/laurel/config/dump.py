@@ -61,7 +61,7 @@ def to_yaml(
     """Return a configuration as YAML: all keys with defaults included, or only those in `keys`.
 
     A block that a run may have several of (data sets, schedulers) is written with the keys that
-    were given and no others: `data.default` may fill the rest, which a written null would prevent.
+    were given and no others: flat keys may fill the rest, which a written null would prevent.
 
     Args:
         config: The whole configuration.

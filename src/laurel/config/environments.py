@@ -15,12 +15,7 @@ from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
 from laurel.config.plugged import NameOf, OpenSection, field_of, field_of_section
 from laurel.config.policy import (
-    BatchingConfig,
-    DTensorConfig,
-    FixedBatching,
-    FixedPacking,
     NamedCall,
-    PackingConfig,
     Precision,
     ResourcesConfig,
     RewardModelConfig,
@@ -492,6 +487,8 @@ class JudgeFile(Section):
 class FunctionConfig(Section):
     """A Python function that scores."""
 
+    removed: ClassVar[Mapping[str, Removed]] = removed("FunctionConfig")
+
     path: str
     """`module:function`, or `path/to/file.py:function`. Its arguments are verl's: `data_source`,
     `solution_str`, `ground_truth` and `extra_info`; `response_str`, `num_turns` and `validate` if
@@ -516,13 +513,6 @@ class FunctionConfig(Section):
     max_concurrent: Annotated[int | None, MAY_CHANGE, CALLS] = Field(default=None, ge=1)
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
-    max_rpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
-    """Calls a minute, evenly; null: no limit. The time until its turn does not count in
-    `timeout`."""
-    max_tpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
-    """Tokens a minute, where a call stands for `estimated_tokens_per_request`."""
-    estimated_tokens_per_request: Annotated[float, MAY_CHANGE] = Field(default=2000, gt=0)
-    """For `max_tpm`."""
 
     @field_validator("router")
     @classmethod
@@ -553,6 +543,7 @@ class ScorerSource(AskingConfig, OpenSection):
     """The source of scores: exactly one of a loaded model, servers, a judge and a function."""
 
     kind_of_plugin: ClassVar[str] = "dialects"
+    removed: ClassVar[Mapping[str, Removed]] = removed("ScorerSource")
 
     model_name: str | None = None
     """Hub name or directory of the reward model, or a directory of checkpoints. With `urls` only
@@ -566,8 +557,6 @@ class ScorerSource(AskingConfig, OpenSection):
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
     compile: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
     """Compile the model's layers, as `policy.compile` does."""
-    batch_size: Annotated[int, MAY_CHANGE] = Field(default=32, ge=1)
-    """Conversations of one forward pass without packing and dynamic batching."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens, for a model without a scoring contract; null is 8192, or the
     model's positions if fewer. Longer ones are truncated and counted."""
@@ -575,11 +564,7 @@ class ScorerSource(AskingConfig, OpenSection):
     """Run Python code that comes with the model."""
     safetensors_only: bool = True
     """Refuse pickled weights."""
-    reward_model_cfg: RewardModelConfig = RewardModelConfig(enabled=True)
-    sequence_packing: Annotated[FixedPacking, MAY_CHANGE] = PackingConfig()
-    """Token forests: several times faster and exact."""
-    dynamic_batching: Annotated[FixedBatching, MAY_CHANGE] = BatchingConfig()
-    """Where packing is off: padded batches up to a token budget."""
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
     batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
     """Token budget of one forward pass."""
     batch_timeout: Annotated[float, MAY_CHANGE] = Field(default=300.0, gt=0)
@@ -602,17 +587,8 @@ class ScorerSource(AskingConfig, OpenSection):
     function: FunctionConfig | None = None
     """A Python function that scores."""
 
-    @field_validator("reward_model_cfg")
-    @classmethod
-    def _is_enabled(cls, value: RewardModelConfig) -> RewardModelConfig:
-        """Enable the reward model, because nothing else is possible where it is written."""
-        said = "enabled" in value.model_fields_set
-        return value if said else value.model_copy(update={"enabled": True})
-
     @model_validator(mode="after")
     def _is_one_source(self) -> ScorerSource:
-        if not self.reward_model_cfg.enabled:
-            raise ValueError("reward_model_cfg.enabled must be true in a reward-model environment")
         if self.urls is not None:
             if not self.urls:
                 raise ValueError("urls is empty: name a server, or leave the key out")
@@ -718,9 +694,8 @@ class ScorerSource(AskingConfig, OpenSection):
 
 
 _OF_A_MODEL = (
-    *("tokenizer", "precision", "compile", "batch_size", "max_model_len", "trust_remote_code"),
-    *("safetensors_only", "sequence_packing", "dynamic_batching", "batch_tokens", "batch_timeout"),
-    "dtensor_cfg",
+    *("tokenizer", "precision", "compile", "max_model_len", "trust_remote_code"),
+    *("safetensors_only", "batch_tokens", "batch_timeout", "dtensor_cfg"),
 )
 
 
@@ -820,6 +795,17 @@ class ScoringGenerationConfig(ScoringEngineSection):
     can be measured exactly."""
 
 
+class ScoringParallelConfig(Section):
+    """The devices that one copy of a reward model is spread over."""
+
+    foreign_keys: ClassVar[frozenset[str]] = foreign("DTensorConfig", "ScoringParallelConfig")
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share each layer."""
+    custom_parallel_plan: str | dict[str, Any] | None = None
+    """Import path or mapping of a tensor-parallel plan."""
+
+
 class RewardModelEnvironmentConfig(ScorerSource):
     """Conversations scored by reward models, servers, a judge or a function."""
 
@@ -828,7 +814,7 @@ class RewardModelEnvironmentConfig(ScorerSource):
     enabled: bool = False
     """Score with this environment if `data.env_name` names none."""
     resources: Annotated[ResourcesConfig, MAY_CHANGE] = ResourcesConfig()
-    dtensor_cfg: Annotated[DTensorConfig, MAY_CHANGE] = DTensorConfig()
+    dtensor_cfg: Annotated[ScoringParallelConfig, MAY_CHANGE] = ScoringParallelConfig()
     generation: Annotated[ScoringGenerationConfig | None, MAY_CHANGE] = None
     """What computes the scores of a model that this run loads: `backend` is `transformers` (also
     null), or `vllm`, an engine of its own on one machine. Default: no second engine, and its noise

@@ -143,6 +143,7 @@ class PolicyLossConfig(OpenSection):
     """The loss of an update. Formulas: `laurel/training/policy_loss.py`."""
 
     kind_of_plugin: ClassVar[str] = "losses"
+    foreign_keys: ClassVar[frozenset[str]] = foreign("PolicyLossConfig")
 
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
     """Weight of the divergence from the reference policy; 0 needs no reference. Default: a light
@@ -170,10 +171,6 @@ class PolicyLossConfig(OpenSection):
     loss_type: Annotated[str, NameOf("losses")] = "ppo"
     """`ppo`: the clipped ratio; `cispo`: its detached value times the log-probability; `reinforce`:
     the log-probability. Default: GRPO's own."""
-    use_cispo: bool = False
-    """Same as `loss_type: cispo`."""
-    disable_ppo_ratio: bool = False
-    """Same as `loss_type: reinforce`."""
     sequence_level_importance_ratios: bool = False
     """GSPO: one ratio per completion, the geometric mean over its tokens. Needs `token_level_loss:
     false`. Default: GRPO's ratios are those of tokens."""
@@ -207,16 +204,12 @@ class PolicyLossConfig(OpenSection):
 
     @model_validator(mode="after")
     def _fits_together(self) -> PolicyLossConfig:
-        if self.use_cispo and self.disable_ppo_ratio:
-            raise ValueError(
-                "use_cispo and disable_ppo_ratio contradict each other; set one of them to false"
-            )
         if self.sequence_level_importance_ratios and self.token_level_loss:
             raise ValueError(
                 "sequence_level_importance_ratios needs token_level_loss: false (GSPO)"
             )
         if self.model_fields_set:  # else the defaults, which stand in the schema
-            self.settings_of(plugins.Loss, self.kind)[0].check(self)
+            self.settings_of(plugins.Loss, self.loss_type)[0].check(self)
         for key, why in self._unread().items():
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:
@@ -253,10 +246,7 @@ class PolicyLossConfig(OpenSection):
         if self.force_on_policy_ratio:
             unread |= dict.fromkeys(clips, "force_on_policy_ratio takes every ratio to be 1")
         if self.model_fields_set:
-            unread |= plugins.find(plugins.Loss, self.kind).unread(self)
-        if self.loss_type != "ppo":
-            why = f"loss_type={self.loss_type} names the loss"
-            unread |= dict.fromkeys(("use_cispo", "disable_ppo_ratio"), why)
+            unread |= plugins.find(plugins.Loss, self.loss_type).unread(self)
         if self.reference_policy_kl_penalty == 0.0:
             unread["use_kl_in_reward"] = "reference_policy_kl_penalty is 0"
         elif self.use_kl_in_reward:
@@ -284,13 +274,6 @@ class PolicyLossConfig(OpenSection):
             found |= dict.fromkeys([*keys, "use_on_policy_kl_approximation"], why)
         fields = type(self).model_fields
         return {k: why for k, why in found.items() if getattr(self, k) != fields[k].default}
-
-    @property
-    def kind(self) -> str:
-        """Return the name of the policy loss, which either of two spellings may set."""
-        if self.use_cispo:
-            return "cispo"
-        return "reinforce" if self.disable_ppo_ratio else self.loss_type
 
 
 # Rewards in GRPO: scaled, shaped, compared.
@@ -447,11 +430,7 @@ class HealthConfig(Section):
 class GRPOPolicyConfig(PolicyConfig):
     """The policy: the trained model, which also generates completions."""
 
-    foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {
-        "generation",
-        "logprob_batch_size",
-        "logprob_chunk_size",
-    }
+    foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {"generation"}
 
     model_name: str | None = "Qwen/Qwen2.5-1.5B"
     """Hub name, directory or GGUF file of a causal language model. Null with `policy.scratch`.
@@ -463,13 +442,6 @@ class GRPOPolicyConfig(PolicyConfig):
     train_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=4, ge=1)
     """Completions of one forward pass without packing; with packing it scales the budget. Default:
     2,048 tokens a pass at the default length."""
-    logprob_batch_size: Annotated[int, MAY_CHANGE] = Field(default=4, ge=1)
-    """Sequences of full length in the token budget of a pass without gradients (old and reference
-    log-probabilities)."""
-    logprob_chunk_size: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null: 16M logits on a CPU, 268M on a GPU.
-    Default: logits of a large vocabulary would else outweigh the model. On a GPU small chunks are
-    slow: each reads the head three times."""
     max_total_sequence_length: int = Field(default=512, ge=2)
     """Longest prompt with its completion, in tokens. Default: short answers, on one GPU; reasoning
     needs thousands."""

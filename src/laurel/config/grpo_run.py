@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
 from laurel import plugins
 from laurel.config.data import TaskDataConfig
@@ -36,13 +36,6 @@ class GRPORun(Section):
     )
     logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
     cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
-
-    @field_validator("policy")
-    @classmethod
-    def _is_no_reward_model(cls, policy: GRPOPolicyConfig) -> GRPOPolicyConfig:
-        if policy.reward_model_cfg.enabled:
-            raise ValueError("reward_model_cfg belongs to env.reward_model, not to the policy")
-        return policy
 
     @model_validator(mode="after")
     def _fits(self) -> GRPORun:

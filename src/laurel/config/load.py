@@ -33,7 +33,7 @@ from pydantic_core import ErrorDetails
 
 from laurel.config.dump import to_yaml
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.nemo_rl import Move, adapt, unread_keys
+from laurel.config.nemo_rl import Move, adapt, is_carried, unread_keys
 from laurel.config.overrides import Override, apply_overrides, at_their_place
 from laurel.config.plugged import field_of, known_keys
 from laurel.config.schema_info import (
@@ -221,7 +221,9 @@ class Checker:
             listed = "; ".join(f"{key} ({why})" for key, why in lost.items())
             yield f"these settings are not carried over: {listed}"
         nothing = [
-            key for key in self.ignored if not any(f"{one}.".startswith(f"{key}.") for one in lost)
+            key
+            for key in self.ignored
+            if not any(f"{one}.".startswith(f"{key}.") for one in lost) and not is_carried(key)
         ]
         if nothing:
             yield f"these keys mean nothing here and are ignored: {', '.join(nothing)}"

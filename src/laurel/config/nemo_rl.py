@@ -28,6 +28,7 @@ from laurel.config.yaml_tree import (
     foreign,
     graft,
     nemo_rl_tables,
+    overlay,
     plain_values,
     split_key,
     with_key,
@@ -60,6 +61,11 @@ def reason(key: str) -> tuple[str, bool] | None:
     if last in _ENVIRONMENTS:
         return "no task asks for this environment", False
     return None
+
+
+def is_carried(key: str) -> bool:
+    """Report whether a key is translated as a whole."""
+    return key in _CARRIED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +185,12 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
+    _name_loss(work, values, problems)
+    _name_validation_sets(work, problems)
+    _fill_sets(work, schema)
+    problems += _heads_out_of_place(schema, work, values)
     if "policy" in schema.model_fields:
+        _take_budget_of_padded_rows(work, values)
         _pack_where_rows_are_divided(work)
     return work
 
@@ -326,8 +337,6 @@ def _translate_megatron(work: Adapted, values: _Values, problems: list[str]) -> 
     for key, ours in _SIMPLE.items():
         if (value := values.get(_MEGATRON + key)) is not None:
             work.set(ours, value, by=_MEGATRON + key, was=value)
-    if values.get(_DTENSOR + "enabled") is False:
-        work.set(_DTENSOR + "enabled", True, by=_MEGATRON + "enabled", was=True)
     try:
         _set_optimizer(work, values)
         _set_schedule(work, values)
@@ -469,6 +478,101 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
         f"grpo.async_grpo is translated: grpo.max_staleness={age}, the steps that generation may "
         "run ahead of training"
     )
+
+
+def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
+    """Name the policy loss by one key, `loss_fn.loss_type`."""
+    ours = "loss_fn.loss_type"
+    loss = values.get(ours, "ppo")
+    for key, name in (("loss_fn.use_cispo", "cispo"), ("loss_fn.disable_ppo_ratio", "reinforce")):
+        found = _at(work.tree, key)
+        if found is None or values.get(key) is not True:
+            continue
+        if loss not in ("ppo", name):
+            problems.append(
+                f"{found.place}: {key}=true is {ours}={name}, and has no effect beside {loss}; "
+                "keep one"
+            )
+            continue
+        loss = name
+        work.set(ours, name, by=key, was=True)
+
+
+def _name_validation_sets(work: Adapted, problems: list[str]) -> None:
+    """Add the sets of `data.val_data_paths` to those of `data.validation`, by their names."""
+    paths, split = _at(work.tree, "data.val_data_paths"), _at(work.tree, "data.val_split")
+    if paths is None or not isinstance(paths.value, dict) or not paths.value:
+        return
+    there = _at(work.tree, "data.validation")
+    named = dict(there.value) if there is not None and there.value else {}
+    if named and there is not None and not _are_named(there):
+        named = {"default": there}
+    base = {} if split is None else {"split": split}
+    for name, one in paths.value.items():
+        if name in named:
+            problems.append(
+                f"{one.place}: data.val_data_paths and data.validation both have a set called "
+                f"{name}"
+            )
+        block = one.value if isinstance(one.value, dict) else {"data_path": one}
+        is_benchmark = "benchmark" in block
+        named[name] = YamlNode(block if is_benchmark else {**base, **block}, one.place)
+    work.tree = with_key(work.tree, ["data", "validation"], YamlNode(named, paths.place))
+
+
+def _fill_sets(work: Adapted, schema: type[Section]) -> None:
+    """Fill the blocks of data sets, and the flat keys that are not set, from `data.default`."""
+    default = _at(work.tree, "data.default")
+    if default is None or not isinstance(default.value, dict) or "data" not in schema.model_fields:
+        return
+    for name in ("train", "validation"):
+        block = _at(work.tree, f"data.{name}")
+        if block is not None and block.value:
+            work.tree = with_key(work.tree, ["data", name], _filled(block, default))
+    flat = step_into((schema,), "data").kinds
+    for key, value in default.value.items():
+        is_of_all = key in ("max_samples", "split_validation_size")  # of all rows together
+        is_field = step_into(flat, key).standing == "field"
+        if is_field and not is_of_all and _at(work.tree, f"data.{key}") is None:
+            work.tree = with_key(work.tree, ["data", key], value)
+
+
+def _filled(block: YamlNode, default: YamlNode) -> YamlNode:
+    if isinstance(block.value, list):
+        return YamlNode([_filled(one, default) for one in block.value], block.place)
+    if _are_named(block):
+        named = {name: _filled(one, default) for name, one in block.value.items()}
+        return YamlNode(named, block.place)
+    is_set = isinstance(block.value, dict) and "benchmark" not in block.value
+    return overlay(default, block) if is_set else block
+
+
+def _are_named(block: YamlNode) -> bool:
+    """Report whether a mapping has several sets, by names of their own."""
+    is_mapping = isinstance(block.value, dict)
+    return is_mapping and all(isinstance(one.value, dict) for one in block.value.values())
+
+
+def _heads_out_of_place(schema: type[Section], work: Adapted, values: _Values) -> Iterator[str]:
+    """Yield a line for each model that a file makes a reward model, or none, in another's place."""
+    is_trained = "rm" in schema.model_fields
+    for at, is_one, why in (
+        ("policy", is_trained, "laurel rm trains reward models, the other commands policies"),
+        ("env.reward_model", True, "what scores is a reward model"),
+    ):
+        key = f"{at}.reward_model_cfg.enabled"
+        found = _at(work.tree, key)
+        if found is not None and values.get(key) is (not is_one):
+            yield f"{found.place}: {key}: must be {str(is_one).lower()}: {why}"
+
+
+def _take_budget_of_padded_rows(work: Adapted, values: _Values) -> None:
+    """Take the token budget of dynamic batching as the only one, if rows are padded."""
+    by, ours = "policy.dynamic_batching.train_mb_tokens", "policy.sequence_packing.train_mb_tokens"
+    is_padded = values.get("policy.sequence_packing.enabled") is False
+    budget = values.get(by)
+    if budget and is_padded and values.get("policy.dynamic_batching.enabled") is True:
+        work.set(ours, budget, by=by, was=budget)
 
 
 def _pack_where_rows_are_divided(work: Adapted) -> None:

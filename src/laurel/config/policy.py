@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -150,10 +150,10 @@ class TokenizerConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """The head that makes the policy a reward model."""
+    """The head of a reward model, one that is put on a decoder or the one that it has."""
 
-    enabled: bool = False
-    """Put a reward head on the decoder, or load the one it has."""
+    foreign_keys: ClassVar[frozenset[str]] = foreign("RewardModelConfig")
+
     reward_model_type: Literal["bradley_terry", "regression", "process"] = "bradley_terry"
     """One scalar learned from comparisons, one number per attribute learned from ratings, or one
     value per step of the answer learned from labels of steps."""
@@ -218,8 +218,6 @@ class DTensorConfig(Section):
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DTensorConfig")
 
-    enabled: Annotated[bool, MAY_CHANGE] = True
-    """Always true: there is one backend."""
     cpu_offload: Annotated[bool, MAY_CHANGE] = False
     """Keep parameters on the host between uses."""
     sequence_parallel: Annotated[bool, MAY_CHANGE] = False
@@ -245,19 +243,6 @@ class BatchingConfig(Section):
 
     enabled: bool = False
     """See `policy.sequence_packing` and `policy.dynamic_batching`."""
-    train_mb_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Tokens of one micro-batch; null means max_total_sequence_length * train_micro_batch_size. A
-    group longer than the budget travels alone. `auto` (of `policy.sequence_packing`): on a GPU the
-    largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
-    keeps what it began with."""
-
-    @property
-    def tokens(self) -> int | None:
-        """`train_mb_tokens` where it is a number."""
-        return None if self.train_mb_tokens == "auto" else self.train_mb_tokens
-
-
-B = TypeVar("B", bound=BatchingConfig)
 
 
 class PackingConfig(BatchingConfig):
@@ -265,20 +250,18 @@ class PackingConfig(BatchingConfig):
 
     enabled: bool = True
     """On: exact and several times faster. Off: padded rows, one per completion."""
+    train_mb_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Tokens of one micro-batch, also of a padded one; null means max_total_sequence_length *
+    train_micro_batch_size. A group longer than the budget travels alone. `auto`: on a GPU the
+    largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
+    keeps what it began with."""
     share_prompts: bool = True
     """Compute a prompt once for all its completions. Off is for measuring what that brings."""
 
-
-def _not_auto(batching: B) -> B:
-    if batching.train_mb_tokens == "auto":
-        raise ValueError(
-            "train_mb_tokens: auto is for policy.sequence_packing alone; write a number, or null"
-        )
-    return batching
-
-
-FixedPacking = Annotated[PackingConfig, AfterValidator(_not_auto)]
-FixedBatching = Annotated[BatchingConfig, AfterValidator(_not_auto)]
+    @property
+    def tokens(self) -> int | None:
+        """`train_mb_tokens` where it is a number."""
+        return None if self.train_mb_tokens == "auto" else self.train_mb_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +272,8 @@ class BatchLimits:
     """The largest number of tokens in one token forest."""
     padded_tokens: int | None = None
     """The largest number of tokens in a padded batch; None: it has a fixed number of groups."""
+    padded_groups: int = 1
+    """That number."""
     share_prompts: bool = True
     """True if a forest computes each prompt once for all its completions."""
 
@@ -354,10 +339,9 @@ class PolicyConfig(Section):
     """Compile the decoder's layers with torch's compiler. `auto`: on a GPU with Triton and a C
     compiler, unless the model is sharded. Default: it fuses the operations that take most of a
     GPU's time."""
-    reward_model_cfg: RewardModelConfig = RewardModelConfig()
     dtensor_cfg: DTensorConfig = DTensorConfig()
     sequence_packing: Annotated[PackingConfig, MAY_CHANGE] = PackingConfig()
-    dynamic_batching: Annotated[FixedBatching, MAY_CHANGE] = BatchingConfig()
+    dynamic_batching: Annotated[BatchingConfig, MAY_CHANGE] = BatchingConfig()
     """Where packing is off: padded micro-batches of similar lengths up to a token budget."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm; null leaves them. Default: one odd batch cannot throw
@@ -380,21 +364,28 @@ class PolicyConfig(Section):
             raise ValueError("policy.revision has no effect on a GGUF file; leave it out")
         return self
 
-    def token_budget(self, batching: BatchingConfig) -> int:
-        """Return the tokens per micro-batch under `sequence_packing` or `dynamic_batching`."""
+    @property
+    def token_budget(self) -> int:
+        """Return the tokens of a micro-batch, with what null stands for."""
         whole = self.max_total_sequence_length * self.train_micro_batch_size
-        return batching.tokens or whole
+        return self.sequence_packing.tokens or whole
 
     @property
     def batch_limits(self) -> BatchLimits:
         """Return the token limits of micro-batches that these settings imply."""
-        dynamic, packing = self.dynamic_batching, self.sequence_packing
-        rows = dynamic if dynamic.enabled else packing
+        has_budget = self.dynamic_batching.enabled or self.sequence_packing.enabled
         return BatchLimits(
-            forest_tokens=self.token_budget(packing),
-            padded_tokens=self.token_budget(rows) if rows.enabled else None,
-            share_prompts=packing.share_prompts,
+            forest_tokens=self.token_budget,
+            padded_tokens=self.token_budget if has_budget else None,
+            padded_groups=self.train_micro_batch_size,
+            share_prompts=self.sequence_packing.share_prompts,
         )
+
+
+class RewardPolicyConfig(PolicyConfig):
+    """The reward model that is trained, how, and with what memory."""
+
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
 
 
 class CheckpointingConfig(Section):

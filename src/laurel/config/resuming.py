@@ -74,17 +74,10 @@ def _changes(
 ) -> Iterator[Change]:
     for key, info, one, other in _entries(kinds, before, now):
         inner = (mark_of(info.field) if info.field else None) or mark
-        one, other = _as_block(info.kinds, one), _as_block(info.kinds, other)
         if _has_parts(one, other):
             yield from _changes(info.kinds, one, other, (*path, key), inner, in_sweep=in_sweep)
         elif one != other and (inner is None or (in_sweep and not inner.in_sweeps)):
             yield Change(key=dotted((*path, key)), before=one, now=other)
-
-
-def _as_block(kinds: Kinds, value: Any) -> Any:
-    """Return the block that a path alone stands for, as in `data.val_data_paths`."""
-    has_path = any("data_path" in one.model_fields for one in sections_of(kinds))
-    return {"data_path": value} if isinstance(value, str) and has_path else value
 
 
 def _has_parts(one: Any, other: Any) -> bool:

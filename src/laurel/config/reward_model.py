@@ -13,8 +13,7 @@ from laurel.config.policy import (
     CheckpointingConfig,
     ClusterConfig,
     LoggerConfig,
-    PolicyConfig,
-    RewardModelConfig,
+    RewardPolicyConfig,
 )
 from laurel.config.yaml_tree import (
     LENGTH_MAY_CHANGE,
@@ -118,6 +117,8 @@ class EarlyStoppingConfig(Section):
 class RewardTrainingConfig(Section):
     """The `rm` section: the length of the run, its validation, and the loss."""
 
+    foreign_keys: ClassVar[frozenset[str]] = foreign("EpochsConfig")
+
     max_num_epochs: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=1, ge=1)
     """Passes over the training set."""
     max_num_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=-1, ge=-1)
@@ -128,8 +129,6 @@ class RewardTrainingConfig(Section):
     """Batches of each validation set that are used; 0 or less is all."""
     val_global_batch_size: int = Field(default=32, ge=1)
     """Groups of one validation batch."""
-    val_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
-    """Groups of one forward pass in validation where packing is off."""
     val_at_start: Annotated[bool, LENGTH_MAY_CHANGE] = False
     """Validate before the first step (logged at step 0)."""
     val_at_end: Annotated[bool, LENGTH_MAY_CHANGE] = True
@@ -149,7 +148,7 @@ class RewardTrainingRun(Section):
     foreign_keys: ClassVar[frozenset[str]] = foreign("RewardTrainingRun")
 
     rm: RewardTrainingConfig = RewardTrainingConfig()
-    policy: PolicyConfig = PolicyConfig(reward_model_cfg=RewardModelConfig(enabled=True))
+    policy: RewardPolicyConfig = RewardPolicyConfig()
     data: DataConfig = DataConfig()
     checkpointing: Annotated[CheckpointingConfig, LENGTH_MAY_CHANGE] = CheckpointingConfig()
     logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
@@ -158,10 +157,6 @@ class RewardTrainingRun(Section):
     @model_validator(mode="after")
     def _fits(self) -> RewardTrainingRun:
         reward_model, loss = self.policy.reward_model_cfg, self.rm.loss
-        if not reward_model.enabled:
-            raise ValueError(
-                "policy.reward_model_cfg.enabled must be true for reward-model training"
-            )
         if (reward_model.reward_model_type == "regression") != loss.reads_ratings:
             raise ValueError(
                 f"policy.reward_model_cfg.reward_model_type={reward_model.reward_model_type} does "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from laurel.config.data import TextDataConfig, TextSetConfig, train_sets, validation_sets
 from laurel.config.policy import (
@@ -41,7 +41,7 @@ class DemonstrationSetConfig(TextSetConfig):
 
 
 class DemonstrationDataConfig(TextDataConfig):
-    """The rows of conversations: either the flat keys or the `train`/`validation` blocks."""
+    """The rows of conversations. Flat keys fill what `train` and `validation` leave out."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationDataConfig")
 
@@ -55,8 +55,6 @@ class DemonstrationDataConfig(TextDataConfig):
     """Block form of the training set; a list is a mixture, all rows of all."""
     validation: DemonstrationSetConfig | list[DemonstrationSetConfig] | None = None
     """Block form of the validation set."""
-    default: DemonstrationSetConfig | None = None
-    """Fills the keys that `train` and `validation` leave out."""
 
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens; the end of longer ones is cut off and counted. Null is
@@ -74,8 +72,6 @@ class DemonstrationDataConfig(TextDataConfig):
 class SFTPolicyConfig(PolicyConfig):
     """The model that learns to imitate."""
 
-    foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {"logprob_chunk_size"}
-
     model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
     """Hub name, directory or GGUF file of a causal language model. Null with `policy.scratch`."""
     train_global_batch_size: int = Field(default=32, ge=1)
@@ -84,8 +80,6 @@ class SFTPolicyConfig(PolicyConfig):
     """Conversations of one forward pass without packing; with packing it scales the budget."""
     max_total_sequence_length: int = Field(default=1024, ge=2)
     """Longest conversation in tokens."""
-    logprob_chunk_size: Annotated[int | None, MAY_CHANGE] = Field(default=None, ge=1)
-    """Tokens whose logits are in memory at a time; null: 16M logits on a CPU, 268M on a GPU."""
     optimizer: OptimizerCall = NamedCall(
         name="torch.optim.AdamW",
         kwargs={"lr": 5e-6, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
@@ -95,6 +89,8 @@ class SFTPolicyConfig(PolicyConfig):
 
 class SFTConfig(Section):
     """The `sft` section: the length of the run and its validation."""
+
+    foreign_keys: ClassVar[frozenset[str]] = foreign("EpochsConfig")
 
     max_num_epochs: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=1, ge=1)
     """Passes over the training set."""
@@ -106,8 +102,6 @@ class SFTConfig(Section):
     """Batches of the validation set that are used; 0 or less is all."""
     val_global_batch_size: int = Field(default=32, ge=1)
     """Conversations of one validation batch."""
-    val_micro_batch_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
-    """Conversations of one forward pass in validation where packing is off."""
     val_at_start: Annotated[bool, LENGTH_MAY_CHANGE] = True
     """Validate before the first step (logged at step 0)."""
     val_at_end: Annotated[bool, LENGTH_MAY_CHANGE] = True
@@ -135,12 +129,3 @@ class SFTRun(Section):
     )
     logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
     cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
-
-    @model_validator(mode="after")
-    def _fits(self) -> SFTRun:
-        if self.policy.reward_model_cfg.enabled:
-            raise ValueError(
-                "policy.reward_model_cfg.enabled has no place in supervised fine-tuning: a reward "
-                "model is trained with laurel rm"
-            )
-        return self

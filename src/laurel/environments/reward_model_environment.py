@@ -21,7 +21,6 @@ from laurel.config.environments import (
     ScorerSource,
     ScoreTransformConfig,
 )
-from laurel.config.policy import DTensorConfig
 from laurel.data.forest import to_padded
 from laurel.environments.interface import (
     IDS,
@@ -291,8 +290,7 @@ class RewardModelEnvironment(EnvironmentInterface):
                 readable,
                 self._open().score_now,
                 # Completions that are compared must be one group, whatever computes them.
-                share_prompts=self._judges_groups
-                or (self.config.sequence_packing.share_prompts and not is_padded),
+                share_prompts=self._judges_groups or not is_padded,
                 reads_metadata=self._reads_metadata,
                 judges_groups=self._judges_groups,
             )
@@ -964,17 +962,10 @@ def _of_source(
     device: Device,
     terms: tuple[Terms, ...],
 ) -> ScorerSpec:
-    if source.loads_model:
-        _check_parallel(config.dtensor_cfg)
     key = "model_name" if source.checkpoint_path is None else "checkpoint_path"
     model_name = Terms({**IN_THE_SECTION.names, "policy.model_name": f"{WHERE}.{key}"})
     # Files usually repeat the name of the model in the block of the tokenizer.
     is_repeated = source.tokenizer.name in (source.model_name, source.checkpoint_path)
-    budgets = [
-        block.tokens or source.batch_tokens
-        for block in (source.sequence_packing, source.dynamic_batching)
-        if block.enabled
-    ]
     engine = None
     if config.engine is not None and config.generation is not None:
         plugin, section = config.engine
@@ -990,15 +981,12 @@ def _of_source(
             ),
             head=source.reward_model_cfg,
             compile=source.compile,
-            reads_forests=source.sequence_packing.enabled,
-            activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
             tensor_parallel_size=config.dtensor_cfg.tensor_parallel_size,
             parallel_plan=config.dtensor_cfg.custom_parallel_plan,
         ),
         tokenizer_from=None if source.checkpoint_path is None else source.model_name,
         max_length=source.max_model_len,
-        batch_tokens=budgets[0] if budgets else ScorerSpec().batch_tokens,
-        batch_size=None if budgets else source.batch_size,
+        batch_tokens=source.batch_tokens,
         batch_timeout=source.batch_timeout,
         precision=source.precision,
         device=device,
@@ -1007,29 +995,9 @@ def _of_source(
         source=None if source.named is None else NamedSource(*source.named),
         num_replicas=config.num_replicas,
         in_loop=config.use_reward_loop,
-        shares_prompts=source.sequence_packing.share_prompts,
         num_workers=config.num_workers if source.uses_workers else 0,
         terms=(*terms, model_name),
     )
-
-
-def _check_parallel(parallel: DTensorConfig) -> None:
-    """Raise an error for parallelism that reward models do not support.
-
-    Raises:
-        ConfigError: A setting is not supported; the message names the first.
-    """
-    for key in ("context_parallel_size", "sequence_parallel", "cpu_offload"):
-        if getattr(parallel, key) != getattr(DTensorConfig(), key):
-            raise ConfigError(
-                f"{WHERE}.dtensor_cfg.{key}: a reward model that scores is sharded by "
-                "tensor_parallel_size alone; set it to its default"
-            )
-    if parallel.lora_cfg.enabled:
-        raise ConfigError(
-            f"{WHERE}.dtensor_cfg.lora_cfg.enabled: a reward model is not trained here; "
-            "checkpoints of Laurel hold merged weights, so name the checkpoint and leave this out"
-        )
 
 
 def merges(scorer: Scorer) -> bool:

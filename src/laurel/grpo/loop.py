@@ -88,10 +88,6 @@ class GRPOSettings:
     """The maximum number of tokens of a completion."""
     batch_size: int
     """The number of completions of one optimizer step."""
-    micro_batch_size: int
-    """The number of groups of one forward pass if rows are not packed."""
-    logprob_tokens: int
-    """The token budget of one forward pass without gradients."""
     updates_per_rollout: int
     """The number of optimizer steps that train on one batch of rollouts."""
 
@@ -235,7 +231,7 @@ class GRPO(TrainingLoop):
                 partial(parts.learner.outputs, of=asked),
                 [group.tokens() for group in groups],
                 path=parts.batcher.path,
-                batch_tokens=settings.logprob_tokens,
+                batch_tokens=parts.batcher.limits.forest_tokens,
                 pad_id=parts.pad_id,
                 share_prompts=parts.batcher.limits.share_prompts,
                 dp_size=parts.learner.dp_size,
@@ -259,10 +255,7 @@ class GRPO(TrainingLoop):
             for part, part_labels in batches:
                 if not any(self.loss.has_signal(label) for label in part_labels):
                     continue
-                micro_batches = batcher.cut(
-                    *batcher.divide(part, part_labels, PolicyLabels.subset),
-                    micro_batch_size=settings.micro_batch_size,
-                )
+                micro_batches = batcher.cut(*batcher.divide(part, part_labels, PolicyLabels.subset))
                 updates.append(learner.update(micro_batches, self.loss))
         return updates
 

@@ -48,9 +48,6 @@ class ModelSpec:
     """Whether the decoder's layers are compiled; `auto`: on a GPU."""
     reads_forests: bool = True
     """Whether batches are token forests, if the architecture can read them, or padded rows."""
-    logprob_chunk_size: int | None = None
-    """The number of tokens whose logits a policy computes at a time; None: 16M logits on
-    a CPU, 268M on a GPU."""
     lora: LoraConfig | None = None
     """The adapters that are trained; None: the model has none."""
     activation_checkpointing: bool = False

@@ -13,7 +13,6 @@ import math
 import numbers
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -79,14 +78,6 @@ class FunctionScorer:
         self._hung = 0
         self._counting = threading.Lock()
         self._gate_of: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._rates = [
-            _Rate(per_minute, each)
-            for per_minute, each in (
-                (config.max_rpm, 1.0),
-                (config.max_tpm, config.estimated_tokens_per_request),
-            )
-            if per_minute is not None
-        ]
         self._is_async = False
         if num_workers and function is None:
             # The function is not imported here: it may need a library that must not be loaded here.
@@ -129,9 +120,6 @@ class FunctionScorer:
         return tuple(score for scores in found for score in scores)
 
     async def _called(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
-        wait = max((rate.reserve(time.monotonic()) for rate in self._rates), default=0.0)
-        if wait > 0:
-            await _pause(wait)
         async with self._gate():
             if self._processes is not None:
                 return await self._in_process(self._processes, arguments, count)
@@ -211,32 +199,6 @@ class FunctionScorer:
         """End the processes. Idempotent."""
         if self._processes is not None:
             self._processes.close()
-
-
-_pause = asyncio.sleep  # a name of its own, which tests replace
-
-
-class _Rate:
-    """Limits a rate evenly: capacity unused for a second is lost. Thread-safe."""
-
-    def __init__(self, per_minute: float, each: float) -> None:
-        """Set the rate; the first call begins at once.
-
-        Args:
-            per_minute: Capacity a minute.
-            each: Capacity that one call takes.
-        """
-        self._interval = 60.0 * each / per_minute
-        self._at_once = max(self._interval, 1.0)
-        self._lock = threading.Lock()
-        # The time at which all calls so far will have been paid for.
-        self._until = -math.inf
-
-    def reserve(self, now: float) -> float:
-        """Reserve the next call; return the seconds until it may begin."""
-        with self._lock:
-            self._until = max(self._until, now) + self._interval
-            return max(0.0, self._until - self._at_once - now)
 
 
 # The function in a worker process.

@@ -339,7 +339,7 @@ def _open_model(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: st
     scorer = _with_workers(load_scorer(place, spec, say=say), spec, placement)
     # Merging concurrent requests pays on a GPU only.
     is_on_gpu = scorer.model.device.type != "cpu"
-    if spec.in_loop and is_on_gpu and scorer.path == "forest" and spec.shares_prompts:
+    if spec.in_loop and is_on_gpu and scorer.path == "forest":
         loop = LoopScorer(scorer)
         loop.preparers = scorer.preparers
         return loop
@@ -401,7 +401,6 @@ def _open_replicas(
             scorer = GroupScorer(
                 group,
                 batch_tokens=spec.batch_tokens,
-                batch_size=spec.batch_size,
                 batch_timeout=spec.batch_timeout,
             )
         except BaseException:
@@ -517,9 +516,7 @@ def load_scorer(
             **({} if steps.aggregate == spec.aggregate else {"mean": None, "std": None}),
         )
     _check(loaded, place, precision=spec.precision, has_contract=rules is not None, say=say)
-    scorer = LocalScorer(
-        loaded.model, contract, batch_tokens=spec.batch_tokens, batch_size=spec.batch_size
-    )
+    scorer = LocalScorer(loaded.model, contract, batch_tokens=spec.batch_tokens)
     scorer.source = place.name
     return scorer
 

@@ -97,7 +97,6 @@ class GroupScorer(ContractScorer):
         group: WorkerGroup,
         *,
         batch_tokens: int = 8192,
-        batch_size: int | None = None,
         batch_timeout: float | None = None,
     ) -> None:
         """Take over a worker group; `close` ends it.
@@ -105,7 +104,6 @@ class GroupScorer(ContractScorer):
         Args:
             group: Workers of the class `ScoringWorker`.
             batch_tokens: Token budget of one forward pass.
-            batch_size: Rows of one forward pass on the padded path, instead of the budget.
             batch_timeout: Time limit in seconds of one micro-batch, of `sleep` and of `wake`, after
                 which the group has failed; None: its own limit, as for `score_exactly`.
 
@@ -114,7 +112,7 @@ class GroupScorer(ContractScorer):
         """
         about: tuple[ScoringContract, Path, int, list[str], str] = group.call_one(0, "about")
         contract, self._path, self._num_outputs, said, version = about
-        super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
+        super().__init__(contract, batch_tokens=batch_tokens)
         self._version = version
         self._group = group
         self._batch_timeout = batch_timeout
@@ -144,9 +142,7 @@ class GroupScorer(ContractScorer):
         parts: list[list[list[int]]] = []
         for share in shares:
             mine = [tokens[i] for i in share]
-            divided = divide_into_micro_batches(
-                self._path, mine, self.batch_tokens, self.batch_size
-            )
+            divided = divide_into_micro_batches(self._path, mine, self.batch_tokens)
             parts.append([[share[i] for i in part] for part in divided])
         batches = [[[tokens[i] for i in part] for part in mine] for mine in parts]
         pending = self._group.start_each(

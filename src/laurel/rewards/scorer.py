@@ -127,20 +127,15 @@ class ContractScorer(ModelScorer):
     source: str | None = None
     """Directory or name of the model; None if it was made in this process."""
 
-    def __init__(
-        self, contract: ScoringContract, *, batch_tokens: int, batch_size: int | None
-    ) -> None:
+    def __init__(self, contract: ScoringContract, *, batch_tokens: int) -> None:
         """Hold a contract.
 
         Args:
             contract: Contract to score by.
             batch_tokens: Token budget of one forward pass.
-            batch_size: Rows of one forward pass on the padded path, instead of the budget. A larger
-                group is computed alone.
         """
         super().__init__(contract)
         self.batch_tokens = batch_tokens
-        self.batch_size = batch_size
         # Calls run in threads of their own. A tokenizer is not thread-safe, and the first call to
         # end would switch dropout on again under the others.
         self._one_at_a_time = threading.Lock()
@@ -279,15 +274,10 @@ class LocalScorer(ContractScorer):
     """Scores groups with a model held in this process."""
 
     def __init__(
-        self,
-        model: RewardModel,
-        contract: ScoringContract,
-        *,
-        batch_tokens: int = 8192,
-        batch_size: int | None = None,
+        self, model: RewardModel, contract: ScoringContract, *, batch_tokens: int = 8192
     ) -> None:
         """Hold a model; `ContractScorer` describes the other arguments."""
-        super().__init__(contract, batch_tokens=batch_tokens, batch_size=batch_size)
+        super().__init__(contract, batch_tokens=batch_tokens)
         self.model = model
         # The device that the weights return to when they sleep on the host.
         self._home: torch.device | None = None
@@ -305,7 +295,6 @@ class LocalScorer(ContractScorer):
                 self.model,
                 tokens,
                 batch_tokens=self.batch_tokens,
-                batch_size=self.batch_size,
                 pad_id=self.pad_id,
                 on_batch=on_batch,
             )
@@ -344,7 +333,6 @@ def score_tokens(
     *,
     batch_tokens: int,
     pad_id: int,
-    batch_size: int | None = None,
     on_batch: OnBatch | None = None,
 ) -> np.ndarray:
     """Score tokenised groups, without gradients, in token-budget batches.
@@ -352,7 +340,7 @@ def score_tokens(
     Returns:
         float32 `[N, K]`, in the order of the groups whatever the batches were.
     """
-    parts = divide_into_micro_batches(model.path, groups, batch_tokens, batch_size)
+    parts = divide_into_micro_batches(model.path, groups, batch_tokens)
     batches = [[groups[i] for i in part] for part in parts]
     values = score_batches(model, batches, pad_id=pad_id, on_batch=on_batch)
     return in_order(groups, parts, values, num_outputs=model.num_outputs)
@@ -438,28 +426,12 @@ def in_order(
 
 
 def divide_into_micro_batches(
-    path: Path,
-    groups: Sequence[TokenGroup],
-    batch_tokens: int,
-    batch_size: int | None = None,
+    path: Path, groups: Sequence[TokenGroup], batch_tokens: int
 ) -> list[list[int]]:
     """Return the indices of the groups of each micro-batch, by the model's path."""
     if path == "forest":
         return bin_pack([group.num_tokens for group in groups], batch_tokens)
-    lengths = [group.lengths_G for group in groups]
-    if batch_size is None:
-        return pack_padded(lengths, batch_tokens)
-    # Groups of similar lengths share a batch, as rows are padded to the longest.
-    bins: list[list[int]] = []
-    rows = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-max(lengths[i]), i)):
-        more = len(lengths[index])
-        if not bins or rows + more > batch_size:
-            bins.append([])
-            rows = 0
-        bins[-1].append(index)
-        rows += more
-    return bins
+    return pack_padded([group.lengths_G for group in groups], batch_tokens)
 
 
 def model_batch(

@@ -105,8 +105,6 @@ class ScorerSpec:
     """
     batch_tokens: int = 8192
     """Token budget of one forward pass."""
-    batch_size: int | None = None
-    """Rows of one forward pass on the padded path, instead of the budget."""
     batch_timeout: float | None = None
     """Time limit in seconds of a forward pass in another process; None: its group's limit."""
     precision: Precision = "float32"
@@ -134,8 +132,6 @@ class ScorerSpec:
     """Whether completions arrive while others are still being sampled: each replica works by
     itself, and a GPU merges concurrent requests.
     """
-    shares_prompts: bool = True
-    """Whether the prompt of a group is computed once, where the model can do so."""
     num_workers: int = 0
     """Processes that render and tokenise, or run the function; 0: threads of this process."""
     terms: tuple[Terms, ...] = ()

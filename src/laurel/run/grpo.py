@@ -373,8 +373,6 @@ def _with_policy(
         max_length=policy.max_total_sequence_length,
         longest_completion=policy.generation.max_new_tokens or policy.max_total_sequence_length,
         batch_size=policy.train_global_batch_size,
-        micro_batch_size=policy.train_micro_batch_size,
-        logprob_tokens=policy.logprob_batch_size * policy.max_total_sequence_length,
         updates_per_rollout=config.updates_per_rollout,
     )
     return GRPO(settings, services, parts), position

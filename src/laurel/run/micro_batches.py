@@ -60,12 +60,12 @@ def _kept(context: RunContext[R]) -> int | None:
     kept = before.get("policy", {}).get("sequence_packing", {}).get("train_mb_tokens")
     policy = context.config.policy
     # A run that began with null goes on with what null meant.
-    return kept if isinstance(kept, int) else policy.token_budget(policy.sequence_packing)
+    return kept if isinstance(kept, int) else policy.token_budget
 
 
 def _chosen(config: Run, device_memory: int | None) -> tuple[int, str]:
     policy = config.policy
-    default = policy.token_budget(policy.sequence_packing)
+    default = policy.token_budget
     if device_memory is None:
         return default, "as null gives: the memory of one GPU would decide, and the run has none"
     read = read_shapes(config)

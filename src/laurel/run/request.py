@@ -57,7 +57,6 @@ def request_of(config: Run) -> ClusterRequest:
         training=replace(
             request.training,
             keeps_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-            chunk_tokens=config.policy.logprob_chunk_size,
         ),
         drawing=_drawing(config),
         judging=tuple(
@@ -218,15 +217,13 @@ def _policy(config: Run) -> RoleRequest:
         unit=unit,
         size=policy.train_global_batch_size,
         longest=longest,
-        tokens=_budget(config, policy.train_micro_batch_size, longest),
+        tokens=_budget(config, longest),
         updates=config.updates_per_rollout if config.command == "grpo" else 1,
     )
     batches = [batch]
     if config.command != "grpo" and _validates(config):
         section = config.rm if config.command == "rm" else config.sft
-        tokens = _budget(config, section.val_micro_batch_size, longest)
-        size = section.val_global_batch_size
-        batches.append(replace(batch, size=size, tokens=tokens, is_validation=True))
+        batches.append(replace(batch, size=section.val_global_batch_size, is_validation=True))
     return RoleRequest(
         name="policy",
         parallel_key="policy.dtensor_cfg",
@@ -236,16 +233,10 @@ def _policy(config: Run) -> RoleRequest:
     )
 
 
-def _budget(config: Run, micro_batch_size: int, longest: int) -> int:
+def _budget(config: Run, longest: int) -> int:
     """Return the tokens of one forward pass, which holds at least one whole item."""
-    policy = config.policy
-    if policy.sequence_packing.enabled:
-        budget = policy.token_budget(policy.sequence_packing)
-    elif policy.dynamic_batching.enabled:
-        budget = policy.token_budget(policy.dynamic_batching)
-    else:
-        budget = longest * micro_batch_size
-    return max(longest, budget)
+    limits = config.policy.batch_limits
+    return max(longest, limits.padded_tokens or longest * limits.padded_groups)
 
 
 def _generation(config: GRPORun) -> RoleRequest:
@@ -270,16 +261,13 @@ def _reward_model(config: GRPORun) -> RoleRequest:
     longest = tokens = 0
     for source in judge.loaded:
         length = source.max_model_len or DEFAULT_SCORED_LENGTH
-        is_budget = source.sequence_packing.enabled or source.dynamic_batching.enabled
-        budget = source.batch_tokens if is_budget else source.batch_size * length
-        longest, tokens = max(longest, length), max(tokens, length, budget)
+        longest, tokens = max(longest, length), max(tokens, length, source.batch_tokens)
     key, resources = "env.reward_model.resources", judge.resources
     is_own = resources.gpus_per_node is not None or resources.num_nodes is not None
     return RoleRequest(
         name="reward_model",
         parallel_key="env.reward_model.dtensor_cfg",
         tp=judge.dtensor_cfg.tensor_parallel_size,
-        cp=judge.dtensor_cfg.context_parallel_size,
         own=_own_slots(key, resources) if is_own else None,
         batches=_rollouts(config, longest, tokens),
     )
@@ -330,7 +318,7 @@ def _training(config: Run) -> TrainingRequest:
             layers=frozenset(lora.target_modules),
             exclude=frozenset(lora.exclude_modules),
         ),
-        has_logits=not policy.reward_model_cfg.enabled,
+        has_logits=config.command != "rm",
         recomputes=parallel.activation_checkpointing,
         sequence_parallel=parallel.sequence_parallel,
         offloads=parallel.cpu_offload,

@@ -276,7 +276,6 @@ def _train(
     parts = EpochParts(
         learner=model.learner,
         batcher=batcher,
-        micro_batch_size=config.policy.train_micro_batch_size,
         train=train,
         order=order,
         validation=validation,

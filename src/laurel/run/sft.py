@@ -115,7 +115,6 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         parts = EpochParts(
             learner=learner,
             batcher=Batcher(facts.path, limits, pad_id=pad_id, dp_size=learner.dp_size),
-            micro_batch_size=config.policy.train_micro_batch_size,
             train=train,
             order=order,
             validation=validation,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from laurel.config.environments import ScorerSource
+from laurel.config.environments import ScorerSource, ScoringParallelConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.policy import DTensorConfig, PolicyConfig
+from laurel.config.policy import PolicyConfig, RewardPolicyConfig
 from laurel.config.schemas import Run
 from laurel.errors import CheckpointError, ModelError, Terms, speaking
 from laurel.models.spec import ModelSpec
@@ -58,7 +58,7 @@ def read_shapes(
 
 
 def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape:
-    has_head = not policy.reward_model_cfg.enabled
+    has_head = not isinstance(policy, RewardPolicyConfig)
     if written is not None:
         return parse_shape(written, has_language_head=has_head)
     scratch = policy.scratch
@@ -79,7 +79,9 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
     return _read(replace(model_spec(policy), name=name), has_head)
 
 
-def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None) -> ModelShape:
+def _judge_shape(
+    judge: ScorerSource, split: ScoringParallelConfig, written: str | None
+) -> ModelShape:
     if written is not None:
         return parse_shape(written, has_language_head=False)
     name, key = judge.model_name, "model_name"
@@ -94,7 +96,6 @@ def _judge_shape(judge: ScorerSource, split: DTensorConfig, written: str | None)
         spec = ModelSpec(
             name=found_name(name, say=lambda _: None),
             trust_remote_code=judge.trust_remote_code,
-            sequence_parallel=split.sequence_parallel,
             parallel_plan=split.custom_parallel_plan,
         )
         return _read(spec, False)

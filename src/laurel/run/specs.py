@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from laurel import plugins
-from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.load import load_config
 from laurel.config.overrides import parse_override
-from laurel.config.policy import PolicyConfig
+from laurel.config.policy import PolicyConfig, RewardModelConfig, RewardPolicyConfig
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.sft import SFTPolicyConfig, SFTRun
+from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, Terms, counted, key_of, setting_of, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import say_on
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
     from laurel.training.batches import StepOrder
 
 
+_NO_HEAD = RewardModelConfig()
+
+
 def model_spec(policy: PolicyConfig) -> ModelSpec:
     """Return the spec of the model that a `policy` section describes."""
     is_named = policy.scratch is None or "model_name" in policy.model_fields_set
@@ -47,15 +49,10 @@ def model_spec(policy: PolicyConfig) -> ModelSpec:
         config_overrides=policy.hf_config_overrides,
         scratch=policy.scratch,
         tokenizer=policy.tokenizer,
-        head=policy.reward_model_cfg,
+        head=policy.reward_model_cfg if isinstance(policy, RewardPolicyConfig) else _NO_HEAD,
         precision=policy.precision,
         compile=policy.compile,
         reads_forests=policy.sequence_packing.enabled,
-        logprob_chunk_size=(
-            policy.logprob_chunk_size
-            if isinstance(policy, GRPOPolicyConfig | SFTPolicyConfig)
-            else None
-        ),
         lora=parallel.lora_cfg if parallel.lora_cfg.enabled else None,
         activation_checkpointing=parallel.activation_checkpointing,
         tensor_parallel_size=parallel.tensor_parallel_size,
@@ -307,7 +304,7 @@ def policy_of_settings(
         if rules is not None and key.startswith(_SAID_BY_CONTRACT):
             raise ConfigError(f"--set {setting}: scoring.json of the model settles that")
         overrides.append(override)
-    loaded = load_config(PolicyConfig, None, overrides)
+    loaded = load_config(RewardPolicyConfig, None, overrides)
     for warning in loaded.warnings:
         say(f"warning: {warning}")
     return loaded.config

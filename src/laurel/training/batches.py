@@ -41,14 +41,12 @@ class Batcher:
         self._pad_id = pad_id
         self._dp_size = dp_size
 
-    def cut(
-        self, tokens: Sequence[TokenGroup], labels: Sequence[Label], *, micro_batch_size: int
-    ) -> list[MicroBatch[Label]]:
+    def cut(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> list[MicroBatch[Label]]:
         """Divide all groups into micro-batches.
 
         Forests are filled up to the token budget, evenly over several ranks. Batches of padded rows
         are filled too if dynamic batching is on, or if packing is on and the model cannot read
-        forests; otherwise each holds `micro_batch_size` groups, in order.
+        forests; otherwise each holds `padded_groups` groups, in order.
         """
         limits = self.limits
         if self._is_forest:
@@ -58,8 +56,9 @@ class Batcher:
         elif limits.padded_tokens is not None:
             parts = pack_padded([t.lengths_G for t in tokens], limits.padded_tokens)
         else:
-            starts = range(0, len(tokens), micro_batch_size)
-            parts = [list(range(s, min(s + micro_batch_size, len(tokens)))) for s in starts]
+            size = limits.padded_groups
+            starts = range(0, len(tokens), size)
+            parts = [list(range(s, min(s + size, len(tokens)))) for s in starts]
         return [
             self._lay_out([tokens[i] for i in indices], [labels[i] for i in indices])
             for indices in parts

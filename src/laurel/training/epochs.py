@@ -131,8 +131,6 @@ class EpochParts(Generic[Sample]):
 
     learner: Learner
     batcher: Batcher
-    micro_batch_size: int
-    """The number of rows of one forward pass if rows are not packed."""
     train: Sequence[Sample]
     order: StepOrder
     """Chooses the training rows of each step."""
@@ -167,7 +165,6 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     ) -> None:
         super().__init__(services)
         self.section = section
-        self.micro_batch_size = parts.micro_batch_size
         self.learner = parts.learner
         self.batcher = parts.batcher
         self.train = parts.train
@@ -203,7 +200,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         """Train on the rows of the step that follows this position."""
         samples = [self.train[row] for row in self.order.rows(position.step)]
         with self.timers.time("total_step_time"):
-            micro_batches = self._cut(samples, self.micro_batch_size)
+            micro_batches = self._cut(samples)
             update = self.learner.update(micro_batches, self.loss)
         seconds = self.timers.collect()["total_step_time"]
         self.deadline.took("step", seconds)
@@ -256,7 +253,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
                 self.progress.phase(f"validating {name}", len(samples)) as phase,
                 self.timers.time("total_validation_time"),
             ):
-                micro_batches = self._cut(samples, self.section.val_micro_batch_size)
+                micro_batches = self._cut(samples)
                 validation = self.validate(samples, micro_batches, partial(self._validated, phase))
             seconds = self.timers.collect()["total_validation_time"]
             logged |= {f"validation-{name}/{k}": v for k, v in validation.metrics.items()}
@@ -279,11 +276,10 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
             **position.metrics,
         }
 
-    def _cut(self, samples: Sequence[Sample], micro_batch_size: int) -> list[MicroBatch[Label]]:
+    def _cut(self, samples: Sequence[Sample]) -> list[MicroBatch[Label]]:
         return self.batcher.cut(
             [sample.tokens for sample in samples],
             [self.label(sample) for sample in samples],
-            micro_batch_size=micro_batch_size,
         )
 
 

@@ -51,7 +51,7 @@ class Cispo(Loss):
         if settings.ratio_clip_c is not None or settings.sequence_level_importance_ratios:
             raise ValueError(
                 "CISPO has neither ratio_clip_c nor sequence-level ratios; leave them out, or set "
-                "use_cispo: false"
+                "loss_type: ppo"
             )
 
     def make(self, section: None, settings: PolicyLossConfig) -> Callable[[TokenValues], Tensor]:
@@ -73,7 +73,7 @@ class Reinforce(Loss):
     def unread(self, settings: PolicyLossConfig) -> dict[str, str]:
         """Return the keys about ratios, which REINFORCE has only to correct the sampling."""
         clips = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
-        found = dict.fromkeys(clips, "REINFORCE clips no ratio (loss_type, disable_ppo_ratio)")
+        found = dict.fromkeys(clips, "REINFORCE clips no ratio (loss_type)")
         if not settings.use_importance_sampling_correction:
             ratios = ("force_on_policy_ratio", "sequence_level_importance_ratios")
             why = "REINFORCE has ratios only with use_importance_sampling_correction"

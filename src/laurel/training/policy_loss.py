@@ -69,7 +69,7 @@ class PolicyLoss:
     def __init__(self, config: PolicyLossConfig, *, max_length: int) -> None:
         self._config = config
         self._max_length = max_length
-        loss, section = config.settings_of(Loss, config.kind)
+        loss, section = config.settings_of(Loss, config.loss_type)
         self._term, self._clips = loss.make(section, config), loss.clips
         self.normalizer: Literal["tokens", "sequences", "max_length"]
         if config.normalizer == "auto":
@@ -132,7 +132,7 @@ class PolicyLoss:
             )
         )
         assert loss_U.shape == current_U.shape, (
-            f"loss_fn.loss_type={config.kind} gives losses of shape {tuple(loss_U.shape)} for "
+            f"loss_fn.loss_type={config.loss_type} gives losses of shape {tuple(loss_U.shape)} for "
             f"{len(current_U)} tokens"
         )
         if config.use_importance_sampling_correction:

@@ -66,12 +66,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         self.benchmarks = parts.benchmarks
         self._bag_of_words: BagOfWords | None = None
         self._baselines: dict[int, float] = {}
-        self.scorer = LearnerScorer(
-            parts.learner,
-            contract,
-            parts.batcher,
-            micro_batch_size=self.section.val_micro_batch_size,
-        )
+        self.scorer = LearnerScorer(parts.learner, contract, parts.batcher)
 
     def label(self, sample: PreferenceSample) -> Preference:
         """Return the preference of a row."""
@@ -236,27 +231,18 @@ Rows = list[range]
 class LearnerScorer(ContractScorer):
     """A scorer over the model in training, equal to one that loads its checkpoint."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        contract: ScoringContract,
-        batcher: Batcher,
-        *,
-        micro_batch_size: int,
-    ) -> None:
+    def __init__(self, learner: Learner, contract: ScoringContract, batcher: Batcher) -> None:
         """Take the learner of a reward model.
 
         Args:
             learner: The learner of a reward model.
             contract: The scoring contract that is saved with the model.
             batcher: Divides groups into micro-batches.
-            micro_batch_size: The number of groups of one forward pass if rows are not packed.
         """
-        super().__init__(contract, batch_tokens=batcher.limits.forest_tokens, batch_size=None)
+        super().__init__(contract, batch_tokens=batcher.limits.forest_tokens)
         self.preparers = _Remembering(contract)
         self._learner = learner
         self._batcher = batcher
-        self._micro_batch_size = micro_batch_size
 
     @property
     def path(self) -> Path:
@@ -274,8 +260,7 @@ class LearnerScorer(ContractScorer):
         rows: list[Rows] = [[range(*next(spans)) for _ in group.branches_ids_G] for group in tokens]
         # Lists of answers may be larger than a batch, and answers are independent.
         micro_batches = self._batcher.cut(
-            *self._batcher.divide(tokens, rows, lambda of, some: [of[i] for i in some]),
-            micro_batch_size=self._micro_batch_size,
+            *self._batcher.divide(tokens, rows, lambda of, some: [of[i] for i in some])
         )
         found = self._learner.outputs(
             [one.inputs for one in micro_batches], in_full_precision=exactly

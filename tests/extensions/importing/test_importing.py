@@ -312,7 +312,7 @@ KEY_BY_KEY = r"""
     {loss_fn: {sequence_level_importance_ratios: true, token_level_loss: false,
     normalizer: tokens}}]
 - [trl, "loss_type: cispo\nepsilon_high: 5.0",
-    {loss_fn: {kind: cispo, ratio_clip_min: 1.0, ratio_clip_max: 4.0}}]
+    {loss_fn: {loss_type: cispo, ratio_clip_min: 1.0, ratio_clip_max: 4.0}}]
 - [trl, "delta: 4.0", {loss_fn.ratio_clip_c: 4.0}]
 - [trl, "delta: 1.1", {loss_fn.ratio_clip_c: null}]  # below 1 + epsilon it is another loss
 - [trl, "scale_rewards: batch", {grpo.adv_estimator.scale: batch}]
@@ -339,7 +339,7 @@ KEY_BY_KEY = r"""
 - [verl, A.actor.loss_agg_mode=seq-mean-token-sum-norm, {loss_fn.normalizer: max_length}]
 - [verl, A.actor.policy_loss.loss_mode=gspo, {loss_fn: {normalizer: sequences, ratio_clip_c: null,
     sequence_level_importance_ratios: true}}]
-- [verl, A.actor.policy_loss.loss_mode=gpg, {loss_fn: {kind: reinforce, ratio_clip_c: null}}]
+- [verl, A.actor.policy_loss.loss_mode=gpg, {loss_fn: {loss_type: reinforce, ratio_clip_c: null}}]
 - [verl, A.actor.clip_ratio_high=0.28, {loss_fn: {ratio_clip_max: 0.28, ratio_clip_min: 0.2}}]
 - [verl, A.actor.clip_ratio=0.5, {loss_fn: {ratio_clip_max: 0.2, ratio_clip_min: 0.2}}]
 - [verl, algorithm.norm_adv_by_std_in_grpo=False, {grpo.adv_estimator.scale: none}]

@@ -45,7 +45,6 @@ LLAMA_70B = (
 SEED = [
     "policy.max_total_sequence_length=2048",
     "cluster.gpus_per_node=8",
-    "env.reward_model.batch_size=32",
     "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
     "policy.dtensor_cfg.tensor_parallel_size=2",
     "env.reward_model.resources.gpus_per_node=4",

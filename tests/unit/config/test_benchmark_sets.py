@@ -71,7 +71,7 @@ def test_flat_keys_and_dictionaries_without_a_file() -> None:
     [
         (
             "{benchmark: rewardbench, data_path: a}",
-            "data.val_data_paths.B.benchmark: must be one of reward-bench, reward-bench-2, "
+            "data.validation.B.benchmark: must be one of reward-bench, reward-bench-2, "
             "rm-bench, judge-bench, pairs, best-of-n, process-bench, not 'rewardbench'; did you "
             "mean 'reward-bench'?",
         ),

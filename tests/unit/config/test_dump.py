@@ -16,8 +16,7 @@ from laurel.config.policy import (
     LoraConfig,
     Milestones,
     NamedCall,
-    PolicyConfig,
-    RewardModelConfig,
+    RewardPolicyConfig,
     ScratchConfig,
     TokenizerConfig,
 )
@@ -94,19 +93,17 @@ blocks = some(
     | st.dictionaries(
         texts, data_sets.filter(lambda b: b.model_fields_set), min_size=1, max_size=2
     ),
-    default=data_sets,
     prompt_file=texts,
 )
 flat = some(
     DataConfig,
     dataset_name=texts,
     train_data_path=texts,
-    val_data_paths=st.dictionaries(texts, texts | data_sets, max_size=3),
     shuffle=st.booleans(),
     split_validation_size=st.floats(0, 0.999),
 )
 policies = some(
-    PolicyConfig,
+    RewardPolicyConfig,
     model_name=texts,
     revision=texts | st.none(),
     hf_config_overrides=mappings,
@@ -120,8 +117,6 @@ policies = some(
         custom_parallel_plan=texts | mappings | st.none(),
         lora_cfg=some(LoraConfig, target_modules=st.lists(texts, max_size=3)),
     ),
-).map(
-    lambda policy: policy.model_copy(update={"reward_model_cfg": RewardModelConfig(enabled=True)})
 )
 runs = some(
     RewardTrainingRun,

@@ -326,8 +326,9 @@ def test_a_megatron_policy_is_trained_with_its_own_settings(tmp_path: Path) -> N
     adapters = spread.lora_cfg
     assert (adapters.enabled, adapters.dim, adapters.alpha) == (True, 128, 64.0)
     assert adapters.match_all_linear
-    translated, lost = loaded.warnings
+    translated, lost, ignored = loaded.warnings
     assert translated == MEGATRON_SENTENCE
+    assert "policy.dtensor_cfg.enabled" in ignored
     for key in ("pipeline_model_parallel_size", "peft.dropout_position"):
         assert f"policy.megatron_cfg.{key} (" in lost
     assert "lr" not in re.findall(r"megatron_cfg\.optimizer\.(\w+) \(", lost)
@@ -497,3 +498,43 @@ def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
     assert not loaded.config.policy.dynamic_batching.enabled
     assert loaded.warnings[0].startswith("policy.sequence_packing.enabled is true: ")
     plan_allocation(loaded.config)
+
+
+@pytest.mark.parametrize(
+    ("key", "loss"), [("use_cispo", "cispo"), ("disable_ppo_ratio", "reinforce")]
+)
+def test_a_loss_is_named_by_one_key(tmp_path: Path, key: str, loss: str) -> None:
+    loaded = load(tmp_path, "grpo", {"loss_fn": {key: True}})
+    assert loaded.config.loss_fn.loss_type == loss
+    assert loaded.warnings == ()
+    assert load(tmp_path, "grpo", {"loss_fn": {key: False}}).config.loss_fn.loss_type == "ppo"
+    with pytest.raises(ConfigError, match=f"{key}=true is loss_fn.loss_type={loss}"):
+        load(tmp_path, "grpo", {"loss_fn": {key: True, "loss_type": "gspo"}})
+
+
+def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) -> None:
+    policy = {
+        "train_micro_batch_size": 2,
+        "max_total_sequence_length": 64,
+        "logprob_batch_size": 8,
+        "sequence_packing": {"enabled": False},
+        "dynamic_batching": {
+            "enabled": True,
+            "train_mb_tokens": "${mul:${policy.max_total_sequence_length}, 4}",
+        },
+    }
+    loaded = load(tmp_path, "grpo", {"policy": policy})
+    assert loaded.config.policy.batch_limits.padded_tokens == 256
+    policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 100}
+    assert load(tmp_path, "grpo", {"policy": policy}).config.policy.token_budget == 100
+
+
+def test_a_reward_model_that_scores_has_no_adapters(tmp_path: Path) -> None:
+    for parallel, told in (
+        ({"lora_cfg": {"enabled": True}}, "merged weights"),
+        ({"context_parallel_size": 2}, "tensor_parallel_size"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load(tmp_path, "grpo", {"env": {"reward_model": {"dtensor_cfg": parallel}}})
+    off = {"lora_cfg": {"enabled": False}, "context_parallel_size": 1, "cpu_offload": True}
+    load(tmp_path, "grpo", {"env": {"reward_model": {"dtensor_cfg": off}}})

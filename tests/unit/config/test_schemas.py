@@ -19,7 +19,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.schema_info import kinds_of
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.sft import DemonstrationDataConfig, SFTRun
+from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
 
@@ -34,7 +34,7 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("rm", "policy.optimizer.kwargs.lr=fast", "policy.optimizer: kwargs.lr is 'fast', and must"),
     ("sft", "policy.optimizer.kwargs.weight_decay=true", "weight_decay is True, and must be a"),
     ("grpo", "policy.optimizer.kwargs.fused=true", "add it: '+policy.optimizer.kwargs.fused=true'"),
-    ("rm", "policy.reward_model_cfg.enabled=false", "policy.reward_model_cfg.enabled must be true"),
+    ("rm", "policy.reward_model_cfg.enabled=false", "must be true"),
     ("sft", "policy.reward_model_cfg.enabled=true", "laurel rm"),
     ("sft", "sft.val_perod=3", "did you mean 'val_period'"),
     ("rm", "policy.optimizer.kwargs.lr=.inf", "kwargs.lr is inf, and must be a finite number"),
@@ -215,20 +215,22 @@ def test_a_file_may_change_what_its_parent_has_named(tmp_path: Path) -> None:
     assert optimizer.kwargs == {"lr": 0.2, "momentum": 0.9}
 
 
-@pytest.mark.parametrize("data", [TaskDataConfig, DemonstrationDataConfig])
-def test_blocks_win_over_defaults_and_those_over_flat_keys(data: Any) -> None:
-    blocks = data.model_validate(
-        {
-            "prompt_file": "flat.txt",
-            "default": {"prompt_file": "default.txt", "input_key": "question"},
-            "train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl", "prompt_file": "own.txt"}],
-            "validation": {},
-        }
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_blocks_win_over_defaults_and_those_over_flat_keys(kind: Kind, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data:\n  prompt_file: flat.txt\n  output_key: said\n"
+        "  default: {prompt_file: default.txt, input_key: question}\n"
+        "  train: [{data_path: a.jsonl}, {data_path: b.jsonl, prompt_file: own.txt}]\n"
     )
+    loaded = load_config(SCHEMAS[kind], file)
+    assert loaded.warnings == ()
+    blocks: Any = loaded.config.data  # type: ignore[attr-defined]
     first, second = blocks.train_sets()
     assert (first.prompt_file, first.input_key) == ("default.txt", "question")
-    assert second.prompt_file == "own.txt"
-    assert blocks.validation_sets() == []
+    assert (second.prompt_file, second.output_key) == ("own.txt", "said")
+    assert blocks.input_key == "question", "of sets that flat keys name"
+    data: Any = type(blocks)
     flat = data(train_data_path="a.jsonl", val_data_path="b.jsonl", output_key="said")
     for one, path in ((flat.train_sets(), "a.jsonl"), (flat.validation_sets(), "b.jsonl")):
         assert [(block.data_path, block.output_key) for block in one] == [(path, "said")]

@@ -183,9 +183,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "ppo": {},
     "ppo, dual clip": {"ratio_clip_c": 1.2},
     "cispo": {"loss_type": "cispo"},
-    "use_cispo": {"use_cispo": True},
     "reinforce": {"loss_type": "reinforce"},
-    "disable_ppo_ratio": {"disable_ppo_ratio": True},
     "gspo": {"sequence_level_importance_ratios": True, "token_level_loss": False},
     "corrected": {"use_importance_sampling_correction": True},
     "truncated": {

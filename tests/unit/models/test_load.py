@@ -20,7 +20,7 @@ GROUP = group_of([Message("user", "Where is the laurel?")], ["By the gate."], gr
 
 
 def policy(directory, **changes):
-    settings = {"precision": "float32", "reward_model_cfg": {"enabled": True}, **changes}
+    settings = {"precision": "float32", **changes}
     return model_spec(PolicyConfig(model_name=str(directory), **settings))
 
 

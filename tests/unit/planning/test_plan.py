@@ -36,7 +36,6 @@ SEED = (
     *JUDGED,
     "policy.max_total_sequence_length=2048",
     "cluster.gpus_per_node=8",
-    "env.reward_model.batch_size=32",
     "env.reward_model.dtensor_cfg.tensor_parallel_size=4",
     "policy.dtensor_cfg.tensor_parallel_size=2",
 )
@@ -94,7 +93,7 @@ def test_validation_of_pairs_is_divided_too():
     changes = [
         "cluster.gpus_per_node=4",
         "rm.val_global_batch_size=10",
-        "rm.val_micro_batch_size=2",
+        "policy.train_micro_batch_size=2",
         "policy.max_total_sequence_length=100",
         "policy.sequence_packing.enabled=false",
         "data.val_data_path=val.jsonl",
@@ -102,7 +101,7 @@ def test_validation_of_pairs_is_divided_too():
     config = load_config(RewardTrainingRun, None, changes).config
     # 10 pairs for 4 ranks: at most 3 each; 2 pairs of 2 x 100 tokens in a pass: 2 passes.
     assert validation(config) == [("policy", 10, 4, 3, 400, 2)]
-    assert planned(config).batch("policy").tokens == 200, "of a step: 1 pair a pass"
+    assert planned(config).batch("policy").tokens == 400, "of a step, too"
     never = ["rm.val_period=0", "rm.val_at_end=false"]
     assert validation(load_config(RewardTrainingRun, None, [*changes, *never]).config) == []
     assert validation(load_config(RewardTrainingRun, None, changes[:-1]).config) == []

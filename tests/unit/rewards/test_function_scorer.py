@@ -9,7 +9,6 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ import tiny_tokenizers
 from judges import judge_server, question
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.rewards import function as function_scorer
 from laurel.rewards.function import (
     FunctionScorer,
     find_function,
@@ -571,28 +569,6 @@ def test_what_a_function_asks_for_must_be_said_and_what_is_said_be_asked_for():
         (takes_anything, {"router": "host:1"}),
     ):
         assert score(scorer_of(function, **settings))[0].value == 1.0
-
-
-def test_calls_begin_no_faster_than_their_rate(monkeypatch):
-    """The clock stands still; what was waited is told."""
-    waited = []
-
-    async def pause(seconds):
-        waited.append(seconds)
-
-    def compute_score(data_source, solution_str, ground_truth, extra_info):
-        return 1.0
-
-    monkeypatch.setattr(function_scorer, "_pause", pause)
-    monkeypatch.setattr(function_scorer, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    assert [one.value for one in score(scorer_of(compute_score, max_rpm=30))] == [1.0] * 3
-    assert waited == [2.0, 4.0]  # the first at once
-    waited.clear()
-    score(scorer_of(compute_score, max_rpm=6000, max_tpm=6000, estimated_tokens_per_request=500))
-    assert waited == [5.0, 10.0]
-    waited.clear()
-    score(scorer_of(compute_score, max_rpm=600))  # ten in a second are even enough
-    assert waited == []
 
 
 def test_no_more_calls_at_a_time_than_were_allowed():

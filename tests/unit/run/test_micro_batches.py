@@ -8,7 +8,6 @@ from rich.console import Console
 
 from laurel.config.load import load_config, to_yaml
 from laurel.config.schemas import SCHEMAS
-from laurel.errors import ConfigError
 from laurel.run import micro_batches
 from laurel.run.context import RunContext
 from laurel.run.request import request_of
@@ -97,16 +96,3 @@ def test_a_run_that_resumes_keeps_what_it_began_with(gpu, tmp_path):
     # One that began before there was `auto` goes on with what null means.
     (tmp_path / "config.yaml").write_text(to_yaml(config_of("sft", f"{KEY}=null")))
     assert resolved(config, tmp_path)[0] == DEFAULT
-
-
-@pytest.mark.parametrize(
-    ("command", "section"),
-    [
-        ("rm", "policy.dynamic_batching"),
-        ("grpo", "env.reward_model.sequence_packing"),
-        ("grpo", "env.reward_model.dynamic_batching"),
-    ],
-)
-def test_auto_is_refused_where_nothing_resolves_it(command, section):
-    with pytest.raises(ConfigError, match=r"policy\.sequence_packing alone"):
-        config_of(command, f"{section}.train_mb_tokens=auto")

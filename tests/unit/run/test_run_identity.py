@@ -57,8 +57,8 @@ def test_what_an_earlier_version_did_not_know_had_its_default(kind):
     [
         ("a.jsonl", "b.jsonl", []),
         ("a.jsonl", "{data_path: b.jsonl}", []),
-        ("a.jsonl", "{data_path: b.jsonl, split: test}", ["data.val_data_paths.x.split"]),
-        ("null", "b.jsonl", ["data.val_data_paths.x"]),
+        ("a.jsonl", "{data_path: b.jsonl, split: test}", ["data.validation.x.split"]),
+        ("null", "b.jsonl", ["data.validation"]),
     ],
 )
 def test_a_validation_set_that_is_a_path_alone_may_move_as_a_block_may(before, now, changed):

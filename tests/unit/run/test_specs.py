@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.policy import LoraConfig, NamedCall, PolicyConfig, ScratchConfig
+from laurel.config.policy import (
+    LoraConfig,
+    NamedCall,
+    PolicyConfig,
+    RewardPolicyConfig,
+    ScratchConfig,
+)
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.sft import SFTPolicyConfig, SFTRun
+from laurel.config.sft import SFTRun
 from laurel.models.spec import ModelSpec
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.specs import change_notes, generator_spec, model_spec, scorer_spec, step_order
@@ -25,7 +30,6 @@ SECTION = {
     "reward_model_cfg": {"reward_model_type": "regression", "attributes": ["helpfulness"]},
     "precision": "float32",
     "sequence_packing": {"enabled": False},
-    "logprob_chunk_size": 5,
     "compile": True,
     "dtensor_cfg": {
         "lora_cfg": {"enabled": True},
@@ -40,9 +44,8 @@ SECTION = {
 
 
 def test_nothing_of_a_model_is_left_out():
-    spec = model_spec(GRPOPolicyConfig.model_validate(SECTION))
+    spec = model_spec(RewardPolicyConfig.model_validate(SECTION))
     assert model_spec(PolicyConfig(model_name="a/b")) == ModelSpec(name="a/b")
-    assert model_spec(SFTPolicyConfig(logprob_chunk_size=5)).logprob_chunk_size == 5
     alike = [
         one.name for one in fields(spec) if asdict(spec)[one.name] == asdict(ModelSpec())[one.name]
     ]
@@ -93,7 +96,7 @@ def test_an_engine_is_told_of_the_whole_section():
 
 @pytest.mark.parametrize(
     ("kind", "section", "head"),
-    [(RewardTrainingRun, "rm", {"reward_model_cfg": {"enabled": True}}), (SFTRun, "sft", {})],
+    [(RewardTrainingRun, "rm", {}), (SFTRun, "sft", {})],
 )
 def test_the_order_is_that_of_the_file_or_of_the_seed(kind, section, head):
     def rows(shuffle, seed):

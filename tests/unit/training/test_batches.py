@@ -50,17 +50,20 @@ def policy(**changes):
 
 def cut(path, *, micro_batch_size=1, **changes):
     model = model_of(path)
-    batcher = Batcher(model.path, policy(**changes).batch_limits, pad_id=PAD)
+    limits = policy(train_micro_batch_size=micro_batch_size, **changes).batch_limits
+    batcher = Batcher(model.path, limits, pad_id=PAD)
     rows = samples()
-    return model, batcher.cut(
-        [row.tokens for row in rows],
-        [row.preference for row in rows],
-        micro_batch_size=micro_batch_size,
-    )
+    return model, batcher.cut([row.tokens for row in rows], [row.preference for row in rows])
 
 
 def ids(batch):
     return [[int(label.group.id) for label in micro.labels] for micro in batch]
+
+
+DYNAMIC: dict[str, Any] = {
+    "sequence_packing": {"enabled": False, "train_mb_tokens": 60},
+    "dynamic_batching": {"enabled": True},
+}
 
 
 def test_forests_are_filled_up_to_the_budget():
@@ -95,14 +98,14 @@ def test_padded_rows_are_cut_by_number():
 
 def test_packing_that_the_model_cannot_do_still_fills_the_budget_with_rows():
     _, wanted = cut("padded", sequence_packing={"train_mb_tokens": 120})
-    _, dynamic = cut("padded", dynamic_batching={"enabled": True, "train_mb_tokens": 120})
+    packing = {"enabled": False, "train_mb_tokens": 120}
+    _, dynamic = cut("padded", sequence_packing=packing, dynamic_batching={"enabled": True})
     assert ids(wanted) == ids(dynamic)
     assert len(wanted) > 1
 
 
 def test_dynamic_batches_are_of_similar_lengths_within_the_budget():
-    dynamic = {"enabled": True, "train_mb_tokens": 60}
-    _, batch = cut("padded", dynamic_batching=dynamic)
+    _, batch = cut("padded", **DYNAMIC)
     # By the longest of each: 41 alone (82), then 17 (3 rows, 51), 14 (28) + 12 (56), 10 + 6 (40).
     assert ids(batch) == [[4], [3], [1, 0], [5, 2]]
     assert [micro.num_tokens for micro in batch] == [82, 51, 56, 40]
@@ -116,7 +119,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         {"sequence_packing": {"share_prompts": False, "train_mb_tokens": 40}},
     ),
     "padded, fixed": ("padded", {}),
-    "padded, dynamic": ("padded", {"dynamic_batching": {"enabled": True, "train_mb_tokens": 60}}),
+    "padded, dynamic": ("padded", DYNAMIC),
 }
 
 

@@ -45,10 +45,7 @@ def gradients(batch, of_batch, *, path="forest", **changes):
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
     batcher = Batcher(path, policy.batch_limits, pad_id=PAD)
-    micro_batches = batcher.cut(
-        *batcher.divide(batch, of_batch, PolicyLabels.subset),
-        micro_batch_size=policy.train_micro_batch_size,
-    )
+    micro_batches = batcher.cut(*batcher.divide(batch, of_batch, PolicyLabels.subset))
     loss = loss_of()
     update = learner.update(micro_batches, loss)
     assert update.failure is None
@@ -110,9 +107,9 @@ def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size, used):
         {"sequence_packing": {"share_prompts": False}},
         {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 3, "path": "padded"},
         {
-            "sequence_packing": {"enabled": False},
+            "sequence_packing": {"enabled": False, "train_mb_tokens": 30},
             "path": "padded",
-            "dynamic_batching": {"enabled": True, "train_mb_tokens": 30},
+            "dynamic_batching": {"enabled": True},
         },
     ],
     ids=["small", "large", "alone", "padded", "dynamic"],

@@ -37,7 +37,7 @@ def scorers():
         limits = BatchLimits(forest_tokens=budget)
         dp_size = 3 if budget == 40 else 1
         batcher = Batcher(loaded.model.path, limits, pad_id=0, dp_size=dp_size)
-        made[budget] = LearnerScorer(learner, loaded.contract, batcher, micro_batch_size=1)
+        made[budget] = LearnerScorer(learner, loaded.contract, batcher)
     return made
 
 

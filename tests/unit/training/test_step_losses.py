@@ -145,7 +145,7 @@ def test_model_and_loss_must_fit(policy: str, loss: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RewardTrainingRun.model_validate(
             {
-                "policy": {"reward_model_cfg": {"enabled": True, "reward_model_type": policy}},
+                "policy": {"reward_model_cfg": {"reward_model_type": policy}},
                 "rm": {"loss": {"type": loss}},
             }
         )

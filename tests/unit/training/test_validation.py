@@ -82,7 +82,6 @@ def run(
     micro_batches = Batcher("forest", BatchLimits(forest_tokens=budget), pad_id=0).cut(
         [one.tokens for one in samples],
         [one.preference for one in samples],
-        micro_batch_size=1,
     )
     validation = validate(
         learner,

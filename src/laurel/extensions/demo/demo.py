@@ -466,7 +466,7 @@ def rm_run(files: Files, seed: int, policy: Path) -> RewardTrainingRun:
         f"rm.seed={seed}",
         f"policy.model_name={_text(policy)}",
         f"data.train_data_path={_text(files.data('preferences'))}",
-        f"data.val_data_paths={{held-out: {_text(files.data('held-out-preferences'))}}}",
+        f"data.validation={{held-out: {{data_path: {_text(files.data('held-out-preferences'))}}}}}",
     )
 
 

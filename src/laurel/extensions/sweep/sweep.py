@@ -458,7 +458,6 @@ class Sweep:
         # The folds of the training set take the place of every validation set.
         cut: dict[str, Any] = {
             "val_data_path": None,
-            "val_data_paths": {},
             "validation": None,
             "split_validation_size": 1 / self.options.num_folds,
         }

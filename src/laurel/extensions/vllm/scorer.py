@@ -64,7 +64,7 @@ class VllmScorer(ContractScorer):
             ModelError: The tokenizer has tokens that the model does not embed.
             ScoringContractError: There are no golden scores, or vLLM gives others.
         """
-        super().__init__(contract, batch_tokens=batch_tokens, batch_size=None)
+        super().__init__(contract, batch_tokens=batch_tokens)
         rules = contract.rules
         if rules.steps is not None:
             raise ModelError(

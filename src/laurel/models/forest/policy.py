@@ -39,7 +39,6 @@ class PolicyModel(Decoder):
         path: Path,
         precision: torch.dtype,
         temperature: float = 1.0,
-        logprob_chunk_size: int | None = None,
     ) -> None:
         """Wrap a language model.
 
@@ -49,8 +48,6 @@ class PolicyModel(Decoder):
             precision: The dtype in which the decoder computes.
             temperature: The sampling temperature, at which log-probabilities are computed; 0
                 (greedy sampling) counts as 1.
-            logprob_chunk_size: The number of tokens whose logits are in memory at a time; None: as
-                many as give 16M logits on a CPU, 268M on a GPU.
 
         Raises:
             ModelError: The head is not a linear layer over the vocabulary.
@@ -60,7 +57,9 @@ class PolicyModel(Decoder):
         UnreadTokens.skip_in(causal_lm)
         round_residual_stream(causal_lm)
         self.temperature = temperature or 1.0
-        self.logprob_chunk_size = logprob_chunk_size
+        self.logprob_chunk_size: int | None = None
+        """The number of tokens whose logits are in memory at a time; None: as many as give 16M
+        logits on a CPU, 268M on a GPU."""
         self.with_entropy = False
         """Whether the entropy of each token's distribution is computed too."""
         self.rounded_head_VD: Tensor | None = None

@@ -102,7 +102,6 @@ def load_policy(
         path=path,
         precision=compute_dtype(spec, weights_dtype),
         temperature=temperature,
-        logprob_chunk_size=spec.logprob_chunk_size,
     )
     finalize_model(model, spec, device, mesh, notes)
     if is_random:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
-from laurel.config.data import TaskSetConfig
+from laurel.config.data import TaskSetConfig, flat_set
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.data.tasks import TaskData, is_endless, load_tasks, sets_of_run
@@ -122,7 +122,7 @@ def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
     given = {key: value for key, value in named.items() if value is not None}
     data = config.data
     if given:
-        sets = [(data.default or TaskSetConfig()).model_copy(update=given)]
+        sets = [flat_set(data, TaskSetConfig, None, None).model_copy(update=given)]
     elif data.model_fields_set:
         sets = data.validation_sets() or [
             # What is made has prompts of validation, which a run never trains on.
