@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from laurel.cli.main import app
 from laurel.config.json_schema import json_schema, schema_text
 from laurel.config.load import load_config, to_yaml
+from laurel.config.resuming import changes
 from laurel.config.schemas import SCHEMAS, Kind
 
 ROOT = Path(__file__).parents[3]
@@ -68,8 +69,13 @@ def test_every_recipe_loads_without_a_word_and_is_written_as_it_was_read(
     loaded = load_config(schema, path)
     assert loaded.warnings == ()
     written = tmp_path / "written.yaml"
-    written.write_text(to_yaml(loaded.config, describe=True), encoding="utf-8")
+    written.write_text(to_yaml(loaded.config), encoding="utf-8")
     assert load_config(schema, written).config == loaded.config
+    # Described, it has the keys of all plug-ins with their defaults.
+    written.write_text(to_yaml(loaded.config, describe=True), encoding="utf-8")
+    again = load_config(schema, written).config
+    dumped = [one.model_dump(mode="json") for one in (again, loaded.config)]
+    assert not list(changes(schema, *dumped))
 
 
 @pytest.mark.parametrize(

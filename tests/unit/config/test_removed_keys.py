@@ -35,7 +35,8 @@ def places(schema: Any, path: Place = ()) -> Iterator[tuple[type[Section], Place
 def cases() -> Iterator[Any]:
     for kind, schema in SCHEMAS.items():
         for section, path in places(schema):
-            for key in section.removed.keys() - section.foreign_keys:  # which files of others have
+            # Keys that files of others have are ignored.
+            for key in sorted(section.removed.keys() - section.foreign_keys):
                 one = section.removed[key]
                 yield pytest.param(kind, (*path, key), one, id=f"{kind} {'.'.join(path)}.{key}")
 
