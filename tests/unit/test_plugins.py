@@ -18,6 +18,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.json_schema import json_schema
 from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.yaml_tree import Section
 from laurel.environments.registry import shown_tools
 from laurel.errors import ConfigError
 from laurel.generation.load import PluggedMaker
@@ -351,3 +352,55 @@ def test_a_source_of_scores_of_a_package_is_used_by_name(site):
     ):
         with pytest.raises(ConfigError, match=what):
             load_config(GRPORun, None, [*chosen, wrong])
+
+
+@pytest.mark.parametrize(("where", "name"), [("loss_fn", "ppo"), ("logger", "jsonl")])
+def test_a_key_of_a_plug_in_without_settings_is_refused_with_its_line(where, name, tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(f"{where}:\n  {name}: {{a: 1}}\n")
+    for given in ((file,), (None, [f"{where}.{name}.a=1"])):
+        with pytest.raises(ConfigError, match=rf"{where}\.{name}: the plug-in .*has no settings"):
+            load_config(GRPORun, *given)
+    with pytest.raises(ValueError, match="has no settings"):
+        GRPORun.model_validate({where: {name: {"a": 1}}})
+
+
+def test_a_source_of_scores_without_settings_is_chosen_by_an_empty_section(site):
+    text = SOURCE.replace("section = Scale", "").replace("{section.factor:g}", "{section!r}")
+    installed(site, "theirs", {"bare_source": text}, {"scorers": {"bare": "bare_source:X"}})
+    chosen = ["data.env_name=reward_model", "env.reward_model.bare={}"]
+    config = load_config(GRPORun, None, chosen).config
+    assert config.env.reward_model.named == ("bare", Section())
+    assert "    bare: {}\n" in to_yaml(config)
+    said: list[str] = []
+    open_scorer(ScorerSpec(source=NamedSource("bare", Section())), say=said.append).close()
+    assert said == ["env.reward_model.bare Section()"]
+
+
+NO_SECTION = """
+from laurel.plugins import Loss
+
+class X(Loss):
+    "X."
+    section = dict
+
+    def make(self, section, settings): ...
+"""
+
+
+def test_settings_that_are_no_section_are_refused_with_their_plug_in(site):
+    installed(site, "theirs", {"odd_settings": NO_SECTION}, {"losses": {"x": "odd_settings:X"}})
+    for given in (["loss_fn.loss_type=x"], ["loss_fn.x.a=1"]):
+        with pytest.raises(ConfigError, match=r"odd_settings:X has section = <class 'dict'>"):
+            load_config(GRPORun, None, given)
+
+
+def test_a_package_that_cannot_be_used_hinders_nothing_that_does_not_name_it(site):
+    whole = json_schema("grpo")
+    points = {kind: {"x": "does_not_load:X"} for kind in plugins.KINDS}
+    installed(site, "theirs", {"does_not_load": "raise OSError('no disk')"}, points)
+    schema = json_schema("grpo")
+    generation = schema["$defs"]["GenerationConfig"]["properties"]
+    assert "x_cfg" not in generation
+    assert "x" in str(generation["backend"])
+    assert generation.keys() == whole["$defs"]["GenerationConfig"]["properties"].keys()

@@ -243,14 +243,10 @@ class ScoringEngineSection(OpenSection):
 
     kind_of_plugin: ClassVar[str] = "engines"
     suffix_of_plugins: ClassVar[str] = "_cfg"
+    settings_of_plugins: ClassVar[str] = "scoring_section"
 
     if TYPE_CHECKING:
         backend: str
-
-    @classmethod
-    def section_of(cls, plugin: Engine) -> type[Section] | None:
-        """Return the settings that an engine has here."""
-        return plugin.scoring_section
 
     @property
     def engine(self) -> tuple[Engine, Any] | None:
@@ -664,9 +660,8 @@ class ScorerSource(AskingConfig, OpenSection):
         """Return the field that a dialect or a source of scores brings."""
         if key in cls.model_fields or key not in plugins.names("scorers"):
             return super().plugged_in(key)
-        section = plugins.find(plugins.ScoreSource, key).section
-        if section is None:
-            return None
+        # It is chosen by being there, so one without settings has an empty section.
+        section = cls.section_of(plugins.find(plugins.ScoreSource, key)) or Section
         kind: Any = field_of_section(section).annotation
         return FieldInfo(annotation=kind | None, default=None, description=section.__doc__)
 

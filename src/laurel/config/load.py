@@ -35,7 +35,7 @@ from laurel.config.dump import to_yaml
 from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.nemo_rl import Move, adapt, is_carried, unread_keys
 from laurel.config.overrides import Override, apply_overrides, at_their_place
-from laurel.config.plugged import field_of, known_keys
+from laurel.config.plugged import field_of
 from laurel.config.schema_info import (
     Kinds,
     choices_of,
@@ -180,7 +180,13 @@ class Checker:
         whole = True
         for key, child in node.value.items():
             here = (*path, key)
-            if (field := self._field(section, key, child, here)) is not None:
+            try:
+                field = field_of(section, key)
+            except ConfigError as error:  # its plug-in cannot be used
+                whole = False
+                self._report(here, child.place, str(error))
+                continue
+            if field is not None:
                 kinds = kinds_of_field(field)
                 value = self._value(kinds, child, here)
                 if value is None and self._is_left_out(field, kinds, here):
@@ -197,8 +203,7 @@ class Checker:
                 self.removed[dotted(here)] = section.removed[key].instead
             else:
                 whole = False
-                if key not in known_keys(section):  # otherwise reported: it cannot be imported
-                    self._report(here, child.place, unknown_key(self.schema, section, key))
+                self._report(here, child.place, unknown_key(self.schema, section, key))
         try:
             built = section.model_validate(values)
         except ValidationError as error:
@@ -254,16 +259,6 @@ class Checker:
                 problem["loc"] = (key, *problem["loc"])
                 self._report_value(problem, section, node, path, {key: value})
             return _BROKEN
-
-    def _field(
-        self, section: type[Section], key: str, node: YamlNode, path: KeyPath
-    ) -> FieldInfo | None:
-        """Return the field of a key, or None; a plug-in that cannot be used is a problem."""
-        try:
-            return field_of(section, key)
-        except ConfigError as error:
-            self._report(path, node.place, str(error))
-            return None
 
     def _is_left_out(self, field: FieldInfo, kinds: Kinds, path: KeyPath) -> bool:
         """Report whether a null leaves a key out, so that its default holds."""

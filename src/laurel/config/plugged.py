@@ -17,6 +17,8 @@ from laurel.errors import ConfigError
 from laurel.plugins import Plugin
 
 P = TypeVar("P", bound=Plugin)
+NO_SETTINGS = "the plug-in of this name has no settings; leave the key out"
+"""Says that a key is the name of a plug-in, and no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,24 @@ class OpenSection(Section):
     """The kind of its plug-ins."""
     suffix_of_plugins: ClassVar[str] = ""
     """What follows the name of a plug-in in the key of its settings."""
+    settings_of_plugins: ClassVar[str] = "section"
+    """The attribute of a plug-in that is the class of its settings here."""
 
     @classmethod
-    def section_of(cls, plugin: Any) -> type[Section] | None:
-        """Return the settings that a plug-in has in this section."""
-        found: type[Section] | None = plugin.section
-        return found
+    def section_of(cls, plugin: Plugin) -> type[Section] | None:
+        """Return the settings that a plug-in has in this section.
+
+        Raises:
+            ConfigError: They are no section.
+        """
+        found: Any = getattr(plugin, cls.settings_of_plugins)
+        if found is None or (isinstance(found, type) and issubclass(found, Section)):
+            return found
+        kind = type(plugin)
+        raise ConfigError(
+            f"{kind.__module__}:{kind.__qualname__} has {cls.settings_of_plugins} = {found!r}, "
+            "which is no class that derives from laurel.config.yaml_tree.Section"
+        )
 
     @classmethod
     def plugged_in(cls, key: str) -> FieldInfo | None:
@@ -87,10 +101,14 @@ class OpenSection(Section):
 
     @classmethod
     def all_plugged_in(cls) -> Iterator[tuple[str, FieldInfo]]:
-        """Yield the keys and fields of all plug-ins."""
+        """Yield the keys and fields of all plug-ins.
+
+        One that cannot be used, which is said where its name is used, is left out.
+        """
         for key in cls.keys_of_plugins():
-            if (field := cls.plugged_in(key)) is not None:
-                yield key, field
+            with contextlib.suppress(ConfigError):
+                if (field := cls.plugged_in(key)) is not None:
+                    yield key, field
 
     @model_validator(mode="before")
     @classmethod
@@ -100,6 +118,8 @@ class OpenSection(Section):
         made = dict(values)
         for key in values.keys() - cls.model_fields.keys():
             field = cls.plugged_in(str(key))
+            if field is None and key in cls.keys_of_plugins():
+                raise ValueError(f"{key}: {NO_SETTINGS}")
             if field is None:
                 near = nearest(str(key), known_keys(cls))
                 raise ValueError(
@@ -134,11 +154,6 @@ class OpenSection(Section):
 
 def field_of_section(section: type[Section]) -> FieldInfo:
     """Return the field of a section that a plug-in brings, with its defaults if it has any."""
-    if not (isinstance(section, type) and issubclass(section, Section)):
-        raise ConfigError(
-            f"{section!r} is to hold settings, and does not derive from "
-            "laurel.config.plugged.Section"
-        )
     needs = any(field.is_required() for field in section.model_fields.values())
     default: Any = ... if needs else section()
     return FieldInfo(annotation=section, default=default, description=section.__doc__)
@@ -171,14 +186,11 @@ def fields_in(section: Section) -> dict[str, FieldInfo]:
 def values_in(section: Section, *, with_plugins: bool) -> Iterator[tuple[str, FieldInfo, Any]]:
     """Yield the keys of a section with their fields and values.
 
-    With `with_plugins`, those of all plug-ins are among them, with their defaults. A package that
-    cannot be used, which is said where its name is used, is left out here.
+    With `with_plugins`, those of all plug-ins are among them, with their defaults.
     """
     fields = fields_in(section)
-    for key in known_keys(type(section)) if with_plugins else ():
-        with contextlib.suppress(ConfigError):
-            if key not in fields and (field := field_of(type(section), key)) is not None:
-                fields[key] = field
+    if with_plugins:
+        fields |= all_fields(type(section))
     for key, field in fields.items():
         if key in section:
             yield key, field, getattr(section, key)

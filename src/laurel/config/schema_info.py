@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from laurel.config.plugged import NameOf, field_of, known_keys
+from laurel.config.plugged import NO_SETTINGS, NameOf, field_of, known_keys
 from laurel.config.yaml_tree import (
     DEFAULT,
     Removed,
@@ -261,6 +261,8 @@ def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
         return "replaces whole sections only: write it directly below one of the file's first level"
     if key in section.other_commands:
         return f"unknown key; {section.other_commands[key]}"
+    if key in known_keys(section):
+        return NO_SETTINGS
     near = nearest(key, known_keys(section))
     if near is not None:
         return f"unknown key; did you mean '{near}'?"
