@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import math
 import sys
 import tomllib
@@ -497,12 +498,12 @@ class Importer(Plugin):
     is_sure: ClassVar[bool] = False
     """Whether a file that has `own_keys` is of this system, whatever others know of it."""
 
+    @abstractmethod
     def own_keys(self, values: Mapping[str, Any]) -> Sequence[str]:
-        """Return the keys of a file that this system knows.
+        """Return the keys of a file that this system knows; without any it is not of this system.
 
         A file for which no system is named is of the one that knows the most of its keys.
         """
-        return ()
 
     @abstractmethod
     def make(self, section: None, source: Any) -> Any:
@@ -553,7 +554,7 @@ class Entry:
         """Import the class and create the plug-in.
 
         Raises:
-            ConfigError: It cannot be imported or made, or is no plug-in of its kind.
+            ConfigError: It cannot be imported or made, is no plug-in of its kind, or lacks a part.
         """
         module, _, name = self.target.partition(":")
         try:
@@ -571,10 +572,12 @@ class Entry:
                 f"'{self.name}' is {self}, which is no class that derives from "
                 f"laurel.plugins.{base.__name__}"
             )
-        if lacking := sorted(getattr(found, "__abstractmethods__", ())):
+        lacking = [f"{one}()" for one in sorted(getattr(found, "__abstractmethods__", ()))]
+        lacking += [one for one in inspect.get_annotations(base) if not hasattr(found, one)]
+        if lacking:
             raise ConfigError(
-                f"'{self.name}' is {self}, which lacks {' and '.join(lacking)}(): "
-                f"laurel.plugins.{base.__name__} says what it is given and returns"
+                f"'{self.name}' is {self}, which lacks {' and '.join(lacking)}: "
+                f"laurel.plugins.{base.__name__} says what that is"
             )
         try:
             made: Plugin = found()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -87,15 +88,24 @@ def test_what_cannot_be_used_names_its_package(text, what, site):
 @pytest.mark.parametrize("kind", plugins.KINDS)
 def test_one_that_lacks_a_method_is_refused_when_it_is_loaded(kind, site):
     base = plugins.KINDS[kind].__name__
-    for name, body in (("lacks", ""), ("has", "    def make(self, section, given): ...\n")):
-        module = f"{kind}_{name}_make"
+    parts = {"make()": "    def make(self, section, given): ...\n"}
+    if kind == "importers":
+        parts |= {
+            "own_keys()": "    def own_keys(self, values): ...\n",
+            "title": "    title = 'X'\n",
+        }
+    for lacking in (None, *parts):
+        module = f"{kind}_{lacking}".removesuffix("()")
+        body = "".join(text for part, text in parts.items() if part != lacking)
         text = f"from laurel.plugins import {base}\nclass X({base}):\n    'X.'\n{body}"
-        installed(site, f"their-{name}", {module: text}, {kind: {name: f"{module}:X"}})
-    assert isinstance(plugins.plugin(kind, "has"), plugins.KINDS[kind])
-    with pytest.raises(ConfigError, match="lacks make") as caught:
-        plugins.plugin(kind, "lacks")
-    assert "their-lacks" in str(caught.value)
-    assert base in str(caught.value)
+        installed(site, f"their-{module}", {module: text}, {kind: {module: f"{module}:X"}})
+    assert isinstance(plugins.plugin(kind, f"{kind}_None"), plugins.KINDS[kind])
+    for lacking in parts:
+        module = f"{kind}_{lacking}".removesuffix("()")
+        with pytest.raises(ConfigError, match=rf"lacks {re.escape(lacking)}: ") as caught:
+            plugins.plugin(kind, module)
+        assert f"their-{module}" in str(caught.value)
+        assert base in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["ppo", "theirs"])

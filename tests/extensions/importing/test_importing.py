@@ -765,3 +765,14 @@ def test_another_package_imports_another_system(tmp_path, monkeypatch):
     assert fates(found.imported)["tiny_other"] == "not carried"
     with pytest.raises(ConfigError, match="--from tiny"):
         imported(tmp_path, "tiny_model: a/b\n", system="trl")
+
+
+def test_another_package_that_cannot_be_used_hinders_no_other_system(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module = {"unusable_system": "raise OSError('no disk')"}
+    installed(tmp_path, "unusable", module, {"importers": {"x": "unusable_system:X"}})
+    text = "model_name_or_path: a/b\nnum_generations: 8\n"
+    assert imported(tmp_path, text, run="grpo").system == "trl"
+    assert imported(tmp_path, text, run="grpo", system="trl").system == "trl"
+    with pytest.raises(ConfigError, match=r"the package unusable .*no disk"):
+        imported(tmp_path, text, system="x")

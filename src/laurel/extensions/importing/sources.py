@@ -67,11 +67,15 @@ def import_configuration(request: ImportRequest) -> ImportReport:
 
 
 def _importers() -> dict[str, Importer]:
-    return {name: find(Importer, name) for name in names("importers")}
+    # What cannot be used is said where its name is used.
+    found: dict[str, Importer] = {}
+    for name in names("importers"):
+        with suppress(ConfigError):
+            found[name] = find(Importer, name)
+    return found
 
 
 def _read(request: ImportRequest, name: str) -> Source:
-
     def source(values: Mapping[str, Any], command: CommandLine | None = None) -> Source:
         return Source(
             name=name,
@@ -143,6 +147,8 @@ def _mapping(values: Any, name: str) -> Mapping[str, Any]:
 def _system(request: ImportRequest, source: Source) -> tuple[str, str]:
     said, name, command = request.system, source.name, source.command
     importers = _importers()
+    if said is not None:
+        importers[said] = find(Importer, said)
     known = {system: importers[system].own_keys(source.values) for system in importers}
     if command is not None:
         found: str | None = command.system
