@@ -359,14 +359,20 @@ class Engine(Choice):
             ValueError: It does not; the message says what to set.
         """
 
+    @property
+    def is_installed(self) -> bool:
+        """Report whether the package is there."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
     def check_installed(self, key: str) -> None:
         """Raise an error if the package is not installed; `key` is the setting that needs it.
 
         Raises:
             MissingDependencyError: It is not installed.
         """
-        if self.package is None or importlib.util.find_spec(self.package) is not None:
+        if self.is_installed:
             return
+        assert self.package is not None
         if self.extra is not None:
             raise MissingDependencyError.of(self.package, extra=self.extra, purpose=key)
         raise MissingDependencyError(

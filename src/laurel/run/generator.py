@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -52,10 +51,9 @@ def make_generator(
         )
     generation = config.policy.generation
     backend = generation.engine_of(has_gpu=facts.device == "cuda")
-    if generation.backend == "auto" and backend != "transformers":
-        package = plugins.find(Engine, backend).package
-        if package is not None and importlib.util.find_spec(package) is None:
-            backend = "transformers"
+    is_chosen = generation.backend == "auto" and backend != "transformers"
+    if is_chosen and not plugins.find(Engine, backend).is_installed:
+        backend = "transformers"
     if backend == "transformers" and (
         facts.path == "padded" and not config.policy.sequence_packing.enabled
     ):

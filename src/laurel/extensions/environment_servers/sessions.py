@@ -1,6 +1,6 @@
 """Sessions of a server as an environment: one for each rollout, from its first turn to its end.
 
-What a server is and says is in `session_servers`; here is when its sessions begin, what becomes of
+What a server is and says is in `servers`; here is when its sessions begin, what becomes of
 one that is lost, and that each is closed. Whatever goes wrong is one of three things:
 
 - A refused action: the policy wrote something that is no action, or none that the server takes. It

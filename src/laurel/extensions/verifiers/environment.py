@@ -2,7 +2,7 @@
 
 The rewards of a task, times their weights, are the named components of the reward; its metrics are
 figures. Several turns, tools and users that are simulated are the runner's affair: a `step` gives
-it the policy's turn, and returns what it asks next (`verifiers_runner`).
+it the policy's turn, and returns what it asks next (`runner`).
 """
 
 from __future__ import annotations
