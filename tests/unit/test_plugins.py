@@ -20,8 +20,9 @@ from laurel.config.json_schema import json_schema
 from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.yaml_tree import Section
-from laurel.environments.registry import shown_tools
-from laurel.errors import ConfigError
+from laurel.data.tasks import load_task_data
+from laurel.environments.registry import row_sources, shown_tools
+from laurel.errors import ConfigError, DataError
 from laurel.generation.load import PluggedMaker
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.observe.loggers import check_available
@@ -414,3 +415,36 @@ def test_a_package_that_cannot_be_used_hinders_nothing_that_does_not_name_it(sit
     assert "x_cfg" not in generation
     assert "x" in str(generation["backend"])
     assert generation.keys() == whole["$defs"]["GenerationConfig"]["properties"].keys()
+
+
+ROWS = """
+from laurel.data.tasks import MadeRows
+from laurel.plugins import Rows
+
+class X(Rows):
+    "Rows."
+
+    def make(self, chosen, environments):
+        rows = [{"prompt": "a"}, {"prompt": "b", "answer": "1"}, {"answer": "2"}]
+        return MadeRows(origin="theirs", rows=rows)
+"""
+
+
+def test_rows_of_a_package_are_what_its_base_class_says(site):
+    installed(site, "theirs", {"some_rows": ROWS}, {"rows": {"x": "some_rows:X"}})
+    chosen = ["data.dataset_name=x", "data.env_name=reward_model", "data.split_validation_size=0"]
+
+    def read(*more):
+        config = load_config(GRPORun, None, [*chosen, *more]).config
+        return load_task_data(
+            config.data,
+            default_environment="reward_model",
+            environments=config.env.names(),
+            sources=row_sources(config.env),
+        )
+
+    tasks = list(read("data.on_bad_row=skip").train)
+    assert [task.prompt[-1].content for task in tasks] == ["a", "b"]
+    assert tasks[1].metadata["ground_truth"] == "1"
+    with pytest.raises(DataError, match=r"x\[2\]: 'prompt'"):
+        read()

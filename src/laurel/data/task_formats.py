@@ -567,11 +567,11 @@ def preference(row: Row, config: TaskSetConfig) -> TaskParts:
 
 
 def made(row: Row, config: TaskSetConfig) -> TaskParts:
-    """Read a row that the package of an environment made: `prompt`, `answer` and `metadata`."""
+    """Read a row that a package made, as `data.tasks.MadeRows` describes it."""
     return TaskParts(
-        prompt=messages(row["prompt"], role="user", what="'prompt'"),
+        prompt=messages(row.get("prompt"), role="user", what="'prompt'"),
         answer=answer_text(row.get("answer"), what="'answer'"),
-        metadata=row["metadata"],
+        metadata=row.get("metadata") or {},
     )
 
 

@@ -337,7 +337,11 @@ _MAX_TRIES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeRows:
-    """The rows that a package makes for one set: a list of them, or without end."""
+    """The rows that a package makes for one set: a list of them, or without end.
+
+    A row is a mapping: `prompt`, a text or messages with `role` and `content`; `answer`, the known
+    answer, if there is one; and `metadata`, a mapping of what else its environment needs, if any.
+    """
 
     origin: str
     """Where they come from, for the data report."""
