@@ -24,6 +24,7 @@ from laurel.config.yaml_tree import nearest
 from laurel.errors import ConfigError
 from laurel.observe.console import Verbosity, set_verbosity
 from laurel.observe.json_output import stdout_for_json
+from laurel.run.options import CHECKS_OF_OPTIONS
 
 Command = Callable[..., Any]
 _SAID = "laurel.verbosity"
@@ -185,7 +186,8 @@ class _PlainCommand(TyperCommand):
         given = list(args)  # the parser takes them out of its list
         try:
             left = super().parse_args(ctx, args)
-            _refuse_beside_judge(ctx)
+            for check in ctx.meta.pop(CHECKS_OF_OPTIONS, ()):
+                check(ctx)
             return left
         except typer.BadParameter as error:
             error.message = _in_our_words(error)
@@ -322,33 +324,6 @@ class _Unusable(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         raise self.problem
-
-
-_NOT_OF_A_JUDGE = {
-    "model": "judge.model",
-    "precision": "judge.precision",
-    "max_length": "judge.max_model_len",
-    "batch_tokens": "judge.batch_tokens",
-    "settings": "judge.tokenizer",
-    "api_key_env": "judge.api_key_env",
-    "aggregate": "",
-    "compatibility": "",
-    "member": "",
-}
-"""Options about a reward model, and the keys of a file of `--judge` that take their place."""
-
-
-def _refuse_beside_judge(context: Any) -> None:
-    if context.params.get("judge") is None:
-        return
-    for name, key in _NOT_OF_A_JUDGE.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
-            hint = f"; the file sets {key}" if key else ""
-            raise typer.BadParameter(
-                f"{option} is about a reward model, and --judge names a judge{hint}"
-            )
 
 
 def _not_an_option(name: str, given: Sequence[str]) -> str:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from laurel.config.yaml_tree import Section
     from laurel.rewards.spec import ScorerSpec
 
+CHECKS_OF_OPTIONS = "laurel.checks_of_options"
+"""Key in the `meta` of a command's context: functions of the context that an option adds, called
+when all options have been read."""
+
 
 # Completion at a Tab: keys of the configuration, data sets, environments.
 #
@@ -221,10 +225,42 @@ PreferenceSetOption = Annotated[
         help="The data set class that reads the rows. Default: recognized by their columns.",
     ),
 ]
+_NOT_OF_A_JUDGE = {
+    "model": "judge.model",
+    "precision": "judge.precision",
+    "max_length": "judge.max_model_len",
+    "batch_tokens": "judge.batch_tokens",
+    "settings": "judge.tokenizer",
+    "api_key_env": "judge.api_key_env",
+    "aggregate": "",
+    "compatibility": "",
+    "member": "",
+}
+"""Options about a reward model, and the keys of a file of `--judge` that take their place."""
+
+
+def _judge_alone(context: typer.Context, judge: Any) -> Any:
+    if judge is not None and not context.resilient_parsing:
+        context.meta.setdefault(CHECKS_OF_OPTIONS, []).append(_refuse_beside_judge)
+    return judge
+
+
+def _refuse_beside_judge(context: typer.Context) -> None:
+    for name, key in _NOT_OF_A_JUDGE.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
+            hint = f"; the file sets {key}" if key else ""
+            raise typer.BadParameter(
+                f"{option} is about a reward model, and --judge names a judge{hint}"
+            )
+
+
 JudgeOption = Annotated[
     Path | None,
     typer.Option(
         "--judge",
+        callback=_judge_alone,
         metavar="FILE",
         help="Score with a judge in place of a reward model: a YAML file with a section judge, as "
         "in env.reward_model.judge.",

@@ -37,6 +37,16 @@ class Words(Command):
         words.command("shortest", help="Print the shortest.")(count)
         return words
 
+class Ask(Command):
+    "It has options of names that ours have, too."
+
+    def make(self, section, name):
+        return ask
+
+def ask(model: str = "", judge: str = "") -> None:
+    "Ask."
+    print(model, judge)
+
 class Odd(Command):
     "It returns nothing."
 
@@ -78,6 +88,13 @@ def test_a_command_and_a_group_of_another_package(site):
     assert said("eval", "letters", "laurel", "--quiet") == "6\n"
     assert listed(said("eval", "--help"))[-1] == "letters"
     assert "Did you mean 'count'?" in said("coutn", "laurel")
+
+
+def test_options_mean_what_their_own_command_says(site):
+    installed(site, "their-commands", {"counting": MODULE}, {"commands": {"ask": "counting:Ask"}})
+    assert said("ask", "--model", "a", "--judge", "b") == "a b\n"
+    for words in (["--model", "a", "--judge", "b"], ["--judge", "b", "--model", "a"]):
+        assert "--model is about a reward model" in " ".join(said("score", "f", *words).split())
 
 
 def test_shell_completion_knows_them(site):
