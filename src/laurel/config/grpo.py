@@ -108,13 +108,20 @@ class GenerationConfig(OpenSection):
     """Largest difference between log-probabilities of engine and learner in the probe after a
     weight transfer; beyond it the run stops. Null: 1e-3 in float32, 0.2 in bfloat16."""
 
-    def engine_of(self, *, has_gpu: bool) -> str:
-        """Return the name of the engine, which `auto` chooses by whether there is a GPU."""
+    def engine_of(self, *, has_gpu: bool, runs_here: bool = False) -> str:
+        """Return the name of the engine, which `auto` chooses.
+
+        Args:
+            has_gpu: Whether there is a GPU.
+            runs_here: Whether its package has to be installed here; a plan is for other machines.
+        """
         if self.backend != "auto":
             return self.backend
-        own = (name for name in plugins.names("engines") if plugins.is_own("engines", name))
-        automatic = (name for name in own if plugins.find(Engine, name).is_automatic)
-        return next(automatic, "transformers") if has_gpu else "transformers"
+        for name in plugins.names("engines") if has_gpu else ():
+            engine = plugins.find(Engine, name) if plugins.is_own("engines", name) else None
+            if engine and engine.is_automatic and (engine.is_installed or not runs_here):
+                return name
+        return "transformers"
 
     def needs_of(self, name: str) -> EngineNeeds | None:
         """Return what a replica of an engine takes; None for `transformers`."""

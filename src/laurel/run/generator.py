@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
 
-from laurel import plugins
 from laurel.config.grpo_run import GRPORun
 from laurel.errors import ConfigError
 from laurel.plugins import Engine, EngineStart
@@ -50,10 +49,7 @@ def make_generator(
             f"vocabulary of {size} tokens"
         )
     generation = config.policy.generation
-    backend = generation.engine_of(has_gpu=facts.device == "cuda")
-    is_chosen = generation.backend == "auto" and backend != "transformers"
-    if is_chosen and not plugins.find(Engine, backend).is_installed:
-        backend = "transformers"
+    backend = generation.engine_of(has_gpu=facts.device == "cuda", runs_here=True)
     if backend == "transformers" and (
         facts.path == "padded" and not config.policy.sequence_packing.enabled
     ):

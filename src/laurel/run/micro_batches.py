@@ -72,10 +72,21 @@ def _chosen(config: Run, device_memory: int | None) -> tuple[int, str]:
     if read.unknown:
         role, reason = next(iter(read.unknown.items()))
         return default, f"as null gives: the size of the {role} is not known ({reason})"
-    tokens = largest_tokens(config, read.shapes, device_memory)
+    tokens = largest_tokens(_with_engine(config), read.shapes, device_memory)
     if tokens is None:
         return default, "as null gives: by the plan even these do not fit (laurel plan)"
     return tokens, "the largest that fit by the plan"
+
+
+def _with_engine(config: Run) -> Run:
+    """Return a run that names the engine which `auto` chooses on the GPU of this machine."""
+    if config.command != "grpo":
+        return config
+    generation = config.policy.generation
+    name = generation.engine_of(has_gpu=True, runs_here=True)
+    generation = generation.model_copy(update={"backend": name})
+    policy = config.policy.model_copy(update={"generation": generation})
+    return config.model_copy(update={"policy": policy})
 
 
 def _device_memory(config: Run) -> int | None:

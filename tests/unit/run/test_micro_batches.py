@@ -8,6 +8,7 @@ from rich.console import Console
 
 from laurel.config.load import load_config, to_yaml
 from laurel.config.schemas import SCHEMAS
+from laurel.plugins import Engine
 from laurel.run import micro_batches
 from laurel.run.context import RunContext
 from laurel.run.request import request_of
@@ -96,3 +97,17 @@ def test_a_run_that_resumes_keeps_what_it_began_with(gpu, tmp_path):
     # One that began before there was `auto` goes on with what null means.
     (tmp_path / "config.yaml").write_text(to_yaml(config_of("sft", f"{KEY}=null")))
     assert resolved(config, tmp_path)[0] == DEFAULT
+
+
+@pytest.mark.parametrize(("is_installed", "engine"), [(True, "vllm"), (False, "transformers")])
+def test_a_run_counts_the_engine_that_it_uses(is_installed, engine, gpu, monkeypatch):
+    """`auto` takes vLLM where it is installed; a plan, which is for other machines, always."""
+    monkeypatch.setattr(Engine, "is_installed", property(lambda _: is_installed))
+    counted = []
+    monkeypatch.setattr(micro_batches, "largest_tokens", lambda config, *_: counted.append(config))
+    gpu(80)
+    config = config_of("grpo")
+    resolved(config)
+    assert [one.policy.generation.backend for one in counted] == [engine]
+    assert request_of(config).drawing.has_own_weights
+    assert request_of(counted[0]).drawing.has_own_weights is (engine == "vllm")
