@@ -7,6 +7,8 @@ import logging
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tiny
 import tiny_tokenizers
@@ -101,6 +103,53 @@ def test_graphs_end_with_the_weights_that_were_rounded_for_them():
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.mul_(1.1)
+
+
+class Addresses(TorchDispatchMode):
+    """Collects the memory that a program reads and did not allocate itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self._made = {}, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in _tensors((args, kwargs)):
+            if tensor.untyped_storage().data_ptr() not in self._made:
+                self.read[tensor.untyped_storage().data_ptr()] = tensor
+        for tensor in _tensors(made):  # which live on, so that no other has their addresses
+            if tensor.untyped_storage().data_ptr() not in self.read:
+                self._made[tensor.untyped_storage().data_ptr()] = tensor
+        return made
+
+
+def _tensors(values):
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi", "qwen3-tied"])
+def test_a_graph_reads_only_memory_that_lives_as_long_as_it(name):
+    policy = tiny.tiny_policy(name, std=0.1, precision=torch.bfloat16)
+    policy.without_gradients = torch.no_grad  # as on a GPU: inference mode keeps no casts
+    lost = []
+
+    def capture(compute):
+        with Addresses() as addresses:
+            result = compute()
+        batch = engine._batch
+        stays = [*policy.parameters(), *policy.buffers(), policy.rounded_head_VD]
+        stays += [getattr(module, "rounded", None) for module in policy.modules()]
+        stays += [step.numbers for step in batch.static._steps.values()]
+        for blocks in (batch._store._trunk_blocks, batch._store._branch_blocks):
+            stays += tree_leaves([block._layers for block in blocks.values()])
+        known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(stays)}
+        lost.append([one.shape for at, one in addresses.read.items() if at not in known])
+        return lambda: result.copy_(compute()), result
+
+    with engine_of(policy, end_ids=[]) as engine:
+        engine._batch.static.capture = capture
+        draw(engine, request([5, 6, 7], seeds=range(3), max_new_tokens=6))
+    assert lost == [[]]
 
 
 def test_steps_are_computed_as_ever_where_no_graph_can_be_captured(caplog):

@@ -162,7 +162,9 @@ class Decoder(nn.Module):
         """Return a context that autocasts float32 weights to a lower `precision`, if configured."""
         if not self.lowers_precision:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision)
+        # torch has one cache of casts for all threads, and any of them empties it: a CUDA graph of
+        # a decoding step would go on reading what was in it. A pass uses each weight once anyway.
+        return torch.autocast(self.device.type, dtype=self.precision, cache_enabled=False)
 
 
 class RewardModel(Decoder):
