@@ -156,7 +156,10 @@ def test_steps_are_computed_as_ever_where_no_graph_can_be_captured(caplog):
     policy, _ = policy_and_tokenizer()
 
     def refuse(_compute):
-        raise RuntimeError("operation not permitted when stream is capturing")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
 
     asked = request(seeds=(1, 2), max_new_tokens=9)
     with engine_of(policy, static_slots=False) as plain, engine_of(policy) as engine:
@@ -185,6 +188,16 @@ def test_a_model_that_reads_values_on_the_host_is_never_captured(caplog):
         draw(engine, request(seeds=(1, 2), max_new_tokens=9))
         assert recorded.num_captures == 0
     assert "needs values on the host" in caplog.text
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_copies_between_devices_make_the_host_wait(context):
+    with context(), static.HostReads() as reads:
+        torch.ones(2).to(torch.float64).to("cpu")
+        torch.ones(2).copy_(torch.zeros(2))
+        assert not reads.names
+        torch.ones(2).to("meta")
+    assert reads.names == {"aten::_to_copy"}
 
 
 @pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))

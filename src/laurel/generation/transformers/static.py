@@ -9,6 +9,7 @@ then the graph ends with the logits.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -138,7 +139,9 @@ class StaticSteps:
         try:
             step.replay, step.result = self.capture(lambda: self._compute(key, step.numbers))
         except RuntimeError as error:  # torch's errors of CUDA and of memory
-            self._give_up(f"{type(error).__name__}: {error}")
+            # The end of a failed capture raises its own error, which does not say what failed.
+            errors = [one for one in (error.__context__, error) if one is not None]
+            self._give_up("; then ".join(f"{type(one).__name__}: {one}" for one in errors))
 
     def _give_up(self, reason: str) -> None:
         self.capture = None
@@ -160,8 +163,14 @@ class StaticSteps:
         return sample_tokens(logits_NV, rows, uniform_N.view(torch.float64)).joined()
 
 
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+
+
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations whose results depend on values that the host must wait for."""
+    """Notes the operations for which the host must wait: they need values, or copy between devices.
+
+    No graph can be captured with them.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,9 +189,13 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
             # Indices that are numbers need not be known, masks are counted.
             waits = {one for one in args[1] if one is not None and one.dtype == torch.bool}
+        made = function(*args, **kwargs)
+        if function.overloadpacket in COPIES:
+            kinds = {one.device.type for one in (*args, made) if isinstance(one, Tensor)}
+            waits = kinds if len(kinds) > 1 else set()
         if waits:
             self.names.add(function._schema.name)
-        return function(*args, **kwargs)
+        return made
 
 
 class CudaGraphs:
@@ -204,7 +217,8 @@ class CudaGraphs:
         before = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         # The memory ends with the last graph that has it.
-        pool = next((other.pool() for other in self._graphs), None)
+        pools = (other.pool() for other in self._graphs)
+        pool = next(pools, None) or torch.cuda.graph_pool_handle()
         try:
             # The learner and other models may use the GPU from other threads meanwhile.
             with (
@@ -215,6 +229,13 @@ class CudaGraphs:
                 ),
             ):
                 result = compute()
+        except RuntimeError:
+            # Otherwise torch's allocator takes the capture to go on: it would free no cached memory
+            # any more, not even where it runs out of memory.
+            with contextlib.suppress(RuntimeError):  # the capture had not begun, or has ended
+                torch._C._cuda_endAllocateToPool(self._device.index, pool)
+                torch._C._cuda_releasePool(self._device.index, pool)
+            raise
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own
         self._graphs.add(graph)
