@@ -170,6 +170,42 @@ def test_steps_are_computed_as_ever_where_no_graph_can_be_captured(caplog):
     assert "not permitted" in record.getMessage()
 
 
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_capture_that_fails_is_undone_in_torchs_allocator(monkeypatch, has_begun):
+    under_way, generator = ["pool"] if has_begun else [], torch.Generator()
+
+    def end(index, pool):
+        if pool not in under_way:
+            raise RuntimeError("not currently recording to mempool_id")
+        under_way.remove(pool)
+
+    streams, released = [], []
+    for name, made in {
+        "Stream": lambda _: "side",
+        "current_stream": lambda _: "main",
+        "set_stream": streams.append,
+        "CUDAGraph": object,
+        "graph_pool_handle": lambda: "pool",
+        "device": contextlib.nullcontext,
+        "graph": lambda *_, **__: contextlib.nullcontext(),
+        "default_generators": [generator],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, made)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *given: released.append(given))
+
+    def compute():
+        raise RuntimeError("not permitted")
+
+    before = torch.rand(2, generator=generator.clone_state())
+    with pytest.raises(RuntimeError, match="not permitted"):
+        static.CudaGraphs(torch.device("cuda", 0))(compute)
+    assert not under_way
+    assert released == ([(0, "pool")] if has_begun else [])
+    assert streams == ["main"]
+    assert torch.equal(torch.rand(2, generator=generator), before)
+
+
 class ReadsOnTheHost(torch.nn.Module):
     def __init__(self, inner):
         super().__init__()

@@ -190,10 +190,8 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Indices that are numbers need not be known, masks are counted.
             waits = {one for one in args[1] if one is not None and one.dtype == torch.bool}
         made = function(*args, **kwargs)
-        if function.overloadpacket in COPIES:
-            kinds = {one.device.type for one in (*args, made) if isinstance(one, Tensor)}
-            waits = kinds if len(kinds) > 1 else set()
-        if waits:
+        devices = {one.device.type for one in (*args, made) if isinstance(one, Tensor)}
+        if waits or (function.overloadpacket in COPIES and len(devices) > 1):
             self.names.add(function._schema.name)
         return made
 
@@ -230,11 +228,14 @@ class CudaGraphs:
             ):
                 result = compute()
         except RuntimeError:
-            # Otherwise torch's allocator takes the capture to go on: it would free no cached memory
-            # any more, not even where it runs out of memory.
+            # Otherwise torch takes the capture to go on: the allocator would free no cached memory
+            # any more, not even where it runs out, and in releases before 2.13 dropout would fail.
+            index = self._device.index
             with contextlib.suppress(RuntimeError):  # the capture had not begun, or has ended
-                torch._C._cuda_endAllocateToPool(self._device.index, pool)
-                torch._C._cuda_releasePool(self._device.index, pool)
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
+                generator = torch.cuda.default_generators[index]
+                generator.graphsafe_set_state(generator.clone_state())
             raise
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own
