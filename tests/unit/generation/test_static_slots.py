@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import threading
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch.utils._pytree import tree_leaves
 import tiny
 import tiny_tokenizers
 from generators import draw, full_logprobs, policy_and_tokenizer, request
+from laurel.data.forest import to_forest
 from laurel.generation.transformers import static
 from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.forest.decoder import PASSES
 
 pytestmark = pytest.mark.slow_parameters(
     "gemma-",
@@ -150,6 +153,41 @@ def test_a_graph_reads_only_memory_that_lives_as_long_as_it(name):
         engine._batch.static.capture = capture
         draw(engine, request([5, 6, 7], seeds=range(3), max_new_tokens=6))
     assert lost == [[]]
+
+
+def test_nothing_is_captured_while_another_model_computes_and_it_waits_for_a_capture():
+    policy, _ = policy_and_tokenizer()
+    other = tiny.tiny_reward_model("qwen3")
+    forest = to_forest(tiny.random_groups(0, [(5, [2])]))
+    recorded, asked = Recorded(), request(seeds=(1, 2), max_new_tokens=9)
+    begun, late = threading.Event(), []
+
+    def capture(compute):
+        def score():
+            begun.set()
+            other(forest)
+            late.append("scored")
+
+        thread = threading.Thread(target=score)
+        thread.start()
+        begun.wait(10)
+        thread.join(0.1)
+        late.append("captured")
+        threads.append(thread)
+        return recorded(compute)
+
+    threads = []
+    with engine_of(policy, static_slots=False) as plain, engine_of(policy) as engine:
+        engine._batch.static.capture = capture
+        expected = draw(plain, asked)
+        with PASSES.under_way():
+            same(draw(engine, asked), expected)
+        assert recorded.num_captures == 0
+        same(draw(engine, asked), expected)
+    for thread in threads:
+        thread.join(10)
+    assert recorded.num_captures == 1
+    assert late == ["captured", "scored"]
 
 
 def test_steps_are_computed_as_ever_where_no_graph_can_be_captured(caplog):

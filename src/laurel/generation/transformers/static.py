@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
-from laurel.models.forest.decoder import uncompiled
+from laurel.models.forest.decoder import PASSES, uncompiled
 from laurel.models.forest.decoding import DecodePlan
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.forest.static_step import StepShape
@@ -137,7 +137,10 @@ class StaticSteps:
         if self.capture is None:
             return
         try:
-            step.replay, step.result = self.capture(lambda: self._compute(key, step.numbers))
+            with PASSES.kept_out() as is_alone:
+                if is_alone:  # otherwise the next step of this shape may be
+                    compute = partial(self._compute, key, step.numbers)
+                    step.replay, step.result = self.capture(compute)
         except RuntimeError as error:  # torch's errors of CUDA and of memory
             # The end of a failed capture raises its own error, which does not say what failed.
             errors = [one for one in (error.__context__, error) if one is not None]
@@ -202,25 +205,24 @@ class CudaGraphs:
     They are replayed one after the other, and each result is read before the next replay.
     """
 
-    _captures = threading.Lock()
-    """Only one capture may be under way in a process."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Capture a program that has run before, so that it allocates and loads nothing more."""
+        """Capture a program that has run before, so that it allocates and loads nothing more.
+
+        Only one capture may be under way in a process.
+        """
         before = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         # The memory ends with the last graph that has it.
         pools = (other.pool() for other in self._graphs)
         pool = next(pools, None) or torch.cuda.graph_pool_handle()
         try:
-            # The learner and other models may use the GPU from other threads meanwhile.
+            # Other threads may use the GPU meanwhile, and passes of models wait (`Passes`).
             with (
-                self._captures,
                 torch.cuda.device(self._device),
                 torch.cuda.graph(
                     graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
