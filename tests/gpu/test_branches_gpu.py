@@ -11,6 +11,7 @@ import tiny
 import tiny_tokenizers as made
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.data.forest import to_forest
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.extensions.doctor.checks import SIZES, Trial, run_trial
 from laurel.extensions.doctor.doctor import PROBES
@@ -26,7 +27,7 @@ from laurel.rewards.scorer import LocalScorer
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.micro_batches import _device_memory
 from laurel.run.policy import _free_bytes
-from laurel.types import GenerationRequest, Message, SamplingParams, group_of
+from laurel.types import GenerationRequest, Message, SamplingParams, TokenGroup, group_of
 from laurel.workers.process import choose_device
 from laurel.workers.rendezvous import RankPlace
 from reward_models import small_model, write_model
@@ -89,21 +90,34 @@ def test_random_states_come_back():
     assert torch.equal(torch.rand(3, device=DEVICE), before)
 
 
-def completions(model):
-    engine = TransformersEngine(model, made.chatml(), end_ids=())
-    request = GenerationRequest(
-        id="one",
-        prompt_ids=tiny.random_groups(1, [(9, [1])])[0].trunk_ids,
-        seeds_G=(1, 2),
-        sampling=SamplingParams(max_new_tokens=8, temperature=0.0),
+def request(length, count, **sampling):
+    return GenerationRequest(
+        id=str(length),
+        prompt_ids=tiny.random_groups(1, [(length, [1])])[0].trunk_ids,
+        seeds_G=tuple(range(count)),
+        sampling=SamplingParams(**sampling),
     )
 
-    async def drawn():
-        return [one async for one in engine.generate(request)]
 
-    found = asyncio.run(drawn())
+def drawn(engine, *requests):
+    """The completions of requests that are made together; the engine is closed then."""
+
+    async def one(wanted):
+        found = [one async for one in engine.generate(wanted)]
+        return sorted(found, key=lambda one: one.index)
+
+    async def together():
+        return await asyncio.gather(*map(one, requests))
+
+    found = asyncio.run(together())
     engine.close()
-    return [list(one.ids_L) for one in sorted(found, key=lambda one: one.index)]
+    return found
+
+
+def completions(model):
+    engine = TransformersEngine(model, made.chatml(), end_ids=())
+    (found,) = drawn(engine, request(9, 2, max_new_tokens=8, temperature=0.0))
+    return [list(one.ids_L) for one in found]
 
 
 def test_completions_are_the_cpus():
@@ -112,43 +126,61 @@ def test_completions_are_the_cpus():
     assert completions(model.to(DEVICE)) == expected
 
 
+REQUESTS = [
+    request(length, count, max_new_tokens=limit)
+    for length, count, limit in ((9, 5, 90), (70, 3, 20), (5, 1, 40))
+]
+
+
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_steps_are_replayed_as_graphs(precision):
-    model = tiny.tiny_policy("qwen3", std=0.2, precision=precision).to(DEVICE)
-    requests = [
-        GenerationRequest(
-            id=str(length),
-            prompt_ids=tiny.random_groups(1, [(length, [1])])[0].trunk_ids,
-            seeds_G=tuple(range(count)),
-            sampling=SamplingParams(max_new_tokens=limit),
-        )
-        for length, count, limit in ((9, 5, 90), (70, 3, 20), (5, 1, 40))
-    ]
-
-    async def drawn(engine):
-        async def one(request):
-            found = [one async for one in engine.generate(request)]
-            return sorted(found, key=lambda one: one.index)
-
-        return await asyncio.gather(*(one(request) for request in requests))
-
-    plain = TransformersEngine(model, made.chatml(), end_ids=(), static_slots=False)
+    model = tiny.tiny_policy("qwen2", std=0.2, precision=precision).to(DEVICE)
     engine = TransformersEngine(model, made.chatml(), end_ids=(), static_slots=True)
     steps, captured = engine._batch.static, []
     capture = steps.capture
     steps.capture = lambda compute: (captured.append(1), capture(compute))[1]
-    found, expected = asyncio.run(drawn(engine)), asyncio.run(drawn(plain))
+    found = drawn(engine, *REQUESTS)
     assert steps.capture is not None, "a capture failed: see the warning"
     assert len(captured) > 3
-    plain.close()
-    engine.close()
-    for ones, others in zip(found, expected, strict=True):
-        for one, other in zip(ones, others, strict=True):
-            if precision == torch.float32:
-                assert one.ids_L.tolist() == other.ids_L.tolist()
-                assert one.logprobs_L == pytest.approx(other.logprobs_L, abs=1e-4)
-            else:  # in bfloat16 rounding may pick another token, after which all are others
-                assert one.logprobs_L[0] == pytest.approx(other.logprobs_L[0], abs=0.1)
+    plain = TransformersEngine(model, made.chatml(), end_ids=(), static_slots=False)
+    expected = drawn(plain, *REQUESTS)
+    for wanted, ones, others in zip(REQUESTS, found, expected, strict=True):
+        branches = tuple(one.ids_L for one in ones)
+        # In bfloat16 rounding may pick another token, after which all are others.
+        if precision == torch.float32:
+            assert list(map(list, branches)) == [list(other.ids_L) for other in others]
+        group = TokenGroup(id="", trunk_ids=wanted.prompt_ids, branches_ids_G=branches)
+        recomputed = model.logprobs(to_forest([group])).tolist()
+        of_tokens = [value for one in ones for value in one.logprobs_L]
+        tolerance = 1e-4 if precision == torch.float32 else 0.25
+        assert of_tokens == pytest.approx(recomputed, abs=tolerance)
+
+
+class Waits(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        torch.cuda.current_stream().synchronize()
+        return self.inner(hidden)
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(caplog):
+    model = tiny.tiny_policy("qwen2", std=0.2).to(DEVICE)
+    layer = model.causal_lm.base_model.layers[0]
+    layer.mlp = Waits(layer.mlp)
+    engine = TransformersEngine(model, made.chatml(), end_ids=(), static_slots=True)
+    found = drawn(engine, *REQUESTS)
+    assert engine._batch.static.capture is None
+    assert "capturing" in caplog.text
+    torch.cuda.empty_cache()
+    torch.rand(2, device=DEVICE)
+    plain = TransformersEngine(model, made.chatml(), end_ids=(), static_slots=False)
+    expected = drawn(plain, *REQUESTS)
+    assert [[list(one.ids_L) for one in ones] for ones in found] == [
+        [list(one.ids_L) for one in ones] for ones in expected
+    ]
 
 
 def test_a_scorer_sleeps_on_the_host():

@@ -27,7 +27,7 @@ from laurel.config.policy import Milestones, NamedCall
 from laurel.models.checkpoint.export import save_policy, save_reward_model
 from laurel.models.checkpoint.state import load_training_state, save_training_state
 from laurel.models.checkpoint.store import Background
-from laurel.models.forest.decoder import Offloader
+from laurel.models.forest.decoder import PASSES, Offloader
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.parallel.mesh import AcrossRanks
@@ -387,7 +387,8 @@ class LocalLearner:
         # Continues after a loss that is not finite: to check, the host would have to wait for the
         # device in every micro-batch, and other ranks wait for this one in every pass.
         losses: list[Tensor] = []
-        with self._products(self.model) if self._products else nullcontext():
+        products = self._products(self.model) if self._products else nullcontext()
+        with PASSES.under_way(), products:  # backward passes, too
             for number, micro_batch in enumerate(batch):
                 outputs = self.model(micro_batch.inputs)
                 result = loss(outputs, micro_batch.labels, num_groups=denominator)

@@ -3,16 +3,21 @@
 import contextlib
 import itertools
 import logging
+import threading
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tiny
 import tiny_tokenizers
 from generators import draw, full_logprobs, policy_and_tokenizer, request
+from laurel.data.forest import to_forest
 from laurel.generation.transformers import static
 from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.forest.decoder import PASSES
 
 pytestmark = pytest.mark.slow_parameters(
     "gemma-",
@@ -103,11 +108,96 @@ def test_graphs_end_with_the_weights_that_were_rounded_for_them():
                     parameter.mul_(1.1)
 
 
+class Addresses(TorchDispatchMode):
+    """Collects the memory that a program reads and did not allocate itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self._made = {}, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in _tensors((args, kwargs)):
+            if tensor.untyped_storage().data_ptr() not in self._made:
+                self.read[tensor.untyped_storage().data_ptr()] = tensor
+        for tensor in _tensors(made):  # which live on, so that no other has their addresses
+            if tensor.untyped_storage().data_ptr() not in self.read:
+                self._made[tensor.untyped_storage().data_ptr()] = tensor
+        return made
+
+
+def _tensors(values):
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi", "qwen3-tied"])
+def test_a_graph_reads_only_memory_that_lives_as_long_as_it(name):
+    policy = tiny.tiny_policy(name, std=0.1, precision=torch.bfloat16)
+    policy.without_gradients = torch.no_grad  # as on a GPU: inference mode keeps no casts
+    lost = []
+
+    def capture(compute):
+        with Addresses() as addresses:
+            result = compute()
+        batch = engine._batch
+        stays = [*policy.parameters(), *policy.buffers(), policy.rounded_head_VD]
+        stays += [getattr(module, "rounded", None) for module in policy.modules()]
+        stays += [step.numbers for step in batch.static._steps.values()]
+        for blocks in (batch._store._trunk_blocks, batch._store._branch_blocks):
+            stays += tree_leaves([block._layers for block in blocks.values()])
+        known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(stays)}
+        lost.append([one.shape for at, one in addresses.read.items() if at not in known])
+        return lambda: result.copy_(compute()), result
+
+    with engine_of(policy, end_ids=[]) as engine:
+        engine._batch.static.capture = capture
+        draw(engine, request([5, 6, 7], seeds=range(3), max_new_tokens=6))
+    assert lost == [[]]
+
+
+def test_nothing_is_captured_while_another_model_computes_and_it_waits_for_a_capture():
+    policy, _ = policy_and_tokenizer()
+    other = tiny.tiny_reward_model("qwen3")
+    forest = to_forest(tiny.random_groups(0, [(5, [2])]))
+    recorded, asked = Recorded(), request(seeds=(1, 2), max_new_tokens=9)
+    begun, late = threading.Event(), []
+
+    def capture(compute):
+        def score():
+            begun.set()
+            other(forest)
+            late.append("scored")
+
+        thread = threading.Thread(target=score)
+        thread.start()
+        begun.wait(10)
+        thread.join(0.1)
+        late.append("captured")
+        threads.append(thread)
+        return recorded(compute)
+
+    threads = []
+    with engine_of(policy, static_slots=False) as plain, engine_of(policy) as engine:
+        engine._batch.static.capture = capture
+        expected = draw(plain, asked)
+        with PASSES.under_way():
+            same(draw(engine, asked), expected)
+        assert recorded.num_captures == 0
+        same(draw(engine, asked), expected)
+    for thread in threads:
+        thread.join(10)
+    assert recorded.num_captures == 1
+    assert late == ["captured", "scored"]
+
+
 def test_steps_are_computed_as_ever_where_no_graph_can_be_captured(caplog):
     policy, _ = policy_and_tokenizer()
 
     def refuse(_compute):
-        raise RuntimeError("operation not permitted when stream is capturing")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        except RuntimeError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
 
     asked = request(seeds=(1, 2), max_new_tokens=9)
     with engine_of(policy, static_slots=False) as plain, engine_of(policy) as engine:
@@ -116,6 +206,42 @@ def test_steps_are_computed_as_ever_where_no_graph_can_be_captured(caplog):
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "without CUDA graphs" in record.getMessage()
     assert "not permitted" in record.getMessage()
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_capture_that_fails_is_undone_in_torchs_allocator(monkeypatch, has_begun):
+    under_way, generator = ["pool"] if has_begun else [], torch.Generator()
+
+    def end(index, pool):
+        if pool not in under_way:
+            raise RuntimeError("not currently recording to mempool_id")
+        under_way.remove(pool)
+
+    streams, released = [], []
+    for name, made in {
+        "Stream": lambda _: "side",
+        "current_stream": lambda _: "main",
+        "set_stream": streams.append,
+        "CUDAGraph": object,
+        "graph_pool_handle": lambda: "pool",
+        "device": contextlib.nullcontext,
+        "graph": lambda *_, **__: contextlib.nullcontext(),
+        "default_generators": [generator],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, made)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *given: released.append(given))
+
+    def compute():
+        raise RuntimeError("not permitted")
+
+    before = torch.rand(2, generator=generator.clone_state())
+    with pytest.raises(RuntimeError, match="not permitted"):
+        static.CudaGraphs(torch.device("cuda", 0))(compute)
+    assert not under_way
+    assert released == ([(0, "pool")] if has_begun else [])
+    assert streams == ["main"]
+    assert torch.equal(torch.rand(2, generator=generator), before)
 
 
 class ReadsOnTheHost(torch.nn.Module):
@@ -136,6 +262,16 @@ def test_a_model_that_reads_values_on_the_host_is_never_captured(caplog):
         draw(engine, request(seeds=(1, 2), max_new_tokens=9))
         assert recorded.num_captures == 0
     assert "needs values on the host" in caplog.text
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_copies_between_devices_make_the_host_wait(context):
+    with context(), static.HostReads() as reads:
+        torch.ones(2).to(torch.float64).to("cpu")
+        torch.ones(2).copy_(torch.zeros(2))
+        assert not reads.names
+        torch.ones(2).to("meta")
+    assert reads.names == {"aten::_to_copy"}
 
 
 @pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))

@@ -143,6 +143,32 @@ def test_completions_have_the_log_probabilities_of_the_model():
 
 
 @pytest.mark.slow
+def test_nothing_is_compiled_while_a_step_is_captured():
+    policy = tiny.tiny_policy("qwen2", std=0.1, num_hidden_layers=2, precision=torch.bfloat16)
+    compile_layers(policy, backend="aot_eager")
+    policy.without_gradients = torch.no_grad  # as on a GPU
+    compiled = []
+
+    def capture(compute):
+        before = graphs()
+        result = compute()
+        compiled.append(graphs() - before)
+        return lambda: result.copy_(compute()), result
+
+    with closing(
+        TransformersEngine(policy, tiny_tokenizers.chatml(), end_ids=[], static_slots=True)
+    ) as engine:
+        engine._batch.static.capture = capture
+        asked = [
+            request([5, 6, 7], seeds=range(2), max_new_tokens=length, request_id=str(length))
+            for length in (5, 10, 15)
+        ]
+        draw(engine, *asked, request([8], seeds=(1,), max_new_tokens=20))
+    assert graphs() > 0
+    assert compiled == [0, 0, 0]  # of 8, 4 and 1 rows
+
+
+@pytest.mark.slow
 def test_the_whole_compiler_computes_the_same():
     plain = tiny.tiny_policy("qwen3", std=0.1, num_hidden_layers=2)
     policy = copy.deepcopy(plain)

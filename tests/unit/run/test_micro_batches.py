@@ -56,7 +56,7 @@ def gpu(monkeypatch):
 def test_auto_is_the_largest_that_fits_a_gpu_and_null_on_a_cpu(command, gpu):
     config = config_of(command)
     on_cpu = config_of(command, "cluster.device=cpu")
-    default = config.policy.token_budget(config.policy.sequence_packing)
+    default = config.policy.token_budget
     assert resolved(on_cpu)[0] == default
     found = {}
     for gib in (6, 8, 24, 80):

@@ -9,11 +9,12 @@ then the graph ends with the logits.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
-from laurel.models.forest.decoder import uncompiled
+from laurel.models.forest.decoder import PASSES, uncompiled
 from laurel.models.forest.decoding import DecodePlan
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.forest.static_step import StepShape
@@ -136,9 +137,14 @@ class StaticSteps:
         if self.capture is None:
             return
         try:
-            step.replay, step.result = self.capture(lambda: self._compute(key, step.numbers))
+            with PASSES.kept_out() as is_alone:
+                if is_alone:  # otherwise the next step of this shape may be
+                    compute = partial(self._compute, key, step.numbers)
+                    step.replay, step.result = self.capture(compute)
         except RuntimeError as error:  # torch's errors of CUDA and of memory
-            self._give_up(f"{type(error).__name__}: {error}")
+            # The end of a failed capture raises its own error, which does not say what failed.
+            errors = [one for one in (error.__context__, error) if one is not None]
+            self._give_up("; then ".join(f"{type(one).__name__}: {one}" for one in errors))
 
     def _give_up(self, reason: str) -> None:
         self.capture = None
@@ -160,8 +166,14 @@ class StaticSteps:
         return sample_tokens(logits_NV, rows, uniform_N.view(torch.float64)).joined()
 
 
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+
+
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations whose results depend on values that the host must wait for."""
+    """Notes the operations for which the host must wait: they need values, or copy between devices.
+
+    No graph can be captured with them.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,9 +192,11 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
             # Indices that are numbers need not be known, masks are counted.
             waits = {one for one in args[1] if one is not None and one.dtype == torch.bool}
-        if waits:
+        made = function(*args, **kwargs)
+        devices = {one.device.type for one in (*args, made) if isinstance(one, Tensor)}
+        if waits or (function.overloadpacket in COPIES and len(devices) > 1):
             self.names.add(function._schema.name)
-        return function(*args, **kwargs)
+        return made
 
 
 class CudaGraphs:
@@ -191,30 +205,40 @@ class CudaGraphs:
     They are replayed one after the other, and each result is read before the next replay.
     """
 
-    _captures = threading.Lock()
-    """Only one capture may be under way in a process."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Capture a program that has run before, so that it allocates and loads nothing more."""
+        """Capture a program that has run before, so that it allocates and loads nothing more.
+
+        Only one capture may be under way in a process.
+        """
         before = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         # The memory ends with the last graph that has it.
-        pool = next((other.pool() for other in self._graphs), None)
+        pools = (other.pool() for other in self._graphs)
+        pool = next(pools, None) or torch.cuda.graph_pool_handle()
         try:
-            # The learner and other models may use the GPU from other threads meanwhile.
+            # Other threads may use the GPU meanwhile, and passes of models wait (`Passes`).
             with (
-                self._captures,
                 torch.cuda.device(self._device),
                 torch.cuda.graph(
                     graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
                 ),
             ):
                 result = compute()
+        except RuntimeError:
+            # Otherwise torch takes the capture to go on: the allocator would free no cached memory
+            # any more, not even where it runs out, and in releases before 2.13 dropout would fail.
+            index = self._device.index
+            with contextlib.suppress(RuntimeError):  # the capture had not begun, or has ended
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
+                generator = torch.cuda.default_generators[index]
+                generator.graphsafe_set_state(generator.clone_state())
+            raise
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own
         self._graphs.add(graph)

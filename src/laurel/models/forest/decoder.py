@@ -7,6 +7,7 @@ Policies, which compute log-probabilities, are in `models/forest/policy.py`.
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,53 @@ from laurel.models.forest.attention import (
 from laurel.types import PaddedRows, TokenForest
 
 Path = Literal["forest", "padded"]
+
+
+class Passes:
+    """Keeps the passes of models apart from the capture of a CUDA graph in another thread.
+
+    In its first passes a compiled layer measures its kernels, for which it waits for the whole
+    device. While any thread captures, that fails, and it ends the capture.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a pass."""
+        self._changed = threading.Condition()
+        self._count = 0
+        self._captures_in: int | None = None
+        """The thread that captures."""
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Let no other thread capture while the context is open; wait for one that does."""
+        mine = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: self._captures_in in (None, mine))
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._count -= 1
+
+    @contextmanager
+    def kept_out(self) -> Iterator[bool]:
+        """Let passes of other threads wait; yield False if one, or a capture, is under way."""
+        with self._changed:
+            is_alone = not self._count and self._captures_in is None
+            if is_alone:
+                self._captures_in = threading.get_ident()
+        try:
+            yield is_alone
+        finally:
+            with self._changed:
+                if is_alone:
+                    self._captures_in = None
+                    self._changed.notify_all()
+
+
+PASSES = Passes()
+"""Those of this process."""
 
 
 class Decoder(nn.Module):
@@ -53,6 +101,11 @@ class Decoder(nn.Module):
         self.skips_unread = True
         """Whether the last layer may skip tokens whose hidden states are not read. Ranks that
         divide a layer or its tokens compute all of them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute `forward`, while no other thread captures a CUDA graph."""
+        with PASSES.under_way():
+            return super().__call__(*args, **kwargs)
 
     @property
     @abstractmethod
@@ -141,12 +194,13 @@ class Decoder(nn.Module):
             positions_T: The position of each token in its sequence.
             plan: Decides which tokens each token attends to.
         """
-        hidden_1TD: Tensor = self.network.base_model(
-            input_ids=ids_T[None].to(self.device, non_blocking=True),
-            position_ids=positions_T[None].to(self.device, non_blocking=True),
-            use_cache=False,
-            **{PLAN_ARGUMENT: plan},
-        ).last_hidden_state
+        with PASSES.under_way():
+            hidden_1TD: Tensor = self.network.base_model(
+                input_ids=ids_T[None].to(self.device, non_blocking=True),
+                position_ids=positions_T[None].to(self.device, non_blocking=True),
+                use_cache=False,
+                **{PLAN_ARGUMENT: plan},
+            ).last_hidden_state
         return hidden_1TD[0]
 
     def padded_inputs(self, rows: PaddedRows) -> dict[str, Tensor]:
@@ -162,7 +216,9 @@ class Decoder(nn.Module):
         """Return a context that autocasts float32 weights to a lower `precision`, if configured."""
         if not self.lowers_precision:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision)
+        # torch has one cache of casts for all threads, and any of them empties it: a CUDA graph of
+        # a decoding step would go on reading what was in it. A pass uses each weight once anyway.
+        return torch.autocast(self.device.type, dtype=self.precision, cache_enabled=False)
 
 
 class RewardModel(Decoder):
