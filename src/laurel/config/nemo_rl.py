@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.schema_info import step_into
+from laurel.config.schema_info import Kinds, is_mapping, kind_that_fits, step_into
 from laurel.config.yaml_tree import (
     MISSING,
     KeyPath,
@@ -186,7 +186,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
     _name_loss(work, values, problems)
-    _name_validation_sets(work, problems)
+    _name_validation_sets(work, schema, problems)
     _fill_sets(work, schema)
     problems += _heads_out_of_place(schema, work, values)
     if "policy" in schema.model_fields:
@@ -498,14 +498,14 @@ def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
         work.set(ours, name, by=key, was=True)
 
 
-def _name_validation_sets(work: Adapted, problems: list[str]) -> None:
+def _name_validation_sets(work: Adapted, schema: type[Section], problems: list[str]) -> None:
     """Add the sets of `data.val_data_paths` to those of `data.validation`, by their names."""
     paths, split = _at(work.tree, "data.val_data_paths"), _at(work.tree, "data.val_split")
     if paths is None or not isinstance(paths.value, dict) or not paths.value:
         return
     there = _at(work.tree, "data.validation")
     named = dict(there.value) if there is not None and there.value else {}
-    if named and there is not None and not _are_named(there):
+    if named and there is not None and not _are_named(there, _kinds_of_sets(schema, "validation")):
         named = {"default": there}
     base = {} if split is None else {"split": split}
     for name, one in paths.value.items():
@@ -521,14 +521,18 @@ def _name_validation_sets(work: Adapted, problems: list[str]) -> None:
 
 
 def _fill_sets(work: Adapted, schema: type[Section]) -> None:
-    """Fill the blocks of data sets, and the flat keys that are not set, from `data.default`."""
+    """Fill the blocks of data sets from `data.default`, and so the sets that flat keys name."""
     default = _at(work.tree, "data.default")
     if default is None or not isinstance(default.value, dict) or "data" not in schema.model_fields:
         return
     for name in ("train", "validation"):
         block = _at(work.tree, f"data.{name}")
         if block is not None and block.value:
-            work.tree = with_key(work.tree, ["data", name], _filled(block, default))
+            filled = _filled(block, default, _kinds_of_sets(schema, name))
+            work.tree = with_key(work.tree, ["data", name], filled)
+    named = (_at(work.tree, f"data.{key}") for key in _NAMES_OF_SETS)
+    if all(one is None or one.value is None for one in named):
+        return  # each flat key would count as a setting of the run, and no set would read it
     flat = step_into((schema,), "data").kinds
     for key, value in default.value.items():
         is_of_all = key in ("max_samples", "split_validation_size")  # of all rows together
@@ -537,20 +541,26 @@ def _fill_sets(work: Adapted, schema: type[Section]) -> None:
             work.tree = with_key(work.tree, ["data", key], value)
 
 
-def _filled(block: YamlNode, default: YamlNode) -> YamlNode:
+_NAMES_OF_SETS = ("train_data_path", "train_split", "val_data_path", "val_split")
+
+
+def _kinds_of_sets(schema: type[Section], name: str) -> Kinds:
+    return step_into(step_into((schema,), "data").kinds, name).kinds
+
+
+def _filled(block: YamlNode, default: YamlNode, kinds: Kinds) -> YamlNode:
     if isinstance(block.value, list):
-        return YamlNode([_filled(one, default) for one in block.value], block.place)
-    if _are_named(block):
-        named = {name: _filled(one, default) for name, one in block.value.items()}
+        return YamlNode([_filled(one, default, ()) for one in block.value], block.place)
+    if _are_named(block, kinds):
+        named = {name: _filled(one, default, ()) for name, one in block.value.items()}
         return YamlNode(named, block.place)
     is_set = isinstance(block.value, dict) and "benchmark" not in block.value
     return overlay(default, block) if is_set else block
 
 
-def _are_named(block: YamlNode) -> bool:
+def _are_named(block: YamlNode, kinds: Kinds) -> bool:
     """Report whether a mapping has several sets, by names of their own."""
-    is_mapping = isinstance(block.value, dict)
-    return is_mapping and all(isinstance(one.value, dict) for one in block.value.values())
+    return isinstance(block.value, dict) and is_mapping(kind_that_fits(kinds, block))
 
 
 def _heads_out_of_place(schema: type[Section], work: Adapted, values: _Values) -> Iterator[str]:
