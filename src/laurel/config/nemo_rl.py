@@ -188,7 +188,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
     _name_loss(work, values, problems)
     _name_validation_sets(work, schema, problems)
     _fill_sets(work, schema)
-    problems += _heads_out_of_place(schema, work, values)
+    problems += _heads_out_of_place(schema, values)
     if "policy" in schema.model_fields:
         _take_budget_of_padded_rows(work, values)
         _pack_where_rows_are_divided(work)
@@ -563,17 +563,17 @@ def _are_named(block: YamlNode, kinds: Kinds) -> bool:
     return isinstance(block.value, dict) and is_mapping(kind_that_fits(kinds, block))
 
 
-def _heads_out_of_place(schema: type[Section], work: Adapted, values: _Values) -> Iterator[str]:
+def _heads_out_of_place(schema: type[Section], values: _Values) -> Iterator[str]:
     """Yield a line for each model that a file makes a reward model, or none, in another's place."""
     is_trained = "rm" in schema.model_fields
     for at, is_one, why in (
         ("policy", is_trained, "laurel rm trains reward models, the other commands policies"),
         ("env.reward_model", True, "what scores is a reward model"),
+        ("env.reward_model.models", True, "what scores is a reward model"),
     ):
-        key = f"{at}.reward_model_cfg.enabled"
-        found = _at(work.tree, key)
-        if found is not None and values.get(key) is (not is_one):
-            yield f"{found.place}: {key}: must be {str(is_one).lower()}: {why}"
+        for key, node, value in values.leaves(f"{at}.reward_model_cfg.enabled"):
+            if value is (not is_one):
+                yield f"{node.place}: {key}: must be {str(is_one).lower()}: {why}"
 
 
 def _take_budget_of_padded_rows(work: Adapted, values: _Values) -> None:
