@@ -525,23 +525,23 @@ def _fill_sets(work: Adapted, schema: type[Section]) -> None:
     default = _at(work.tree, "data.default")
     if default is None or not isinstance(default.value, dict) or "data" not in schema.model_fields:
         return
+
+    def given(key: str) -> YamlNode | None:
+        found = _at(work.tree, f"data.{key}")
+        return found if found is not None and found.value else None
+
     for name in ("train", "validation"):
-        block = _at(work.tree, f"data.{name}")
-        if block is not None and block.value:
+        if (block := given(name)) is not None:
             filled = _filled(block, default, _kinds_of_sets(schema, name))
             work.tree = with_key(work.tree, ["data", name], filled)
-    named = (_at(work.tree, f"data.{key}") for key in _NAMES_OF_SETS)
-    if all(one is None or one.value is None for one in named):
-        return  # each flat key would count as a setting of the run, and no set would read it
+    if given("train") and not given("val_data_path") and not given("val_split"):
+        return  # flat keys name no set, and would be settings of the run that nothing reads
     flat = step_into((schema,), "data").kinds
     for key, value in default.value.items():
         is_of_all = key in ("max_samples", "split_validation_size")  # of all rows together
         is_field = step_into(flat, key).standing == "field"
         if is_field and not is_of_all and _at(work.tree, f"data.{key}") is None:
             work.tree = with_key(work.tree, ["data", key], value)
-
-
-_NAMES_OF_SETS = ("train_data_path", "train_split", "val_data_path", "val_split")
 
 
 def _kinds_of_sets(schema: type[Section], name: str) -> Kinds:
