@@ -525,6 +525,8 @@ def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) ->
     }
     loaded = load(tmp_path, "grpo", {"policy": policy})
     assert loaded.config.policy.batch_limits.padded_tokens == 256
+    (ignored,) = loaded.warnings
+    assert ignored.endswith(": policy.logprob_batch_size")
     policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 100}
     assert load(tmp_path, "grpo", {"policy": policy}).config.policy.token_budget == 100
 
