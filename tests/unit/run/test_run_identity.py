@@ -1,6 +1,7 @@
 """What must be the same when a run goes on: every key that is not marked as free."""
 
 import json
+import re
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -133,6 +134,8 @@ def test_a_checkpoint_of_an_older_version_tells_the_settings_that_are_gone(kind,
     gone = ["grpo.health.kl_growth", "grpo.health.kl_least"] if kind == "grpo" else []
     assert all(key in told for key in gone), told
     assert bool(told) == bool(gone)
+    reasons = re.findall(r"\(([^()]*)", told)
+    assert len(reasons) == len(set(reasons)), "each once, with all keys that it is of"
 
 
 OLDER_DATA = {
