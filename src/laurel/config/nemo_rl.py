@@ -185,9 +185,11 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
-    _name_loss(work, values, problems)
-    _name_validation_sets(work, schema, problems)
-    _fill_sets(work, schema)
+    if "loss_fn" in schema.model_fields:
+        _name_loss(work, values, problems)
+    if "data" in schema.model_fields:
+        _name_validation_sets(work, schema, values, problems)
+        _fill_sets(work, schema, values, problems)
     problems += _heads_out_of_place(schema, values)
     if "policy" in schema.model_fields:
         _take_budget_of_padded_rows(work, values)
@@ -485,8 +487,11 @@ def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
     ours = "loss_fn.loss_type"
     loss = values.get(ours, "ppo")
     for key, name in (("loss_fn.use_cispo", "cispo"), ("loss_fn.disable_ppo_ratio", "reinforce")):
-        found = _at(work.tree, key)
-        if found is None or values.get(key) is not True:
+        found, value = _at(work.tree, key), values.get(key)
+        if found is None or value in (None, False):
+            continue
+        if value is not True:
+            problems.append(f"{found.place}: {key}: must be true or false, not {value!r}")
             continue
         if loss not in ("ppo", name):
             problems.append(
@@ -498,15 +503,18 @@ def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
         work.set(ours, name, by=key, was=True)
 
 
-def _name_validation_sets(work: Adapted, schema: type[Section], problems: list[str]) -> None:
+def _name_validation_sets(
+    work: Adapted, schema: type[Section], values: _Values, problems: list[str]
+) -> None:
     """Add the sets of `data.val_data_paths` to those of `data.validation`, by their names."""
-    paths, split = _at(work.tree, "data.val_data_paths"), _at(work.tree, "data.val_split")
-    if paths is None or not isinstance(paths.value, dict) or not paths.value:
+    paths = _section_at(work, values, "data.val_data_paths", problems)
+    if paths is None:
         return
-    there = _at(work.tree, "data.validation")
-    named = dict(there.value) if there is not None and there.value else {}
-    if named and there is not None and not _are_named(there, _kinds_of_sets(schema, "validation")):
-        named = {"default": there}
+    there, split = _block_at(work, values, "data.validation"), _at(work.tree, "data.val_split")
+    named: dict[str, YamlNode] = {}
+    if there is not None:
+        are_named = _are_named(there, _kinds_of_sets(schema, "validation"))
+        named = dict(there.value) if are_named else {"default": there}
     base = {} if split is None else {"split": split}
     for name, one in paths.value.items():
         if name in named:
@@ -520,28 +528,42 @@ def _name_validation_sets(work: Adapted, schema: type[Section], problems: list[s
     work.tree = with_key(work.tree, ["data", "validation"], YamlNode(named, paths.place))
 
 
-def _fill_sets(work: Adapted, schema: type[Section]) -> None:
+def _fill_sets(work: Adapted, schema: type[Section], values: _Values, problems: list[str]) -> None:
     """Fill the blocks of data sets from `data.default`, and so the sets that flat keys name."""
-    default = _at(work.tree, "data.default")
-    if default is None or not isinstance(default.value, dict) or "data" not in schema.model_fields:
+    default = _section_at(work, values, "data.default", problems)
+    if default is None:
         return
-
-    def given(key: str) -> YamlNode | None:
-        found = _at(work.tree, f"data.{key}")
-        return found if found is not None and found.value else None
-
     for name in ("train", "validation"):
-        if (block := given(name)) is not None:
+        if (block := _block_at(work, values, f"data.{name}")) is not None:
             filled = _filled(block, default, _kinds_of_sets(schema, name))
             work.tree = with_key(work.tree, ["data", name], filled)
-    if given("train") and not given("val_data_path") and not given("val_split"):
+    is_named = [values.get(f"data.{key}") for key in ("val_data_path", "val_split")]
+    if values.get("data.train") and not any(is_named):
         return  # flat keys name no set, and would be settings of the run that nothing reads
-    flat = step_into((schema,), "data").kinds
+    flat, of_sets = step_into((schema,), "data").kinds, _kinds_of_sets(schema, "train")
     for key, value in default.value.items():
         is_of_all = key in ("max_samples", "split_validation_size")  # of all rows together
         is_field = step_into(flat, key).standing == "field"
-        if is_field and not is_of_all and _at(work.tree, f"data.{key}") is None:
+        is_unknown = step_into(of_sets, key).standing == "unknown"  # reported where it is put
+        if (is_field or is_unknown) and not is_of_all and _at(work.tree, f"data.{key}") is None:
             work.tree = with_key(work.tree, ["data", key], value)
+
+
+def _block_at(work: Adapted, values: _Values, key: str) -> YamlNode | None:
+    """Return what is written at a key, or what it refers to; None if it is null or empty."""
+    found = _at(work.tree, key)
+    if found is not None and found.reference:
+        found = graft(values.get(key), found.place)
+    return found if found is not None and found.value else None
+
+
+def _section_at(work: Adapted, values: _Values, key: str, problems: list[str]) -> YamlNode | None:
+    """Return a section that is translated as a whole, likewise."""
+    found = _block_at(work, values, key)
+    if found is not None and not isinstance(found.value, dict):
+        problems.append(f"{found.place}: {key}: must be a section with keys of its own")
+        return None
+    return found
 
 
 def _kinds_of_sets(schema: type[Section], name: str) -> Kinds:
@@ -571,8 +593,9 @@ def _heads_out_of_place(schema: type[Section], values: _Values) -> Iterator[str]
         ("env.reward_model", True, "what scores is a reward model"),
         ("env.reward_model.models", True, "what scores is a reward model"),
     ):
+        is_of_run = at.partition(".")[0] in schema.model_fields
         for key, node, value in values.leaves(f"{at}.reward_model_cfg.enabled"):
-            if value is (not is_one):
+            if is_of_run and value is (not is_one):
                 yield f"{node.place}: {key}: must be {str(is_one).lower()}: {why}"
 
 
