@@ -151,7 +151,7 @@ outcome = api.train(
         "policy.optimizer.kwargs.lr": 2e-3,
         "data.dataset_name": "BinaryPreferenceDataset",
         "data.train_data_path": train_path,
-        "data.val_data_paths": {"held-out": str(write("held_out", held_out))},
+        "data.validation": {"held-out": {"data_path": str(write("held_out", held_out))}},
         "rm.max_num_steps": 240,
         "rm.seed": SEED,
         "rm.val_period": 30,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -103,7 +103,7 @@ def load_config(
     config, checker = check_tree(schema, adapted.tree, problems)
     return LoadedConfig(
         config=config,
-        warnings=(*adapted.sentences, *checker.warnings()),
+        warnings=(*adapted.sentences, *checker.warnings({move.key for move in adapted.moves})),
         ignored=tuple(checker.ignored),
         said=adapted.tree,
         moves=tuple(adapted.moves),
@@ -218,8 +218,12 @@ class Checker:
             self.without_effect |= {dotted((*path, key)): why for key, why in named}
         return built if whole else _BROKEN
 
-    def warnings(self) -> Iterator[str]:
-        """Yield one line for each setting that is lost, ignored, without effect or null."""
+    def warnings(self, moved: Collection[str] = ()) -> Iterator[str]:
+        """Yield one line for each setting that is lost, ignored, without effect or null.
+
+        Args:
+            moved: The keys that were translated.
+        """
         unread = unread_keys(self.tree, self.ignored)
         lost = {one.key: one.why for one in unread if one.is_lost}
         if lost:
@@ -228,7 +232,9 @@ class Checker:
         nothing = [
             key
             for key in self.ignored
-            if not any(f"{one}.".startswith(f"{key}.") for one in lost) and not is_carried(key)
+            if key not in moved
+            and not is_carried(key)
+            and not any(f"{one}.".startswith(f"{key}.") for one in lost)
         ]
         if nothing:
             yield f"these keys mean nothing here and are ignored: {', '.join(nothing)}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.schema_info import step_into
+from laurel.config.schema_info import Kinds, is_mapping, kind_that_fits, step_into
 from laurel.config.yaml_tree import (
     MISSING,
     KeyPath,
@@ -185,10 +185,12 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
-    _name_loss(work, values, problems)
-    _name_validation_sets(work, problems)
-    _fill_sets(work, schema)
-    problems += _heads_out_of_place(schema, work, values)
+    if "loss_fn" in schema.model_fields:
+        _name_loss(work, values, problems)
+    if "data" in schema.model_fields:
+        _name_validation_sets(work, schema, values, problems)
+        _fill_sets(work, schema, values, problems)
+    problems += _heads_out_of_place(schema, values)
     if "policy" in schema.model_fields:
         _take_budget_of_padded_rows(work, values)
         _pack_where_rows_are_divided(work)
@@ -485,8 +487,11 @@ def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
     ours = "loss_fn.loss_type"
     loss = values.get(ours, "ppo")
     for key, name in (("loss_fn.use_cispo", "cispo"), ("loss_fn.disable_ppo_ratio", "reinforce")):
-        found = _at(work.tree, key)
-        if found is None or values.get(key) is not True:
+        found, value = _at(work.tree, key), values.get(key)
+        if found is None or value in (None, False):
+            continue
+        if value is not True:
+            problems.append(f"{found.place}: {key}: must be true or false, not {value!r}")
             continue
         if loss not in ("ppo", name):
             problems.append(
@@ -498,15 +503,18 @@ def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
         work.set(ours, name, by=key, was=True)
 
 
-def _name_validation_sets(work: Adapted, problems: list[str]) -> None:
+def _name_validation_sets(
+    work: Adapted, schema: type[Section], values: _Values, problems: list[str]
+) -> None:
     """Add the sets of `data.val_data_paths` to those of `data.validation`, by their names."""
-    paths, split = _at(work.tree, "data.val_data_paths"), _at(work.tree, "data.val_split")
-    if paths is None or not isinstance(paths.value, dict) or not paths.value:
+    paths = _section_at(work, values, "data.val_data_paths", problems)
+    if paths is None:
         return
-    there = _at(work.tree, "data.validation")
-    named = dict(there.value) if there is not None and there.value else {}
-    if named and there is not None and not _are_named(there):
-        named = {"default": there}
+    there, split = _block_at(work, values, "data.validation"), _at(work.tree, "data.val_split")
+    named: dict[str, YamlNode] = {}
+    if there is not None:
+        are_named = _are_named(there, _kinds_of_sets(schema, "validation"))
+        named = dict(there.value) if are_named else {"default": there}
     base = {} if split is None else {"split": split}
     for name, one in paths.value.items():
         if name in named:
@@ -520,50 +528,75 @@ def _name_validation_sets(work: Adapted, problems: list[str]) -> None:
     work.tree = with_key(work.tree, ["data", "validation"], YamlNode(named, paths.place))
 
 
-def _fill_sets(work: Adapted, schema: type[Section]) -> None:
-    """Fill the blocks of data sets, and the flat keys that are not set, from `data.default`."""
-    default = _at(work.tree, "data.default")
-    if default is None or not isinstance(default.value, dict) or "data" not in schema.model_fields:
+def _fill_sets(work: Adapted, schema: type[Section], values: _Values, problems: list[str]) -> None:
+    """Fill the blocks of data sets from `data.default`, and so the sets that flat keys name."""
+    default = _section_at(work, values, "data.default", problems)
+    if default is None:
         return
     for name in ("train", "validation"):
-        block = _at(work.tree, f"data.{name}")
-        if block is not None and block.value:
-            work.tree = with_key(work.tree, ["data", name], _filled(block, default))
-    flat = step_into((schema,), "data").kinds
+        if (block := _block_at(work, values, f"data.{name}")) is not None:
+            filled = _filled(block, default, _kinds_of_sets(schema, name))
+            work.tree = with_key(work.tree, ["data", name], filled)
+    is_named = [values.get(f"data.{key}") for key in ("val_data_path", "val_split")]
+    if values.get("data.train") and not any(is_named):
+        return  # flat keys name no set, and would be settings of the run that nothing reads
+    flat, of_sets = step_into((schema,), "data").kinds, _kinds_of_sets(schema, "train")
     for key, value in default.value.items():
         is_of_all = key in ("max_samples", "split_validation_size")  # of all rows together
         is_field = step_into(flat, key).standing == "field"
-        if is_field and not is_of_all and _at(work.tree, f"data.{key}") is None:
+        is_unknown = step_into(of_sets, key).standing == "unknown"  # reported where it is put
+        if (is_field or is_unknown) and not is_of_all and _at(work.tree, f"data.{key}") is None:
             work.tree = with_key(work.tree, ["data", key], value)
 
 
-def _filled(block: YamlNode, default: YamlNode) -> YamlNode:
+def _block_at(work: Adapted, values: _Values, key: str) -> YamlNode | None:
+    """Return what is written at a key, or what it refers to; None if it is null or empty."""
+    found = _at(work.tree, key)
+    if found is not None and found.reference:
+        found = graft(values.get(key), found.place)
+    return found if found is not None and found.value else None
+
+
+def _section_at(work: Adapted, values: _Values, key: str, problems: list[str]) -> YamlNode | None:
+    """Return a section that is translated as a whole, likewise."""
+    found = _block_at(work, values, key)
+    if found is not None and not isinstance(found.value, dict):
+        problems.append(f"{found.place}: {key}: must be a section with keys of its own")
+        return None
+    return found
+
+
+def _kinds_of_sets(schema: type[Section], name: str) -> Kinds:
+    return step_into(step_into((schema,), "data").kinds, name).kinds
+
+
+def _filled(block: YamlNode, default: YamlNode, kinds: Kinds) -> YamlNode:
     if isinstance(block.value, list):
-        return YamlNode([_filled(one, default) for one in block.value], block.place)
-    if _are_named(block):
-        named = {name: _filled(one, default) for name, one in block.value.items()}
+        return YamlNode([_filled(one, default, ()) for one in block.value], block.place)
+    if _are_named(block, kinds):
+        named = {name: _filled(one, default, ()) for name, one in block.value.items()}
         return YamlNode(named, block.place)
     is_set = isinstance(block.value, dict) and "benchmark" not in block.value
     return overlay(default, block) if is_set else block
 
 
-def _are_named(block: YamlNode) -> bool:
+def _are_named(block: YamlNode, kinds: Kinds) -> bool:
     """Report whether a mapping has several sets, by names of their own."""
-    is_mapping = isinstance(block.value, dict)
-    return is_mapping and all(isinstance(one.value, dict) for one in block.value.values())
+    return isinstance(block.value, dict) and is_mapping(kind_that_fits(kinds, block))
 
 
-def _heads_out_of_place(schema: type[Section], work: Adapted, values: _Values) -> Iterator[str]:
+def _heads_out_of_place(schema: type[Section], values: _Values) -> Iterator[str]:
     """Yield a line for each model that a file makes a reward model, or none, in another's place."""
     is_trained = "rm" in schema.model_fields
     for at, is_one, why in (
         ("policy", is_trained, "laurel rm trains reward models, the other commands policies"),
         ("env.reward_model", True, "what scores is a reward model"),
+        ("env.reward_model.models", True, "what scores is a reward model"),
     ):
-        key = f"{at}.reward_model_cfg.enabled"
-        found = _at(work.tree, key)
-        if found is not None and values.get(key) is (not is_one):
-            yield f"{found.place}: {key}: must be {str(is_one).lower()}: {why}"
+        is_of_run = at.partition(".")[0] in schema.model_fields
+        for key, node, value in values.leaves(f"{at}.reward_model_cfg.enabled"):
+            if is_of_run and value is (not is_one):
+                yield f"{node.place}: {key}: must be {str(is_one).lower()}: {why}"
 
 
 def _take_budget_of_padded_rows(work: Adapted, values: _Values) -> None:

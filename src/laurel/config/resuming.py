@@ -41,8 +41,10 @@ def changes(
     return _changes((schema,), before, now, (), None, in_sweep=in_sweep)
 
 
-def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[str]:
-    """Yield the keys of a saved configuration that there are no more, unless they said nothing.
+def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a saved configuration that there are no more, each with what holds instead.
+
+    Those that ask for nothing but what holds now are left out.
 
     Args:
         kinds: The schema of the configuration.
@@ -61,7 +63,7 @@ def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[str]:
             if info.standing in ("field", "name"):
                 yield from gone(info.kinds, child, (*path, key))
             elif key in removed and not says_nothing(removed[key], child):
-                yield f"{dotted((*path, key))} ({removed[key].instead})"
+                yield dotted((*path, key)), removed[key].instead
 
 
 def mark_of(field: FieldInfo) -> MayChange | None:

@@ -274,10 +274,14 @@ def unknown_key(schema: type[Section], section: type[Section], key: str) -> str:
 
 def says_nothing(one: Removed, node: YamlNode) -> bool:
     """Report whether the value of a removed key asks for nothing but what holds now."""
-    value = plain_values(node)
-    return value is None or (
-        value == one.was and isinstance(value, bool) == isinstance(one.was, bool)
-    )
+    return _says(plain_values(node), one.was)
+
+
+def _says(value: Any, what: Any) -> bool:
+    """Report whether a value, or all that is written of a block, is null or equals another."""
+    if isinstance(value, dict) and isinstance(what, dict):
+        return all(key in what and _says(inside, what[key]) for key, inside in value.items())
+    return value is None or (value == what and isinstance(value, bool) == isinstance(what, bool))
 
 
 def _all_paths(schema: type[Section], prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -20,9 +20,11 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+from laurel.config.grpo_run import GRPORun
 from laurel.config.load import check_tree
+from laurel.config.nemo_rl import adapt
 from laurel.config.schema_info import with_defaults
-from laurel.config.yaml_tree import Section, graft
+from laurel.config.yaml_tree import Section, YamlNode, find_node, graft, with_key
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.observe.user_code import error_with_line, line_of
 from laurel.protocols import Environment, MessageLog
@@ -198,9 +200,10 @@ def close_quietly(environment: Environment, metadata: Sequence[dict[str, Any] | 
 def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -> S:
     """Read the settings of an environment from a section or a plain dictionary.
 
-    Keys of other systems that have no effect here are ignored, with a warning in the log. An
-    unknown key is a `ConfigError` that names the most similar known key. `where` is the name of the
-    dictionary in messages, e.g. `env.math`.
+    It is read as that section of a run's file is: keys of other systems that have no effect here
+    are ignored, with a warning in the log, and those that ask for what Laurel lacks are refused. An
+    unknown key is a `ConfigError` that names the most similar known key. `where` is the place of
+    the section, e.g. `env.math`.
     """
     if isinstance(given, section):
         return given
@@ -208,7 +211,12 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
         raise ConfigError(
             f"{where}: must be a {section.__name__} or a dictionary, not {type(given).__name__}"
         )
-    made, checker = check_tree(section, with_defaults(section, graft(dict(given), where)))
+    place = where.split(".")
+    run = with_key(YamlNode({}, where), place, graft(dict(given), where))
+    problems: list[str] = []
+    read = find_node(adapt(GRPORun, run, problems).tree, place)
+    assert read is not None
+    made, checker = check_tree(section, with_defaults(section, read), problems)
     for warning in checker.warnings():
         logging.getLogger(__name__).warning("%s: %s", where, warning)
     return made

@@ -117,7 +117,10 @@ def check_same_settings(directory: Path, config: Section) -> list[str]:
     changed = [(one.key, one.before, one.now) for one in found]
     if changed:
         raise another_run(directory, changed)
-    old = "; ".join(gone((type(config),), before))
+    keys_by_reason: dict[str, list[str]] = {}
+    for key, instead in gone((type(config),), before):
+        keys_by_reason.setdefault(instead, []).append(key)
+    old = "; ".join(f"{', '.join(keys)} ({why})" for why, keys in keys_by_reason.items())
     return [f"{directory.name} was saved with settings that are gone: {old}"] if old else []
 
 

@@ -347,6 +347,22 @@ def test_other_rows_in_the_same_file_are_another_sweep(rows):
     assert "rows" in json.loads((rows.parent / "out" / "sweep.json").read_text())
 
 
+def test_a_sweep_of_a_version_with_other_keys_goes_on(rows):
+    def opened_with(name):
+        sets = f"data.val_data_paths={{{name}: {rows}}}"
+        with ExitStack() as stack:
+            swept(rows, "data.split_validation_size=0", sets).open(stack)
+
+    opened_with("other")
+    file = rows.parent / "out" / "sweep.json"
+    saved = json.loads(file.read_text())
+    saved["configuration"]["data"] |= {"validation": None, "val_data_paths": {"other": str(rows)}}
+    file.write_text(json.dumps(saved))
+    opened_with("other")
+    with pytest.raises(ConfigError, match=r"another sweep \(.*data\.validation\.other"):
+        opened_with("another")
+
+
 def test_a_report_of_a_sweep_is_refused_where_there_is_no_page_or_more_than_one_is_named(tmp_path):
     (tmp_path / "sweep.json").write_text("{}")
     with pytest.raises(DataError, match="the sweep has not ended"):

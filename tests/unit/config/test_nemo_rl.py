@@ -512,6 +512,45 @@ def test_a_loss_is_named_by_one_key(tmp_path: Path, key: str, loss: str) -> None
         load(tmp_path, "grpo", {"loss_fn": {key: True, "loss_type": "gspo"}})
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "told"),
+    [
+        ("grpo", {"loss_fn": {"use_cispo": "true"}}, "loss_fn.use_cispo: must be true or false"),
+        ("rm", {"data": {"val_data_paths": "v.jsonl"}}, "val_data_paths: must be a section"),
+        ("rm", {"data": {"val_data_paths": ["v.jsonl"]}}, "val_data_paths: must be a section"),
+        ("sft", {"data": {"default": 3}}, "data.default: must be a section"),
+        ("rm", {"data": {"default": {"promt_key": "q"}}}, "did you mean 'prompt_key'"),
+    ],
+)
+def test_what_is_translated_is_checked(
+    tmp_path: Path, kind: Kind, values: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(tmp_path, kind, values)
+
+
+def test_a_set_that_a_reference_names_stands_beside_others(tmp_path: Path) -> None:
+    data = {
+        "train": {"data_path": "t.jsonl"},
+        "validation": "${data.train}",
+        "val_data_paths": {"one": "one.jsonl"},
+    }
+    sets = load(tmp_path, "rm", {"data": data}).config.data.validation_sets()
+    found = {name: one.data_path for name, one in sets.items()}
+    assert found == {"default": "t.jsonl", "one": "one.jsonl"}
+
+
+def test_sections_of_other_commands_are_not_translated(tmp_path: Path) -> None:
+    other = {
+        "loss_fn": {"use_cispo": True, "loss_type": "gspo"},
+        "env": {"reward_model": {"reward_model_cfg": {"enabled": False}}},
+    }
+    for kind in ("rm", "sft"):
+        loaded = load(tmp_path, kind, other)
+        assert loaded.moves == ()
+        assert loaded.warnings == ("these keys mean nothing here and are ignored: env, loss_fn",)
+
+
 def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) -> None:
     policy = {
         "train_micro_batch_size": 2,
@@ -525,6 +564,8 @@ def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) ->
     }
     loaded = load(tmp_path, "grpo", {"policy": policy})
     assert loaded.config.policy.batch_limits.padded_tokens == 256
+    (ignored,) = loaded.warnings
+    assert ignored.endswith(": policy.logprob_batch_size")
     policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 100}
     assert load(tmp_path, "grpo", {"policy": policy}).config.policy.token_budget == 100
 

@@ -9,9 +9,15 @@ import yaml
 
 from laurel.config.load import load_config
 from laurel.config.resuming import gone
-from laurel.config.schema_info import is_mapping, item_kinds, kinds_of_field, sections_of
+from laurel.config.schema_info import (
+    is_mapping,
+    item_kinds,
+    kinds_of_field,
+    says_nothing,
+    sections_of,
+)
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.yaml_tree import Removed, Section, graft
+from laurel.config.yaml_tree import Removed, Section, graft, removed
 from laurel.errors import ConfigError
 
 OTHER = "surely no default"
@@ -67,9 +73,26 @@ def test_it_is_refused_with_what_holds_now(kind: Kind, path: Place, one: Removed
 
 @pytest.mark.parametrize(("kind", "path", "one"), [*cases()])
 def test_a_checkpoint_may_have_it(kind: Kind, path: Place, one: Removed) -> None:
-    (line,) = gone((SCHEMAS[kind],), graft(written(path, OTHER), "config.yaml"))
-    assert line.endswith(f"{path[-1]} ({one.instead})")
+    ((key, instead),) = gone((SCHEMAS[kind],), graft(written(path, OTHER), "config.yaml"))
+    assert key.endswith(path[-1])
+    assert instead == one.instead
     assert not list(gone((SCHEMAS[kind],), graft(written(path, one.was), "config.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("block", "is_nothing"),
+    [
+        ({}, True),
+        ({"enabled": True}, True),
+        ({"enabled": True, "train_mb_tokens": None}, True),
+        ({"enabled": False}, False),
+        ({"enabled": 1}, False),
+        ({"enabled": True, "other": True}, False),
+        (True, False),
+    ],
+)
+def test_of_a_block_each_key_that_is_written_is_asked(block: Any, *, is_nothing: bool) -> None:
+    assert says_nothing(removed("ScorerSource")["sequence_packing"], graft(block, "")) == is_nothing
 
 
 def test_all_are_of_a_section() -> None:

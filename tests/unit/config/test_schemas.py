@@ -218,11 +218,15 @@ def test_a_file_may_change_what_its_parent_has_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_blocks_win_over_defaults_and_those_over_flat_keys(kind: Kind, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(
+    text = (
         "data:\n  prompt_file: flat.txt\n  output_key: said\n"
         "  default: {prompt_file: default.txt, input_key: question}\n"
         "  train: [{data_path: a.jsonl}, {data_path: b.jsonl, prompt_file: own.txt}]\n"
     )
+    file.write_text(text)
+    alone: Any = load_config(SCHEMAS[kind], file).config
+    assert alone.data.input_key == "input", "as in checkpoints of versions that kept `default`"
+    file.write_text(f"{text}  val_data_path: c.jsonl\n")
     loaded = load_config(SCHEMAS[kind], file)
     assert loaded.warnings == ()
     blocks: Any = loaded.config.data  # type: ignore[attr-defined]
@@ -230,10 +234,20 @@ def test_blocks_win_over_defaults_and_those_over_flat_keys(kind: Kind, tmp_path:
     assert (first.prompt_file, first.input_key) == ("default.txt", "question")
     assert (second.prompt_file, second.output_key) == ("own.txt", "said")
     assert blocks.input_key == "question", "of sets that flat keys name"
+    assert [one.input_key for one in blocks.validation_sets()] == ["question"]
     data: Any = type(blocks)
     flat = data(train_data_path="a.jsonl", val_data_path="b.jsonl", output_key="said")
     for one, path in ((flat.train_sets(), "a.jsonl"), (flat.validation_sets(), "b.jsonl")):
         assert [(block.data_path, block.output_key) for block in one] == [(path, "said")]
+
+
+def test_generators_of_tasks_are_no_names_of_sets(tmp_path: Path) -> None:
+    tasks = "{tasks: {chain_sum: {weight: 1.0}}}"
+    for train in (tasks, f"[{tasks}]"):
+        file = tmp_path / "run.yaml"
+        file.write_text(f"data:\n  default: {{dataset_name: reasoning_gym}}\n  train: {train}\n")
+        data: Any = load_config(SCHEMAS["grpo"], file).config.data  # type: ignore[attr-defined]
+        assert [one.dataset_name for one in data.train_sets()] == ["reasoning_gym"]
 
 
 def test_a_split_alone_is_a_validation_set() -> None:

@@ -1,6 +1,7 @@
 """What must be the same when a run goes on: every key that is not marked as free."""
 
 import json
+import re
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -133,6 +134,40 @@ def test_a_checkpoint_of_an_older_version_tells_the_settings_that_are_gone(kind,
     gone = ["grpo.health.kl_growth", "grpo.health.kl_least"] if kind == "grpo" else []
     assert all(key in told for key in gone), told
     assert bool(told) == bool(gone)
+    reasons = re.findall(r"\(([^()]*)", told)
+    assert len(reasons) == len(set(reasons)), "each once, with all keys that it is of"
+
+
+OLDER_DATA = {
+    "data.default": {
+        "default": {"dataset_name": "PreferenceDataset", "prompt_key": "q"},
+        "train": {"data_path": "t.jsonl"},
+        "validation": {"A": {"data_path": "v.jsonl"}, "B": {"benchmark": "rm-bench"}},
+    },
+    "data.val_data_paths": {
+        "train_data_path": "t.jsonl",
+        "val_data_paths": {"A": "a.jsonl", "B": {"data_path": "b.jsonl", "prompt_key": "q"}},
+    },
+}
+
+
+@pytest.mark.parametrize("key", OLDER_DATA)
+def test_a_run_that_began_with_a_key_that_is_translated_now_goes_on(tmp_path, key):
+    """Its checkpoint has the flat keys besides, with their defaults."""
+    said = OLDER_DATA[key]
+    flat = {"dataset_name": None, "prompt_key": "prompt", "val_split": None, "default": None}
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(json.dumps({"data": flat | said}), encoding="utf-8")
+
+    def now(data):
+        return load_config(SCHEMAS[RM], None, [f"data={json.dumps(data)}"]).config
+
+    assert check_same_settings(tmp_path, now(said)) == []
+    first, *_ = now(said).data.validation_sets().values()
+    assert first.prompt_key == ("q" if key == "data.default" else "prompt")
+    with pytest.raises(CheckpointError, match=r"data\.validation\.[AB]\.prompt_key"):
+        check_same_settings(tmp_path, now(json.loads(json.dumps(said).replace('"q"', '"z"'))))
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):

@@ -25,11 +25,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from laurel.config.load import load_config, to_yaml
+from laurel.config.load import load_config, to_yaml, translated
 from laurel.config.overrides import Override, parse_override
 from laurel.config.resuming import Change, changes
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.yaml_tree import PROCESSES, YamlNode, plain_values
+from laurel.config.yaml_tree import PROCESSES, YamlNode, graft, plain_values
 from laurel.data.preferences import Fold
 from laurel.errors import (
     ConfigError,
@@ -537,7 +537,8 @@ class Sweep:
     def _check_same(self, path: Path, identity: Mapping[str, Any]) -> None:
         try:
             saved = json.loads(path.read_bytes())
-            settings = saved["configuration"]
+            read = graft(saved["configuration"], str(path))
+            settings = plain_values(translated(type(self.base), read))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         changed = [
