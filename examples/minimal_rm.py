@@ -1,6 +1,6 @@
 """A Bradley-Terry reward model from rows, without a configuration file, a run or a worker."""
 
-from laurel.config.policy import BatchLimits, NamedCall, RewardModelConfig, ScratchConfig
+from laurel.config.policy import BatchLimits, NamedCall, ScratchConfig
 from laurel.config.reward_model import LossConfig
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ModelSpec
@@ -24,7 +24,6 @@ def preference(prompt: str, *best_first: str) -> Preference:
 def train(steps: int = 24) -> list[dict[str, float]]:
     spec = ModelSpec(  # name="Qwen/Qwen3-0.6B" instead of scratch trains a real one
         scratch=ScratchConfig(hidden_size=32, vocab_size=320),
-        head=RewardModelConfig(enabled=True),
         precision="float32",
     )
     texts = [text for pair in PAIRS for text in pair]  # for the tokenizer of the new model

@@ -61,7 +61,7 @@ SCORES = ["env.reward_model.enabled=true", "data.env_name=reward_model"]
 ON_CPU = ["--device", "cpu"]
 
 READ = {
-    "PolicyConfig.model_name": ["rm", *RM, PAIRS, f"policy.model_name={FILE}"],
+    "RewardPolicyConfig.model_name": ["rm", *RM, PAIRS, f"policy.model_name={FILE}"],
     "SFTPolicyConfig.model_name": ["sft", *SFT, SUMS, f"policy.model_name={FILE}"],
     "GRPOPolicyConfig.model_name": ["grpo", *GRPO, SUMS, f"policy.model_name={FILE}"],
     "JudgeConfig.model": ["score", "pairs.jsonl", "--judge", "judge.yaml", *ON_CPU],
