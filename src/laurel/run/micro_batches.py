@@ -66,6 +66,8 @@ def _kept(context: RunContext[R]) -> int | None:
 def _chosen(config: Run, device_memory: int | None) -> tuple[int, str]:
     policy = config.policy
     default = policy.token_budget
+    if not policy.sequence_packing.enabled:
+        return default, "as null gives: policy.sequence_packing.enabled is false"
     if device_memory is None:
         return default, "as null gives: the memory of one GPU would decide, and the run has none"
     read = read_shapes(config)
@@ -90,7 +92,7 @@ def _with_engine(config: Run) -> Run:
 
 
 def _device_memory(config: Run) -> int | None:
-    if config.cluster.device == "cpu" or not config.policy.sequence_packing.enabled:
+    if config.cluster.device == "cpu":
         return None
     import torch
 

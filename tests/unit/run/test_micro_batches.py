@@ -84,6 +84,13 @@ def test_a_number_or_null_stays_as_it_is(gpu):
     assert resolved(config_of("rm", f"{KEY}=null")) == (None, "")
 
 
+def test_padded_rows_stay_as_they_are(gpu):
+    gpu(80)
+    tokens, said = resolved(config_of("sft", "policy.sequence_packing.enabled=false"))
+    assert tokens == DEFAULT
+    assert "policy.sequence_packing.enabled is false" in said
+
+
 def test_a_run_that_resumes_keeps_what_it_began_with(gpu, tmp_path):
     config = config_of("sft")
     gpu(24)
