@@ -84,7 +84,7 @@ def test_their_losses():
     }
     for name, wanted in expected.items():
         loss = of(name).loss_fn
-        assert (loss.kind, PolicyLoss(loss, max_length=8).normalizer) == wanted, name
+        assert (loss.loss_type, PolicyLoss(loss, max_length=8).normalizer) == wanted, name
     assert of("gspo").loss_fn.sequence_level_importance_ratios
     assert of("dapo").grpo.reward_shaping.enabled
 

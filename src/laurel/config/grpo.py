@@ -92,7 +92,7 @@ class GenerationConfig(OpenSection):
     timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=1800.0, gt=0)
     """Seconds without a finished completion after which the engine counts as dead. Default: half an
     hour without one completion is a hang."""
-    transformers_cfg: TransformersConfig = TransformersConfig()
+    transformers_cfg: Annotated[TransformersConfig, MAY_CHANGE] = TransformersConfig()
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's engine."""
     colocated: Annotated[ColocatedConfig, MAY_CHANGE] = ColocatedConfig()

@@ -282,7 +282,6 @@ def test_every_key_of_the_estimator(name: str) -> None:
         {"grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.normalize_rewards": False},
         {"loss_fn.loss_type": "reinforce", "loss_fn.ratio_clip_max": 0.28},
         {"loss_fn.use_kl_in_reward": True, "loss_fn.reference_policy_kl_penalty": 0.0},
-        {"loss_fn.use_cispo": True, "loss_fn.loss_type": "reinforce"},
     ],
     ids=str,
 )
