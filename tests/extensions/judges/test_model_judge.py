@@ -402,7 +402,6 @@ def test_a_judge_that_compares_subtracts_no_reference():
         {"trust_remote_code": True},
         {"dtensor_cfg": {"tensor_parallel_size": 2}},
         {"batch_timeout": 1.0},
-        {"sequence_packing": {"share_prompts": False}},
     ],
 )
 def test_a_key_of_a_reward_model_is_refused_beside_a_judge(settings):

@@ -75,7 +75,7 @@ def test_rows_made_while_answers_are_scored_are_the_same():
 def test_the_seed_of_the_process_does_not_matter():
     code = (
         "from laurel.config.data import TaskSetConfig as S\n"
-        "from laurel.config.environments import ReasoningGymEnvironmentConfig as C\n"
+        "from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig as C\n"
         "from laurel.extensions.reasoning_gym.environment import made_rows\n"
         "made = made_rows(S(tasks={'list_functions': 1, 'codeio': 1, 'pool_matrix': 1}), C())\n"
         "print([made.make(i, k) for i in range(6) for k in range(2)])\n"

@@ -7,7 +7,7 @@ from transformers import AutoModelForSequenceClassification
 
 import tiny
 import tiny_tokenizers as made
-from laurel.config.policy import PolicyConfig
+from laurel.config.policy import RewardPolicyConfig
 from laurel.data.forest import to_forest, to_padded
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.forest.attention import FOREST
@@ -21,7 +21,7 @@ GROUP = group_of([Message("user", "Where is the laurel?")], ["By the gate."], gr
 
 def policy(directory, **changes):
     settings = {"precision": "float32", **changes}
-    return model_spec(PolicyConfig(model_name=str(directory), **settings))
+    return model_spec(RewardPolicyConfig(model_name=str(directory), **settings))
 
 
 def load(
@@ -134,7 +134,6 @@ def test_a_model_that_learns_a_head_here_closes_its_conversations(save):
 def test_a_regression_head_has_one_output_for_each_attribute(save):
     attributes = ["helpfulness", "correctness", "verbosity"]
     regression = {
-        "enabled": True,
         "reward_model_type": "regression",
         "attributes": attributes,
         "attribute_weights": [1.0, 1.0, -0.5],
@@ -385,7 +384,7 @@ def test_the_contract_of_a_model_goes_before_the_configuration(save):
 
 def test_attributes_of_another_contract_are_refused(save):
     directory = save(tiny.tiny_classifier("qwen3", num_labels=2))
-    regression = {"enabled": True, "reward_model_type": "regression", "attributes": ["a", "b"]}
+    regression = {"reward_model_type": "regression", "attributes": ["a", "b"]}
     load(directory, reward_model_cfg=regression).contract.save(directory)
     assert load(directory, reward_model_cfg=regression).contract.rules.attributes == ("a", "b")
     with pytest.raises(ModelError, match=r"gives the attributes \['a', 'b'\].*asks for \['b', 'a'"):

@@ -285,9 +285,9 @@ def token_slowly(c, row, i, t, *, mine, now, old, drew):
     log_ratio = sum(now[s] - old[s] for s in mine) / n if is_whole else now[t] - old[t]
     ratio = math.exp(log_ratio)
     cut = min(max(ratio, 1 - c.ratio_clip_min), 1 + c.ratio_clip_max)
-    if c.kind == "reinforce":
+    if c.loss_type == "reinforce":
         actor = -a * now[t]
-    elif c.kind == "cispo":
+    elif c.loss_type == "cispo":
         actor = -a * cut * now[t]
     else:
         actor = -min(a * ratio, a * cut)
