@@ -51,12 +51,10 @@ def here(config, say=lambda _: None):
     return open_local(scorer_spec_of(config, device="cpu"), say=say)
 
 
-def test_what_the_settings_get_wrong_is_told_before_there_is_a_group(tmp_path, checkpoint):
+def test_a_torn_checkpoint_is_told_before_there_is_a_group(tmp_path):
     def never(*_args, **_kwargs):
         raise AssertionError("a group was made")
 
-    with pytest.raises(ConfigError, match="cpu_offload"):
-        opened(config_of(model_name=str(checkpoint), dtensor_cfg={"cpu_offload": True}), never)
     run = write_run(tmp_path / "run", {1: 0.5})
     weights = run / "step_1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
