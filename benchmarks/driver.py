@@ -122,8 +122,11 @@ class Chance(EnvironmentInterface):
 class Prompts:
     """Prompts of one length."""
 
-    def prompt_ids(self, conversation: Any, /) -> Any:
+    def prompt_ids(self, conversation: Any, /, tools: Any = ()) -> Any:
         return np.arange(PROMPT, dtype=np.int32)
+
+    def control_token_in(self, _text: str) -> None:
+        return None
 
     def observation_ids(self, observation: Any, /, *, history: Any, turn_ids: Any) -> Any:
         raise AssertionError("conversations have one turn")
@@ -213,6 +216,7 @@ def loop_of(
         generator=rollouts.generator,
         source=source,
         environments={"chance": environment},
+        noise_of=lambda _name: 0.0,
         validation=None,
         pad_id=0,
     )
@@ -227,7 +231,9 @@ def loop_of(
     )
     state = SimpleNamespace(alarms=Alarms(config.health), run_dir=run_dir)
     names = ("schedule", "store", "selection", "logger", "progress", "deadline")
-    services: Any = SimpleNamespace(state=state, **{name: Silent() for name in names})
+    services: Any = SimpleNamespace(
+        state=state, on_validation=None, **{name: Silent() for name in names}
+    )
     services.stop = SimpleNamespace(signal=None, seconds=0.0)
     return GRPO(settings, services, parts)
 
