@@ -310,10 +310,6 @@ class Engine(Choice):
     is_automatic: ClassVar[bool] = False
     """Whether `backend: auto` chooses it, where its package is installed and there is a GPU; read
     of Laurel's own only."""
-    scoring_section: ClassVar[type[Any] | None] = None
-    """Its settings, as `<name>_cfg`, where it computes a reward model
-    (`env.reward_model.generation`) or a judge, whose weights never change; None: it does not."""
-
     @abstractmethod
     def make(self, section: Any, start: EngineStart) -> Generator:
         """Start the engine.
@@ -329,35 +325,6 @@ class Engine(Choice):
     def needs(self, section: Any) -> EngineNeeds:
         """Return what a replica takes of the devices."""
         return EngineNeeds()
-
-    def open_scorer(self, section: Any, model: Any, say: Callable[[str], None]) -> Any:
-        """Return a `rewards.scorer.ModelScorer` of a reward model.
-
-        Args:
-            section: The settings, a `scoring_section`.
-            model: The `rewards.spec.ScorerSpec` whose model has been found.
-            say: Called with a line on all that was loaded and found.
-        """
-        raise NotImplementedError
-
-    def for_judge(self, section: Any, judge: Any) -> Any:
-        """Return the plug-in's own settings with which it computes a judge.
-
-        Args:
-            section: The settings, a `scoring_section`.
-            judge: The section `judge`.
-
-        Raises:
-            ValueError: It cannot compute as the section asks.
-        """
-        raise NotImplementedError
-
-    def check_room(self, section: Any) -> None:
-        """Check that a `scoring_section` leaves room on a GPU that the policy trains on.
-
-        Raises:
-            ValueError: It does not; the message says what to set.
-        """
 
     @property
     def is_installed(self) -> bool:
@@ -379,6 +346,42 @@ class Engine(Choice):
             f"{key} needs the package '{self.package}', which is not installed. "
             f"Install it with: pip install {self.package}"
         )
+
+
+class EngineThatScores(Engine):
+    """An engine that also computes reward models and judges, whose weights never change."""
+
+    scoring_section: ClassVar[type[Any] | None] = None
+    """Its settings for that, as `<name>_cfg` of `env.reward_model.generation` and of a judge."""
+
+    @abstractmethod
+    def open_scorer(self, section: Any, model: Any, say: Callable[[str], None]) -> Any:
+        """Return a `rewards.scorer.ModelScorer` of a reward model.
+
+        Args:
+            section: The settings, a `scoring_section`.
+            model: The `rewards.spec.ScorerSpec` whose model has been found.
+            say: Called with a line on all that was loaded and found.
+        """
+
+    @abstractmethod
+    def for_judge(self, section: Any, judge: Any) -> Any:
+        """Return the plug-in's own settings with which it computes a judge.
+
+        Args:
+            section: The settings, a `scoring_section`.
+            judge: The section `judge`.
+
+        Raises:
+            ValueError: It cannot compute as the section asks.
+        """
+
+    def check_room(self, section: Any) -> None:
+        """Check that a `scoring_section` leaves room on a GPU that the policy trains on.
+
+        Raises:
+            ValueError: It does not; the message says what to set.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -270,6 +270,14 @@ def test_an_engine_of_a_package_is_used_by_name(site):
             load_config(GRPORun, None, [*chosen, wrong])
 
 
+def test_an_engine_that_scores_has_all_that_scoring_asks(site):
+    half = ENGINE.replace("import Engine,", "import EngineThatScores,")
+    half = half.replace("class X(Engine)", "class X(EngineThatScores)")
+    installed(site, "theirs", {"half": half}, {"engines": {"x": "half:X"}})
+    with pytest.raises(ConfigError, match=r"lacks for_judge\(\) and open_scorer\(\)"):
+        load_config(GRPORun, None, ["+env.reward_model.generation.backend=x"])
+
+
 KIND = """
 from pydantic import Field
 from laurel.config.yaml_tree import Section

@@ -32,7 +32,7 @@ from laurel.config.yaml_tree import (
     removed,
 )
 from laurel.errors import about, key_of
-from laurel.plugins import Engine, EnvironmentKind
+from laurel.plugins import Engine, EngineThatScores, EnvironmentKind
 from laurel.sandbox.comparison import Comparison
 
 # The `sandbox` section: how programs that a model wrote are locked in.
@@ -249,14 +249,18 @@ class ScoringEngineSection(OpenSection):
         backend: str
 
     @property
-    def engine(self) -> tuple[Engine, Any] | None:
+    def engine(self) -> tuple[EngineThatScores, Any] | None:
         """Return the engine with its settings; None is Laurel's own, `transformers`."""
-        return None if self.backend == "transformers" else self.settings_of(Engine, self.backend)
+        if self.backend == "transformers":
+            return None
+        engine, section = self.settings_of(Engine, self.backend)
+        if not isinstance(engine, EngineThatScores):
+            raise ValueError(f"backend={self.backend}: this engine samples, and computes no scores")
+        return engine, section
 
     @model_validator(mode="after")
     def _engine_computes_scores(self) -> ScoringEngineSection:
-        if self.engine is not None and self.engine[0].scoring_section is None:
-            raise ValueError(f"backend={self.backend}: this engine samples, and computes no scores")
+        _ = self.engine
         return self
 
 
@@ -904,7 +908,7 @@ class RewardModelEnvironmentConfig(ScorerSource):
             )
 
     @property
-    def engine(self) -> tuple[Engine, Any] | None:
+    def engine(self) -> tuple[EngineThatScores, Any] | None:
         """Return the engine that computes the reward model, with its settings; None: Laurel's."""
         return None if self.generation is None else self.generation.engine
 

@@ -71,7 +71,7 @@ class OpenSection(Section):
         Raises:
             ConfigError: They are no section.
         """
-        found: Any = getattr(plugin, cls.settings_of_plugins)
+        found: Any = getattr(plugin, cls.settings_of_plugins, None)
         if found is None or (isinstance(found, type) and issubclass(found, Section)):
             return found
         kind = type(plugin)

@@ -17,7 +17,7 @@ from laurel.models.gguf import is_gguf, read_gguf
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.spec import ModelSpec
 from laurel.observe.hub import check_fetchable, check_not_missing, listed
-from laurel.plugins import Engine
+from laurel.plugins import EngineThatScores
 
 if TYPE_CHECKING:
     from laurel.config.environments import ScorerSource
@@ -66,7 +66,7 @@ class ModelPlace:
 class ScoringEngine:
     """An engine that holds a reward model."""
 
-    plugin: Engine
+    plugin: EngineThatScores
     section: Any
     """Its settings."""
     may_sleep: bool = False

@@ -318,10 +318,11 @@ def _serving_spec(options: ServeOptions) -> ServingSpec:
         engine = None
         if options.engine != "laurel":
             plugin = plugins.find(plugins.Engine, options.engine)
-            if plugin.scoring_section is None:
+            if not isinstance(plugin, plugins.EngineThatScores):
                 raise ConfigError(f"--engine {options.engine}: it samples, and computes no scores")
             plugin.check_installed(f"--engine {options.engine}")
-            engine = ScoringEngine(plugin=plugin, section=plugin.scoring_section())
+            section = plugin.scoring_section and plugin.scoring_section()
+            engine = ScoringEngine(plugin=plugin, section=section)
         day = None if options.date is None else options.date.date()
         scorer = ScorerSpec(
             model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),

@@ -12,7 +12,7 @@ from laurel.extensions.vllm.sections import (
     VllmConfig,
     vllm_section,
 )
-from laurel.plugins import Engine, EngineNeeds, EngineStart
+from laurel.plugins import EngineNeeds, EngineStart, EngineThatScores
 
 if TYPE_CHECKING:
     from laurel.config.environments import JudgeConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from laurel.rewards.spec import ScorerSpec
 
 
-class Vllm(Engine):
+class Vllm(EngineThatScores):
     """vLLM, in processes of its own."""
 
     section = VllmConfig
