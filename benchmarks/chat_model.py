@@ -149,6 +149,20 @@ def grpo_row(options: argparse.Namespace) -> None:
         )
 
 
+def unvalidated(options: argparse.Namespace) -> list[str]:
+    """Settings of GRPO on the largest of five numbers, after the warm-up, without validation."""
+    problems = written_by("largest_number", options)
+    return [
+        f"policy.model_name={newest(warm_up(options))}",
+        f"data.system_prompt_file={problems}/system.txt",
+        f"data.train.data_path={problems}/tasks.jsonl",
+        "~data.validation",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+    ]
+
+
 def warm_up(options: argparse.Namespace) -> Path:
     """The run that has learned the form of answers about the largest number."""
     run: Path = options.work / "warm_up"
@@ -257,18 +271,11 @@ def judge_row(options: argparse.Namespace) -> None:
 
 def resume_row(options: argparse.Namespace) -> None:
     """Runs of four steps that are killed three times, beside undisturbed ones, bit for bit."""
-    problems, warm = written_by("largest_number", options), warm_up(options)
     runs = {
         "grpo": (
             "smollm2_grpo_cpu.yaml",
-            f"policy.model_name={newest(warm)}",
-            f"data.system_prompt_file={problems}/system.txt",
-            f"data.train.data_path={problems}/tasks.jsonl",
-            "~data.validation",
+            *unvalidated(options),
             "grpo.max_num_steps=4",
-            "grpo.val_period=0",
-            "grpo.val_at_start=false",
-            "grpo.val_at_end=false",
         ),
         "rm": (
             "smollm2_reward_cpu.yaml",
@@ -386,21 +393,14 @@ def short_run(options: argparse.Namespace, command: str, judge: Path) -> tuple[s
             "checkpointing.enabled=false",
             "cluster.device=cpu",
         )
-    problems = written_by("largest_number", options)
     return (
         "smollm2_grpo_cpu.yaml",
-        f"policy.model_name={newest(warm_up(options))}",
-        f"data.system_prompt_file={problems}/system.txt",
-        f"data.train.data_path={problems}/tasks.jsonl",
-        "~data.validation",
+        *unvalidated(options),
         "data.env_name=reward_model",
         "+env.reward_model.enabled=true",
         f"+env.reward_model.model_name={newest(judge)}",
         "+env.reward_model.precision=float32",
         "grpo.max_num_steps=3",
-        "grpo.val_period=0",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
         "checkpointing.enabled=false",
         "cluster.device=cpu",
     )
@@ -433,20 +433,13 @@ def vllm_row(options: argparse.Namespace) -> None:
     run = options.work / "vllm"
     if figures_of(run):
         return
-    problems = written_by("largest_number", options)
     train(
         options,
         "grpo",
         "smollm2_grpo_cpu.yaml",
         run,
-        f"policy.model_name={newest(warm_up(options))}",
-        f"data.system_prompt_file={problems}/system.txt",
-        f"data.train.data_path={problems}/tasks.jsonl",
-        "~data.validation",
+        *unvalidated(options),
         "grpo.max_num_steps=4",
-        "grpo.val_period=0",
-        "grpo.val_at_start=false",
-        "grpo.val_at_end=false",
         "checkpointing.enabled=false",
         "policy.generation.backend=vllm",
         python=options.vllm_python,
@@ -481,19 +474,13 @@ def pushed_row(options: argparse.Namespace) -> None:
             "grpo",
             "smollm2_grpo_cpu.yaml",
             run,
-            f"policy.model_name={newest(warm_up(options))}",
-            f"data.system_prompt_file={problems}/system.txt",
-            f"data.train.data_path={problems}/tasks.jsonl",
-            "~data.validation",
+            *unvalidated(options),
             "data.env_name=judged",
             "+env.reward_model.enabled=true",
             f"+env.reward_model.model_name={newest(judge)}",
             "+env.reward_model.precision=float32",
             "+env.composite.judged.parts=[{env: reward_model}, {env: math, weight: 0}]",
             f"policy.optimizer.kwargs.lr={rate}",
-            "grpo.val_period=0",
-            "grpo.val_at_start=false",
-            "grpo.val_at_end=false",
             "checkpointing.save_period=100",
         )
         steps = [line for line in metrics(run) if "train/loss" in line]

@@ -23,13 +23,6 @@ def shared(tmp_path_factory):
         yield server
 
 
-@pytest.fixture
-def server(shared):
-    """The server; when the test has ended, so have all sessions."""
-    yield shared
-    wait_until(lambda: len(set(shared.counts())) == 1)
-
-
 def config_of(server, **settings):
     defaults = {"url": server.url, "action_key": "guess", "observation_key": "hint"}
     given = {**defaults, "connect_patience": 20.0, "step_timeout": 20.0, **settings}

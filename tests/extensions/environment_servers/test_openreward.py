@@ -35,13 +35,6 @@ def shared(tmp_path_factory):
         yield server
 
 
-@pytest.fixture
-def server(shared):
-    """The server; when the test has ended, so have all sessions."""
-    yield shared
-    wait_until(lambda: len(set(shared.counts())) == 1)
-
-
 def config_of(server, **settings):
     given = {"url": server.url, "form": "hermes", "connect_patience": 20.0, **settings}
     return EnvironmentsConfig(openreward={"sums": given})
