@@ -310,6 +310,7 @@ class Engine(Choice):
     is_automatic: ClassVar[bool] = False
     """Whether `backend: auto` chooses it, where its package is installed and there is a GPU; read
     of Laurel's own only."""
+
     @abstractmethod
     def make(self, section: Any, start: EngineStart) -> Generator:
         """Start the engine.
