@@ -177,7 +177,8 @@ class PolicyLossConfig(OpenSection):
     ratios of 1."""
     loss_type: Annotated[str, NameOf("losses")] = "ppo"
     """`ppo`: the clipped ratio; `cispo`: its detached value times the log-probability; `reinforce`:
-    the log-probability. Default: GRPO's own."""
+    the log-probability; `gmpo`: the geometric mean of a completion's ratios; `sapo`: a smooth gate in
+    place of clipping; `dppo`: clipped by a divergence. Default: GRPO's own."""
     sequence_level_importance_ratios: bool = False
     """GSPO: one ratio per completion, the geometric mean over its tokens. Needs `token_level_loss:
     false`. Default: GRPO's ratios are those of tokens."""
@@ -216,7 +217,13 @@ class PolicyLossConfig(OpenSection):
                 "sequence_level_importance_ratios needs token_level_loss: false (GSPO)"
             )
         if self.model_fields_set:  # else the defaults, which stand in the schema
-            self.settings_of(plugins.Loss, self.loss_type)[0].check(self)
+            loss = self.settings_of(plugins.Loss, self.loss_type)[0]
+            loss.check(self)
+            if loss.of_completions and (self.token_level_loss or self.normalizer == "tokens"):
+                raise ValueError(
+                    f"loss_type={self.loss_type} is a loss of completions, which the mean over "
+                    "tokens would weigh by their length; set token_level_loss: false"
+                )
         for key, why in self._unread().items():
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:

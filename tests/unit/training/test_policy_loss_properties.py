@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laurel import plugins
 from laurel.config.grpo import PolicyLossConfig
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.training.learner import add_up
@@ -54,10 +55,21 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
         "truncated_importance_sampling_ratio_min": 0.5,
         **CORRECTED,
     },
+    "gmpo": {"loss_type": "gmpo", "token_level_loss": False},
+    "sapo": {"loss_type": "sapo", "token_level_loss": False},
+    "dppo": {"loss_type": "dppo"},
+    "dppo, kl": {"loss_type": "dppo", "dppo": {"divergence": "kl", "high": 0.05, "low": 0.02}},
     "seq-mask-tis": {"truncated_importance_sampling_type": "seq-mask-tis", **CORRECTED},
     "seq-tis": {"truncated_importance_sampling_type": "seq-tis", **CORRECTED},
 }
 every_setting = pytest.mark.parametrize("chosen", EVERY_SETTING.values(), ids=EVERY_SETTING.keys())
+
+
+def test_all_losses_are_among_them():
+    """Of Laurel's own: a new one is tried like the others."""
+    own = {name for name in plugins.names("losses") if plugins.is_own("losses", name)}
+    assert own == {str(chosen.get("loss_type", "ppo")) for chosen in EVERY_SETTING.values()}
+
 
 LOGPROB = st.floats(-3, -0.0078125, width=32)
 
@@ -287,6 +299,22 @@ def token_slowly(c, row, i, t, *, mine, now, old, drew):
     cut = min(max(ratio, 1 - c.ratio_clip_min), 1 + c.ratio_clip_max)
     if c.loss_type == "reinforce":
         actor = -a * now[t]
+    elif c.loss_type == "gmpo":
+        logs = [now[s] - old[s] for s in mine]
+        cut = [min(max(x, -0.4), 0.4) for x in logs]
+        choose = min if a > 0 else max
+        actor = -a * math.exp(sum(map(choose, logs, cut)) / n)
+    elif c.loss_type == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        actor = -a * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    elif c.loss_type == "dppo":
+        p, q = math.exp(old[t]), math.exp(now[t])
+        apart, low, high = abs(q - p), 0.15, 0.15
+        if "dppo" in (c.model_extra or {}):
+            apart = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+            low, high = 0.02, 0.05
+        is_out = apart > high and q > p if a > 0 else apart > low and q < p
+        actor = 0.0 if is_out else -a * min(ratio, 20.0) * now[t]
     elif c.loss_type == "cispo":
         actor = -a * cut * now[t]
     else:
