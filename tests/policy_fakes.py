@@ -221,11 +221,19 @@ def rollout(text: str, reward: float | None, **changes: Any) -> Rollout:
 
 
 def rollout_group(
-    *rollouts: Rollout, prompt: str = "abc", name: str = "judge", **metadata: Any
+    *rollouts: Rollout,
+    prompt: str = "abc",
+    name: str = "judge",
+    greedy: Rollout | None = None,
+    **metadata: Any,
 ) -> RolloutGroup:
     asked = task(prompt, name=name, **metadata)
     return RolloutGroup(
-        id=f"g-{prompt}", task=asked, prompt_ids=ids_of(prompt), rollouts_G=rollouts
+        id=f"g-{prompt}",
+        task=asked,
+        prompt_ids=ids_of(prompt),
+        rollouts_G=rollouts,
+        greedy=greedy,
     )
 
 

@@ -602,6 +602,9 @@ class RolloutGroup:
     task: Task
     prompt_ids: TokenIds
     rollouts_G: tuple[Rollout, ...]
+    greedy: Rollout | None = None
+    """The greedy completion, where an estimator of advantages compares with it; it is not learned
+    from."""
 
     def tokens(self) -> TokenGroup:
         """Convert the group to tokens for the learner: the prompt is the trunk."""

@@ -339,8 +339,10 @@ class AdvantageConfig(OpenSection):
 
     name: Annotated[str, NameOf("advantages")] = "grpo"
     """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
-    normalised over the batch; `reinforce_plus_plus`: over the batch. Default: the method the
-    command is named after."""
+    normalised over the batch; `reinforce_plus_plus`: over the batch; `gpg`: against the group, and
+    scaled up where groups have no signal; `opo`: longer completions weigh more in the group's mean;
+    `pass_at_k`: what a completion adds to the best of k; `remax`: against a greedy completion.
+    Default: the method the command is named after."""
     normalize_rewards: bool | None = None
     """Null is `grpo.normalize_rewards`."""
     use_leave_one_out_baseline: bool | None = None
@@ -601,6 +603,17 @@ class GRPOConfig(Section):
             )
         if own.whitens:
             self._divides_by_nothing_else()
+        if not own.divides and (given.scale not in (None, "none") or given.normalize_rewards):
+            key = "normalize_rewards=true" if given.scale is None else f"scale={given.scale}"
+            raise ValueError(
+                f"adv_estimator.{key} has no effect: {given.name} divides by no deviation; leave it "
+                "out, or use adv_estimator.name=grpo"
+            )
+        if own.baseline != "mean" and given.use_leave_one_out_baseline:
+            raise ValueError(
+                f"adv_estimator.use_leave_one_out_baseline=true has no effect: {given.name} has a "
+                "baseline of its own; leave it out, or use adv_estimator.name=grpo"
+            )
         own.check(self)
         return self
 
@@ -660,11 +673,16 @@ class GRPOConfig(Section):
             if given.use_leave_one_out_baseline is None and not self.use_leave_one_out_baseline:
                 why = f"the baseline of {given.name} is the mean of the whole group"
                 found["use_leave_one_out_baseline"] = why
+        elif not own.divides:
+            if not self.normalize_rewards:
+                found["normalize_rewards"] = f"{given.name} divides by no deviation"
         elif given.scale is not None:
             if not self.normalize_rewards:
                 found["normalize_rewards"] = "adv_estimator.scale decides"
             if given.normalize_rewards is not None:
                 found["adv_estimator.normalize_rewards"] = "scale decides"
+        if own.baseline != "mean" and not self.use_leave_one_out_baseline:
+            found["use_leave_one_out_baseline"] = f"{given.name} has a baseline of its own"
         found |= own.without_effect(self)
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
             found["batch_multiplier"] = "use_dynamic_sampling is off"
@@ -679,15 +697,17 @@ class GRPOConfig(Section):
             normalize = self.normalize_rewards
         if self._estimator.whitens:
             return "batch"
+        if not self._estimator.divides:
+            return "none"
         return given.scale or ("group" if normalize else "none")
 
     @property
     def compares_within_groups(self) -> bool:
-        """Report whether a completion's baseline is a mean reward over its own group.
-
-        The mean may include the completion itself or not.
-        """
-        return not self._estimator.whitens or self.adv_estimator.minus_baseline
+        """Report whether a completion's baseline comes from the rewards of its own group."""
+        own = self._estimator
+        if own.baseline == "greedy":
+            return False
+        return not own.whitens or self.adv_estimator.minus_baseline
 
     @property
     def leaves_one_out(self) -> bool:
@@ -697,6 +717,8 @@ class GRPOConfig(Section):
         one that whitens, whose baseline is then the mean of the whole group.
         """
         chosen = self.adv_estimator
+        if self._estimator.baseline != "mean":
+            return False
         if chosen.use_leave_one_out_baseline is not None:
             return chosen.use_leave_one_out_baseline
         return self.use_leave_one_out_baseline and not self._estimator.whitens

@@ -134,6 +134,8 @@ def compute_advantages(
     *,
     noise: float | Sequence[float] = 0.0,
     components_BG: Sequence[Sequence[Mapping[str, float]]] | None = None,
+    lengths_BG: Sequence[Sequence[int]] | None = None,
+    greedy_B: Sequence[float | None] = (),
 ) -> Advantages:
     """Compute the advantages of a batch of groups.
 
@@ -151,6 +153,9 @@ def compute_advantages(
         noise: The standard deviation of the errors of rewards (such as rounding), in units of the
             reward: one number, or one per group. It bounds divisors from below.
         components_BG: The named components of each reward; only GDPO uses them.
+        lengths_BG: The number of tokens that the policy wrote in each completion; None: all have
+            the same.
+        greedy_B: The reward of each group's greedy completion, where the estimator compares with it.
 
     Raises:
         ConfigError: GDPO is chosen, and rewards have no components, or the number of components is
@@ -169,8 +174,20 @@ def compute_advantages(
         )
     ]
     rule = estimator.rule
+    lengths = [
+        np.array(row_G, np.float64)[used_G]
+        for row_G, used_G in zip(
+            lengths_BG or [[1] * len(used_G) for used_G in used_BG], used_BG, strict=True
+        )
+    ]
     compared = estimator.compare(
-        Rewards(values_B=rewards, components_B=components, noise_B=noise_B)
+        Rewards(
+            values_B=rewards,
+            components_B=components,
+            noise_B=noise_B,
+            lengths_B=lengths,
+            greedy_B=greedy_B,
+        )
     )
     shapes = [[len(row) for row in rows] for rows in (compared.values, rewards)]
     assert shapes[0] == shapes[1], (
@@ -285,6 +302,11 @@ class Rewards:
     """The named components of each reward."""
     noise_B: Sequence[float]
     """The standard deviation of the errors of each group's rewards."""
+    lengths_B: list[Floats] = field(default_factory=list)
+    """The number of tokens that the policy wrote in each completion."""
+    greedy_B: Sequence[float | None] = ()
+    """The reward of each group's greedy completion, if the estimator's `baseline` is `greedy`; None
+    if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -314,12 +336,12 @@ def whitened(rule: AdvantageRule, given: Rewards) -> Compared:
         compared = _against_groups(rewards, replace(rule, scale="none"), noise_B)
         return _over_batch(compared, _spread(compared.values, rule), rule)
     # What rounding leaves of the mean after one subtraction is not yet small beside a small spread.
-    centred = _centred(np.concatenate([*rewards, np.zeros(0)]))
+    ahead = centred(np.concatenate([*rewards, np.zeros(0)]))
     ends = np.cumsum([len(row) for row in rewards])
-    values = [centred[end - len(row) : end] for row, end in zip(rewards, ends, strict=True)]
+    values = [ahead[end - len(row) : end] for row, end in zip(rewards, ends, strict=True)]
     noises = [np.full(len(row), n) for row, n in zip(rewards, noise_B, strict=True)]
     compared = Compared(values=values, noise=noises, at_floor=[False] * len(rewards))
-    return _over_batch(compared, float(_deviation(centred, rule.estimator.std_ddof)), rule)
+    return _over_batch(compared, float(_deviation(ahead, rule.estimator.std_ddof)), rule)
 
 
 def by_component(rule: AdvantageRule, given: Rewards) -> Compared:
@@ -398,13 +420,13 @@ def _against_groups(
     centred_B = list[Floats]()
     for row in rewards:
         n = len(row)
-        centred = _centred(row)
+        values = centred(row)
         if n < 2:
-            centred = np.zeros(n)
+            values = np.zeros(n)
         elif rule.leave_one_out:
-            centred = centred * (n / (n - 1))  # r_i minus the mean of the others
-        centred_B.append(centred)
-    return _scaled(centred_B, rewards, rule, noise_B)
+            values = values * (n / (n - 1))  # r_i minus the mean of the others
+        centred_B.append(values)
+    return divided(centred_B, rewards, rule, noise_B)
 
 
 def _steps_against_groups(
@@ -415,32 +437,36 @@ def _steps_against_groups(
     centred_B, compared_B = list[Floats](), list[Floats]()
     for row_G, steps in zip(rows_BG, steps_B, strict=True):
         counts_G = np.array([len(row) for row in row_G])
-        centred = np.zeros(len(steps))
+        values = np.zeros(len(steps))
         is_compared = np.count_nonzero(counts_G) >= 2
         if is_compared:
-            centred = _centred(steps)
+            values = centred(steps)
             if rule.leave_one_out:
-                sums_G = np.array([float(np.sort(c).sum()) for c in _split(centred, counts_G)])
-                others_G = (np.sort(centred).sum() - sums_G) / (len(steps) - counts_G)
-                centred = centred - np.repeat(others_G, counts_G)
-        centred_B.append(centred)
+                sums_G = np.array([float(np.sort(c).sum()) for c in _split(values, counts_G)])
+                others_G = (np.sort(values).sum() - sums_G) / (len(steps) - counts_G)
+                values = values - np.repeat(others_G, counts_G)
+        centred_B.append(values)
         # Without a spread nothing is divided, and no noise floor counts.
-        compared_B.append(steps if is_compared else centred)
-    compared = _scaled(centred_B, compared_B, rule, noise_B)
+        compared_B.append(steps if is_compared else values)
+    compared = divided(centred_B, compared_B, rule, noise_B)
     if rule.scale == "batch":
         std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.estimator.std_ddof)
         compared = _over_batch(compared, float(std), rule)
     return compared
 
 
-def _scaled(
+def divided(
     centred_B: Sequence[Floats],
     rewards_B: Sequence[Floats],
     rule: AdvantageRule,
     noise_B: Sequence[float],
 ) -> Compared:
+    """Divide the values of each group by the deviation of its rewards, or by its noise floor.
+
+    With another `scale` than `group` they stay as they are.
+    """
     values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
-    for centred, row, noise in zip(centred_B, rewards_B, noise_B, strict=True):
+    for ahead, row, noise in zip(centred_B, rewards_B, noise_B, strict=True):
         n = len(row)
         divisors, is_floor = np.ones(n), False
         if rule.scale == "group" and n >= 2:
@@ -451,7 +477,7 @@ def _scaled(
                 stds = np.full(n, _deviation(row, rule.estimator.std_ddof))
             of_others = rule.estimator.leave_one_out_std
             divisors, is_floor = _divisors(stds, rule, noise, of_others=of_others)
-        values.append(centred / divisors)
+        values.append(ahead / divisors)
         noises.append(noise / divisors)
         at_floor.append(is_floor)
     return Compared(values=values, noise=noises, at_floor=at_floor)
@@ -489,15 +515,15 @@ def _divisors(
     return np.where(is_spread, divisors, 1.0), is_floor
 
 
-def _centred(rows: Floats) -> Floats:
-    # Exactly 0 where all are equal. Sums run over sorted values, so the order of the samples
-    # changes no bit.
+def centred(rows: Floats) -> Floats:
+    """Return the values minus the mean of each row, exactly 0 where all are equal."""
+    # Sums run over sorted values, so the order of the samples changes no bit.
     ordered = np.sort(rows, axis=-1)
     if rows.shape[-1] == 0:
         return ordered
     pivot = ordered[..., rows.shape[-1] // 2, None]
-    centred: Floats = (rows - pivot) - (ordered - pivot).mean(axis=-1, keepdims=True)
-    return centred
+    values: Floats = (rows - pivot) - (ordered - pivot).mean(axis=-1, keepdims=True)
+    return values
 
 
 def _mean(row: Floats) -> float:
@@ -510,7 +536,7 @@ def _deviation(rows: Floats, ddof: int) -> Floats:
     n = rows.shape[-1]
     if n < 2:
         return np.zeros(rows.shape[:-1])
-    squares = np.square(_centred(np.sort(rows, axis=-1)))
+    squares = np.square(centred(np.sort(rows, axis=-1)))
     return np.asarray(np.sqrt(squares.sum(axis=-1) / (n - ddof)), np.float64)
 
 
@@ -666,6 +692,21 @@ def shape_rewards(
         metrics["reward_shaping/penalty_mean"] = float(np.mean(penalties))
         metrics["reward_shaping/penalized_fraction"] = float(np.mean(np.array(penalties) > 0.0))
     return ShapedRewards(rewards_BG=rewards_BG, metrics=metrics)
+
+
+def greedy_rewards(
+    groups: Sequence[RolloutGroup], config: GRPOConfig, *, longest: int
+) -> list[float | None]:
+    """Return the reward of each group's greedy completion, scaled and shaped like the others'.
+
+    It is None where there is none, or it failed or is left out.
+    """
+    alone = [
+        replace(group, rollouts_G=() if group.greedy is None else (group.greedy,))
+        for group in groups
+    ]
+    shaped = shape_rewards(alone, config, longest=longest).rewards_BG
+    return [row[0] if row else None for row in shaped]
 
 
 def completion_divergence(

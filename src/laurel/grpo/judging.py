@@ -63,6 +63,8 @@ class RolloutInProgress:
     """The id of the group that the completion belongs to."""
     num_prompt_messages: int = 0
     is_validation: bool = False
+    is_greedy: bool = False
+    """Whether the likeliest token is taken each time: a baseline, which is not learned from."""
     id: str = field(default_factory=lambda: uuid4().hex)
     """An id that the rollouts of a discarded batch, played anew, do not have."""
     messages: list[Message] = field(default_factory=list)

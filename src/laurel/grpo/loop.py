@@ -24,6 +24,7 @@ from laurel.grpo.advantages import (
     completion_divergence,
     compute_advantages,
     compute_step_advantages,
+    greedy_rewards,
     fail_without_divergence,
     lacks_divergences,
     mean_divergence,
@@ -197,12 +198,17 @@ class GRPO(TrainingLoop):
         if settings.grpo.adv_estimator.per_step:
             advantages = compute_step_advantages(groups, rewards_BG, self.estimator, noise=noise_B)
         else:
+            greedy_B = greedy_rewards(groups, settings.grpo, longest=settings.max_length)
             advantages = compute_advantages(
                 rewards_BG,
                 self.estimator,
                 noise=noise_B,
                 components_BG=[[r.components for r in g.rollouts_G] for g in groups],
+                lengths_BG=[[int(r.mask_L.sum()) for r in g.rollouts_G] for g in groups],
+                greedy_B=greedy_B,
             )
+            if baselines := [reward for reward in greedy_B if reward is not None]:
+                figures["reward_greedy"] = sum(baselines) / len(baselines)
         tokens_BGL = advantages.tokens_BGL
         labels = [
             PolicyLabels(
