@@ -76,8 +76,8 @@ class Loss(Choice):
     clips: ClassVar[bool] = True
     """Whether `ratio_clip_min` and `ratio_clip_max` are read; then clipped ratios are counted."""
     of_completions: ClassVar[bool] = False
-    """Whether all tokens of a completion have one loss. Then `token_level_loss: true` and advantages
-    of tokens are refused."""
+    """Whether all tokens of a completion have one loss. Then `token_level_loss: true` and
+    advantages of tokens are refused."""
 
     def unread(self, settings: Any) -> dict[str, str]:
         """Return the keys of `loss_fn` that are not read with this loss, with the reasons.

@@ -146,6 +146,35 @@ class GenerationConfig(OpenSection):
 # The `loss_fn` section: what a policy's update minimises. Names follow NeMo RL's files.
 
 
+class DistillationConfig(Section):
+    """A teacher, from whose probabilities of the policy's own completions it learns.
+
+    Each token's advantage gets `weight` times how much likelier the teacher finds it than the
+    policy does: the gradient of the KL divergence of the policy from the teacher (on-policy
+    distillation, arXiv 2306.13649).
+    """
+
+    model_name: str | None = None
+    """Hub name or directory of the teacher, a causal language model with the policy's vocabulary;
+    it is computed beside the policy, on the same devices. Null: there is none."""
+    weight: float = Field(default=1.0, gt=0)
+    """Of the teacher's part of an advantage. Default: the divergence as it is."""
+    clamp_value: float | None = Field(default=20.0, gt=0)
+    """Largest difference of log-probabilities that counts. Default: that of
+    `kl_input_clamp_value`."""
+    rewards: bool = True
+    """Learn from rewards as well; false: from the teacher alone. Default: beside rewards."""
+
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> DistillationConfig:
+        if self.model_name is None and self.model_fields_set - {"model_name"}:
+            raise ValueError(
+                f"distillation.{sorted(self.model_fields_set - {'model_name'})[0]} has no effect "
+                "without a teacher; set distillation.model_name, or leave it out"
+            )
+        return self
+
+
 class PolicyLossConfig(OpenSection):
     """The loss of an update. Formulas: `laurel/training/policy_loss.py`."""
 
@@ -177,8 +206,8 @@ class PolicyLossConfig(OpenSection):
     ratios of 1."""
     loss_type: Annotated[str, NameOf("losses")] = "ppo"
     """`ppo`: the clipped ratio; `cispo`: its detached value times the log-probability; `reinforce`:
-    the log-probability; `gmpo`: the geometric mean of a completion's ratios; `sapo`: a smooth gate in
-    place of clipping; `dppo`: clipped by a divergence. Default: GRPO's own."""
+    the log-probability; `gmpo`: the geometric mean of a completion's ratios; `sapo`: a smooth gate
+    in place of clipping; `dppo`: clipped by a divergence. Default: GRPO's own."""
     sequence_level_importance_ratios: bool = False
     """GSPO: one ratio per completion, the geometric mean over its tokens. Needs `token_level_loss:
     false`. Default: GRPO's ratios are those of tokens."""
@@ -206,6 +235,7 @@ class PolicyLossConfig(OpenSection):
     positive_example_nll_weight: float = Field(default=0.0, ge=0)
     """VAPO: weight of the negative log-likelihood of completions with positive rewards. Default: no
     part of GRPO."""
+    distillation: DistillationConfig = DistillationConfig()
     entropy: Annotated[bool, MAY_CHANGE] = True
     """Measure the policy's entropy over the tokens it wrote. Default: a collapse is first seen in
     it."""
@@ -224,6 +254,16 @@ class PolicyLossConfig(OpenSection):
                     f"loss_type={self.loss_type} is a loss of completions, which the mean over "
                     "tokens would weigh by their length; set token_level_loss: false"
                 )
+        if self.distillation.model_name is not None and (
+            self.sequence_level_importance_ratios
+            or plugins.find(plugins.Loss, self.loss_type).of_completions
+        ):
+            key = "sequence_level_importance_ratios"
+            key = key if getattr(self, key) else f"loss_type={self.loss_type}"
+            raise ValueError(
+                f"{key} gives all tokens of a completion the same weight, and distillation has an "
+                "advantage for each; use one of them"
+            )
         for key, why in self._unread().items():
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:
@@ -606,8 +646,8 @@ class GRPOConfig(Section):
         if not own.divides and (given.scale not in (None, "none") or given.normalize_rewards):
             key = "normalize_rewards=true" if given.scale is None else f"scale={given.scale}"
             raise ValueError(
-                f"adv_estimator.{key} has no effect: {given.name} divides by no deviation; leave it "
-                "out, or use adv_estimator.name=grpo"
+                f"adv_estimator.{key} has no effect: {given.name} divides by no deviation; leave "
+                "it out, or use adv_estimator.name=grpo"
             )
         if own.baseline != "mean" and given.use_leave_one_out_baseline:
             raise ValueError(

@@ -84,8 +84,8 @@ class GRPORun(Section):
         ):
             raise ValueError(
                 f"loss_fn.loss_type={self.loss_fn.loss_type} has one loss for all tokens of a "
-                "completion, and grpo.adv_estimator.per_step=true an advantage for each; use one of "
-                "them"
+                "completion, and grpo.adv_estimator.per_step=true an advantage for each; use one "
+                "of them"
             )
         transform = self.env.reward_model.transform
         if grpo.adv_estimator.per_step and transform.clip and transform.normalize != "none":

@@ -155,7 +155,7 @@ def compute_advantages(
         components_BG: The named components of each reward; only GDPO uses them.
         lengths_BG: The number of tokens that the policy wrote in each completion; None: all have
             the same.
-        greedy_B: The reward of each group's greedy completion, where the estimator compares with it.
+        greedy_B: The reward of each group's greedy completion, where the estimator reads it.
 
     Raises:
         ConfigError: GDPO is chosen, and rewards have no components, or the number of components is

@@ -24,8 +24,8 @@ from laurel.grpo.advantages import (
     completion_divergence,
     compute_advantages,
     compute_step_advantages,
-    greedy_rewards,
     fail_without_divergence,
+    greedy_rewards,
     lacks_divergences,
     mean_divergence,
     resolve,
@@ -142,9 +142,9 @@ class GRPO(TrainingLoop):
                 )
             with self.parts.generator_at_rest(self.timers):
                 with time("policy_and_reference_logprobs"):
-                    old, reference = self._logprobs(batch.groups)
+                    old, reference, teacher = self._logprobs(batch.groups)
                 with time("reward_calculation"):
-                    labels, advantages, figures = self._judge(batch, old, reference)
+                    labels, advantages, figures = self._judge(batch, old, reference, teacher)
                 with (
                     time("policy_training"),
                     self.parts.judges_at_rest(),
@@ -171,6 +171,7 @@ class GRPO(TrainingLoop):
         batch: Batch,
         old: list[list[LogProbs]] | None,
         reference: list[list[LogProbs]] | None,
+        teacher: list[list[LogProbs]] | None,
     ) -> tuple[list[PolicyLabels], Advantages, dict[str, float]]:
         settings, kl_BG = self.settings, list[list[float]]()
         if settings.loss.use_kl_in_reward and reference is not None:
@@ -219,17 +220,16 @@ class GRPO(TrainingLoop):
                 behaviour_GL=tuple(r.logprobs_L for r in group.rollouts_G),
                 old_GL=None if old is None else tuple(old[b]),
                 reference_GL=None if reference is None else tuple(reference[b]),
+                teacher_GL=None if teacher is None else tuple(teacher[b]),
                 rewards_G=tuple(r.reward for r in group.rollouts_G),
             )
             for b, group in enumerate(groups)
         ]
         return labels, advantages, figures
 
-    def _logprobs(
-        self, groups: Sequence[RolloutGroup]
-    ) -> tuple[list[list[LogProbs]] | None, list[list[LogProbs]] | None]:
-        # A single update needs no old log-probabilities: those that it computes itself are the old
-        # ones.
+    def _logprobs(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[LogProbs]] | None, ...]:
+        # Of the policy before its updates, of the reference and of the teacher. A single update
+        # needs no old log-probabilities: those that it computes itself are the old ones.
         parts, settings = self.parts, self.settings
 
         def of(asked: ModelRole) -> list[list[LogProbs]]:
@@ -246,7 +246,8 @@ class GRPO(TrainingLoop):
         is_repeated = settings.updates_per_rollout > 1
         is_needed = is_repeated and not settings.loss.force_on_policy_ratio
         old = of("model") if is_needed else None
-        return old, of("reference") if parts.has_reference else None
+        reference = of("reference") if parts.has_reference else None
+        return old, reference, of("teacher") if parts.has_teacher else None
 
     def _learn(
         self, groups: Sequence[RolloutGroup], labels: Sequence[PolicyLabels]
@@ -429,6 +430,8 @@ class PolicyParts:
     learner: Learner
     has_reference: bool = False
     """Whether the learner has a reference policy, because the KL divergence has a weight."""
+    has_teacher: bool = False
+    """Whether it has a teacher, from which the policy learns besides."""
     batcher: Batcher
     generator: Generator
     source: RolloutSource

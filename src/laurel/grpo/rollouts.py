@@ -395,8 +395,8 @@ class Rollouts:
     async def _sample_turn(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> AsyncGenerator[RolloutInProgress, None]:
-        # One turn of the policy in conversations that are equal so far, each as it ends. A greedy one
-        # among others takes a request of its own, at the same time.
+        # One turn of the policy in conversations that are equal so far, each as it ends. A greedy
+        # one among others takes a request of its own, at the same time.
         parts = [[r for r in rollouts if r.is_greedy is wanted] for wanted in (False, True)]
         if not all(parts):
             async with aclosing(self._request_turn(context, rollouts)) as sampled:

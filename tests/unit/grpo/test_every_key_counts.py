@@ -53,6 +53,7 @@ ELSEWHERE = {
     *("batch_multiplier", "max_bad_steps", "val_period", "val_at_start", "val_at_end"),
     *("max_val_samples", "val_batch_size", "val_num_generations_per_prompt", "health", "seed"),
     *("stop_at_validation_metric", "stop_at_validation_threshold"),
+    "model_name",  # the teacher, whose probabilities are given
 }
 MEASURES = {"loss_fn.entropy"}
 """What only adds a figure."""
@@ -63,9 +64,10 @@ def drawn(seed: int) -> list[list[np.ndarray]]:
     return [[random.uniform(-2, -0.1, n).astype(np.float32) for n in row] for row in LENGTHS]
 
 
-BEHAVIOUR, OLD, REFERENCE, CURRENT = map(drawn, range(4))
+BEHAVIOUR, OLD, REFERENCE, CURRENT, TEACHER = map(drawn, range(5))
 REFERENCE[0][1][2] = -30.0  # so far from the policy that the clamps count
 CURRENT[1][0][1] = -9.0
+TEACHER[0][1][2] = -40.0
 CURRENT[0][1] = OLD[0][1] + np.float32(0.5)  # a whole completion beyond the clip range
 
 
@@ -132,6 +134,7 @@ def numbers_of(run: GRPORun) -> list[np.ndarray]:
             behaviour_GL=tuple(BEHAVIOUR[b]),
             old_GL=tuple(OLD[b]),
             reference_GL=tuple(REFERENCE[b]),
+            teacher_GL=tuple(TEACHER[b]),
             rewards_G=tuple(REWARDS[b]),
         )
         for b, group in enumerate(GROUPS)
@@ -222,6 +225,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "on policy": {"force_on_policy_ratio": True},
     "no divergence": {"reference_policy_kl_penalty": 0.0},
     "divergence in the reward": {"use_kl_in_reward": True},
+    "distilled": {"distillation.model_name": "teacher"},
+    "distilled alone": {"distillation.model_name": "teacher", "distillation.rewards": False},
     "gmpo": {"loss_type": "gmpo", "token_level_loss": False},
     "sapo": {"loss_type": "sapo"},
     "dppo": {"loss_type": "dppo"},

@@ -55,6 +55,11 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
         "truncated_importance_sampling_ratio_min": 0.5,
         **CORRECTED,
     },
+    "distilled": {"distillation": {"model_name": "teacher", "weight": 0.3, "clamp_value": 1.5}},
+    "distilled alone": {
+        "loss_type": "reinforce",
+        "distillation": {"model_name": "teacher", "rewards": False},
+    },
     "gmpo": {"loss_type": "gmpo", "token_level_loss": False},
     "sapo": {"loss_type": "sapo", "token_level_loss": False},
     "dppo": {"loss_type": "dppo"},
@@ -102,6 +107,7 @@ def batches(draw):
                 used=draw(st.lists(st.booleans(), **size)),
                 old=rows(LOGPROB) if with_old else None,
                 reference=rows(LOGPROB),
+                teacher=rows(LOGPROB),
                 rewards=draw(st.lists(st.none() | st.sampled_from([-1.0, 0.0, 1.0]), **size)),
             )
         )
@@ -223,7 +229,8 @@ def test_the_first_update_has_the_gradient_of_reinforce(drawn):
 def test_autocast_and_lower_precision_change_nothing(chosen):
     loss = loss_of(**chosen)
     row = [[-0.5, -1.25], [-2.0]]
-    batch = [labels([1.5, -0.5], row, old=row, reference=[[-1.0, -1.0], [-1.0]])]
+    other = [[-1.0, -1.0], [-1.0]]
+    batch = [labels([1.5, -0.5], row, old=row, reference=other, teacher=other)]
     half = torch.tensor([-0.75, -1.5, -1.75], dtype=torch.bfloat16)
     expected = loss(TokenOutputs(half.float(), None), batch, num_groups=3.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -294,6 +301,10 @@ def slowly(loss, c, drawn):
 def token_slowly(c, row, i, t, *, mine, now, old, drew):
     is_whole = c.sequence_level_importance_ratios
     a, n = row.advantages_G[i], len(mine)
+    if c.distillation.model_name is not None:
+        most = c.distillation.clamp_value or math.inf
+        gap = min(max(float(row.teacher_GL[i][t]) - old[t], -most), most)
+        a = (a if c.distillation.rewards else 0.0) + c.distillation.weight * gap
     log_ratio = sum(now[s] - old[s] for s in mine) / n if is_whole else now[t] - old[t]
     ratio = math.exp(log_ratio)
     cut = min(max(ratio, 1 - c.ratio_clip_min), 1 + c.ratio_clip_max)

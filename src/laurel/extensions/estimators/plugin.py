@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class _Undivided(Advantage):
-    baseline = "own"
+    baseline: ClassVar[Literal["mean", "own", "greedy"]] = "own"
     divides = False
 
     def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
@@ -137,8 +137,9 @@ def _added_to_best(rewards: Floats, k: int) -> Floats:
     ascending = np.sort(rewards)[:-1]
     # The best of k - 1 others is the one above j of the n - 1 others if the rest are among these.
     chances = np.array([math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n - 1)])
-    leads: Floats = np.maximum(rewards[:, None] - ascending, 0.0)
-    return leads @ chances
+    leads = np.maximum(rewards[:, None] - ascending, 0.0)
+    added: Floats = leads @ chances
+    return added
 
 
 class Remax(_Undivided):
@@ -150,9 +151,9 @@ class Remax(_Undivided):
         """Refuse what looks for differences within groups."""
         if settings.use_dynamic_sampling:
             raise ValueError(
-                f"use_dynamic_sampling keeps groups whose rewards differ, and "
-                f"adv_estimator.name={settings.adv_estimator.name} learns from others as well: from "
-                "all that differ from the greedy completion; use one of them"
+                "use_dynamic_sampling keeps groups whose rewards differ, and "
+                f"adv_estimator.name={settings.adv_estimator.name} learns from others as well: "
+                "from all that differ from the greedy completion; use one of them"
             )
 
     def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:

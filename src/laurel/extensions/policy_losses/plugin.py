@@ -4,8 +4,8 @@ Let `r = current / old` be the ratio of a token and `A` its advantage, as in `tr
 `T` the number of the policy's tokens in the completion, and `sg(x)` x without a gradient. The term
 of a token is
 
-    gmpo  -mean(A) exp(sum of m(log r) / T)   m(x) = min(x, clip(x)) where A > 0, else max(x, clip(x))
-          and clip(x) limits x to [-clip_low, clip_high]               (arXiv 2507.20673)
+    gmpo  -mean(A) exp(sum of m(log r) / T)   m(x) is min(x, clip(x)) where A > 0, else the larger
+          one, and clip(x) limits x to [-clip_low, clip_high]          (arXiv 2507.20673)
     sapo  -A sigmoid(tau (r - 1)) 4 / tau     tau is tau_positive where A > 0, else tau_negative
                                                                        (arXiv 2511.20347)
     dppo  -A sg(min(r, max_ratio)) log current, 0 where the update would go on beyond the trust
@@ -47,8 +47,9 @@ class _WithItsOwnRange(Loss):
         """Refuse one ratio for a whole completion."""
         if settings.sequence_level_importance_ratios:
             raise ValueError(
-                f"sequence_level_importance_ratios=true is GSPO, and loss_type={settings.loss_type} "
-                "reads the ratios of tokens; leave it out, or set loss_type: ppo"
+                "sequence_level_importance_ratios=true is GSPO, and "
+                f"loss_type={settings.loss_type} reads the ratios of tokens; leave it out, or set "
+                "loss_type: ppo"
             )
 
     def unread(self, settings: PolicyLossConfig) -> dict[str, str]:
