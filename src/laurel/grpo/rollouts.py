@@ -417,8 +417,8 @@ class Rollouts:
         try:
             num_open = len(requests)
             while num_open:
-                if (rollout := await ended.get()) is not None:
-                    yield rollout
+                if (one := await ended.get()) is not None:
+                    yield one
                 else:
                     num_open -= 1
             await asyncio.gather(*requests)

@@ -701,10 +701,11 @@ def _teacher(
 ) -> Reference:
     where = "loss_fn.distillation.model_name"
     with speaking(Terms({"policy.model_name": where})):
-        teacher = load(device=device, mesh=mesh)
-        check_policy_paths(teacher.model)  # type: ignore[arg-type]
+        teacher: Any = load(device=device, mesh=mesh)
+        check_policy_paths(teacher.model)
+    policy: Any = loaded
     known = teacher.tokenizer.get_vocab()
-    others = [t for t, i in loaded.tokenizer.get_vocab().items() if known.get(t) != i]
+    others = [t for t, i in policy.tokenizer.get_vocab().items() if known.get(t) != i]
     if others:
         raise ModelError(
             f"{where}: {teacher.base_model} has another vocabulary than the policy, of whose "
@@ -716,7 +717,7 @@ def _teacher(
             f"{where}: {teacher.base_model} is computed in {teacher.model.path} batches and the "
             f"policy in {loaded.model.path} ones; set policy.sequence_packing.enabled=false"
         )
-    return Reference(teacher.model)  # type: ignore[arg-type]
+    return Reference(teacher.model)
 
 
 def _for_the_way(value: Any) -> Any:
