@@ -138,7 +138,7 @@ class Judge(EnvironmentInterface):
     """Judges by a function of the latest answer and the metadata; remembers its calls.
 
     The verdict is a dictionary: `reward` (or `rewards`, named), `over`, `observation`, `stops`,
-    `metadata`, `failure`, `answer`, `note`, `steps`.
+    `metadata`, `failure`, `answer`, `note`, `steps`, `invalid`.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class Judge(EnvironmentInterface):
             failures=[v.get("failure") for v in verdicts],
             notes=[v.get("note") for v in verdicts],
             steps=[v.get("steps") for v in verdicts],
+            invalid_calls=[v.get("invalid", False) for v in verdicts],
         )
 
     def close_conversations(self, metadata: Sequence[Any]) -> None:

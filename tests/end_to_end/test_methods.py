@@ -21,12 +21,16 @@ def test_a_greedy_completion_and_a_teacher_take_part_in_a_run(tmp_path, model):
     changes = ["grpo.adv_estimator.name=remax", "grpo.num_generations_per_prompt=1"]
     changes += ["policy.train_global_batch_size=3", "loss_fn.loss_type=reinforce"]
     changes += [f"+loss_fn.distillation.model_name={model}"]
+    changes += ["grpo.seq_logprob_error_threshold=2", "grpo.malformed_thinking_advantage=-5"]
     grpo(grpo_settings(tmp_path, model, *ONE_STEP, *changes))
     figures = metrics_of(tmp_path)[1]
     assert 0.0 <= figures["train/reward_greedy"] <= 1.0
     # Of three completions that are each compared with the greedy one.
     total = figures["train/advantages/sum"]
     assert total == pytest.approx(3 * (figures["train/reward"] - figures["train/reward_greedy"]))
+    assert figures["train/max_seq_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    assert figures["train/num_masked_seqs_by_logprob_error"] == 0.0
+    assert figures["train/turns/malformed_thinking"] == 0.0
     # The teacher is the policy itself.
     assert figures["train/teacher_gap"] == pytest.approx(0.0, abs=1e-5)
 

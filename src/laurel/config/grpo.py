@@ -561,6 +561,18 @@ class GRPOConfig(Section):
     """Lowest advantage. Default: nothing is cut."""
     advantage_clip_high: float | None = None
     """Highest advantage."""
+    malformed_thinking_advantage: float | None = None
+    """The advantage of every token of a turn whose `<think>` and `</think>` are not one pair in
+    order (the first may stand in the prompt), instead of its own. Below 0 it is unlearned, such as
+    -5. Default: rewards alone teach."""
+    invalid_tool_call_advantage: float | None = None
+    """The same of a turn with an invalid call of a tool, as environments say (`env.tools`: unread,
+    of no tool, with wrong arguments); it goes before the other."""
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
+    """Leave a completion out of the loss if the mean over its tokens of `e^|difference of
+    log-probabilities|` between generator and learner is larger, such as 2. Default: it costs
+    another pass where a batch has one update; `loss_fn.truncated_importance_sampling_type` needs
+    none."""
     overlong_filtering: bool = False
     """Leave cut-off completions out of the loss and of their group's statistics. Default: an answer
     without an end has its reward like any other."""

@@ -35,6 +35,8 @@ and `s` the standard deviation of those of the group (or of all groups, or 1). T
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -577,6 +579,101 @@ def _metrics(
         metrics["baseline_reward/pct_1"] = all_1
         metrics["baseline_reward/pct_mixed"] = 100.0 - all_0 - all_1
     return metrics
+
+
+# What replaces the advantages of turns, and what leaves completions out of the loss.
+
+_THOUGHT = re.compile(r"</?think>")
+
+
+def is_malformed_thinking(text: str) -> bool:
+    """Report whether the `<think>` and `</think>` of a turn are not one pair in order.
+
+    A turn without any is well-formed, and so is one that only closes what its prompt has opened.
+    """
+    tags = _THOUGHT.findall(text)
+    return tags not in ([], ["</think>"], ["<think>", "</think>"])
+
+
+def penalize_turns(
+    advantages: Advantages, groups: Sequence[RolloutGroup], config: GRPOConfig
+) -> Advantages:
+    """Return advantages in which malformed turns have those of the configuration.
+
+    These are `malformed_thinking_advantage` and `invalid_tool_call_advantage`, clipped like others.
+    The metrics `turns/malformed_thinking` and `turns/invalid_tool_call` are shares of the turns.
+    """
+    thinking, calling = config.malformed_thinking_advantage, config.invalid_tool_call_advantage
+    if thinking is None and calling is None:
+        return advantages
+    low, high = config.advantage_clip_low, config.advantage_clip_high
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    tokens_BGL, values_BG = list[list[Floats]](), list[Floats]()
+    counts = Counter[str]()
+    for b, (group, values_G) in enumerate(zip(groups, advantages.values_BG, strict=True)):
+        values_G, tokens_GL = values_G.copy(), list[Floats]()
+        for g, rollout in enumerate(group.rollouts_G):
+            if advantages.tokens_BGL is None:
+                values_L = np.full(len(rollout.mask_L), values_G[g])
+            else:
+                values_L = advantages.tokens_BGL[b][g].copy()
+            for turn, (text, own_L) in enumerate(_turns(rollout)):
+                is_malformed, is_invalid = (
+                    is_malformed_thinking(text),
+                    turn in rollout.invalid_turns,
+                )
+                counts.update(turns=1, thinking=is_malformed, calling=is_invalid)
+                instead = calling if is_invalid and calling is not None else None
+                if instead is None and is_malformed:
+                    instead = thinking
+                if instead is not None:
+                    values_L[own_L] = np.clip(instead, low, high)
+            tokens_GL.append(values_L)
+            if rollout.mask_L.any():
+                values_G[g] = values_L[rollout.mask_L].mean()
+        tokens_BGL.append(tokens_GL)
+        values_BG.append(values_G)
+    shares = {"malformed_thinking": counts["thinking"], "invalid_tool_call": counts["calling"]}
+    metrics = {f"turns/{name}": n / max(counts["turns"], 1) for name, n in shares.items()}
+    return Advantages(
+        values_BG=values_BG, tokens_BGL=tokens_BGL, metrics=advantages.metrics | metrics
+    )
+
+
+def _turns(rollout: Rollout) -> list[tuple[str, Mask]]:
+    # The text of each of the policy's turns, and which of all tokens it sampled in it.
+    said = [message.content for message in rollout.messages if message.role == "assistant"]
+    begins_L = np.diff(rollout.mask_L.astype(np.int8), prepend=0) == 1
+    turn_L = np.cumsum(begins_L) - 1
+    if int(begins_L.sum()) != len(said):  # a message of the environment without a token
+        return [("".join(said), rollout.mask_L)]
+    return [(text, rollout.mask_L & (turn_L == turn)) for turn, text in enumerate(said)]
+
+
+def sequence_errors(
+    groups: Sequence[RolloutGroup], old_BG: Sequence[Sequence[LogProbs]]
+) -> list[list[float]]:
+    """Return how far generator and learner are apart about each completion, 1 where they agree.
+
+    It is the mean of `e^|old - behaviour|` over the policy's tokens, as of
+    `grpo.seq_logprob_error_threshold`; NaN if a log-probability is not finite, 1 without a token.
+    """
+    return [
+        [
+            _error(rollout.logprobs_L[rollout.mask_L], old_L[rollout.mask_L])
+            for rollout, old_L in zip(group.rollouts_G, old_GL, strict=True)
+        ]
+        for group, old_GL in zip(groups, old_BG, strict=True)
+    ]
+
+
+def _error(behaviour_U: LogProbs, old_U: LogProbs) -> float:
+    if not len(old_U):
+        return 1.0
+    apart_U = np.abs(old_U.astype(np.float64) - behaviour_U.astype(np.float64))
+    if not np.isfinite(apart_U).all():
+        return math.nan
+    return float(np.exp(np.minimum(apart_U, 20.0)).mean())  # `policy_loss.LIMIT`, without torch
 
 
 # What happens to a reward between the environment and the advantages.

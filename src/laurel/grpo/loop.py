@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ from laurel.grpo.advantages import (
     greedy_rewards,
     lacks_divergences,
     mean_divergence,
+    penalize_turns,
     resolve,
+    sequence_errors,
     shape_rewards,
     slope,
     subtract_divergences,
@@ -210,13 +213,30 @@ class GRPO(TrainingLoop):
             )
             if baselines := [reward for reward in greedy_B if reward is not None]:
                 figures["reward_greedy"] = sum(baselines) / len(baselines)
+        advantages = penalize_turns(advantages, groups, settings.grpo)
+        used_BG = [[reward is not None for reward in row] for row in rewards_BG]
+        threshold = settings.grpo.seq_logprob_error_threshold
+        if threshold is not None:
+            assert old is not None
+            errors_BG = sequence_errors(groups, old)
+            # An error that is no number is no reason to learn from a completion.
+            within_BG = [[error <= threshold for error in row] for row in errors_BG]
+            if finite := [e for row in errors_BG for e in row if math.isfinite(e)]:
+                figures["max_seq_mult_prob_error"] = max(finite)
+            figures["num_masked_seqs_by_logprob_error"] = float(
+                sum(not within for row in within_BG for within in row)
+            )
+            used_BG = [
+                [a and b for a, b in zip(used, within, strict=True)]
+                for used, within in zip(used_BG, within_BG, strict=True)
+            ]
         tokens_BGL = advantages.tokens_BGL
         labels = [
             PolicyLabels(
                 masks_GL=tuple(r.mask_L for r in group.rollouts_G),
                 advantages_G=tuple(advantages.values_BG[b].tolist()),
                 advantages_GL=None if tokens_BGL is None else tuple(tokens_BGL[b]),
-                used_G=tuple(reward is not None for reward in rewards_BG[b]),
+                used_G=tuple(used_BG[b]),
                 behaviour_GL=tuple(r.logprobs_L for r in group.rollouts_G),
                 old_GL=None if old is None else tuple(old[b]),
                 reference_GL=None if reference is None else tuple(reference[b]),
@@ -245,6 +265,7 @@ class GRPO(TrainingLoop):
 
         is_repeated = settings.updates_per_rollout > 1
         is_needed = is_repeated and not settings.loss.force_on_policy_ratio
+        is_needed |= settings.grpo.seq_logprob_error_threshold is not None
         old = of("model") if is_needed else None
         reference = of("reference") if parts.has_reference else None
         return old, reference, of("teacher") if parts.has_teacher else None

@@ -30,7 +30,9 @@ from laurel.grpo.advantages import (
     compute_advantages,
     compute_step_advantages,
     greedy_rewards,
+    penalize_turns,
     resolve,
+    sequence_errors,
     shape_rewards,
     slope,
     subtract_divergences,
@@ -74,7 +76,8 @@ CURRENT[0][1] = OLD[0][1] + np.float32(0.5)  # a whole completion beyond the cli
 def rollout(b: int, g: int) -> Rollout:
     size, reward = LENGTHS[b][g], REWARDS[b][g]
     return Rollout(
-        messages=(Message("assistant", "a"),),
+        messages=(Message("assistant", "a <think> b" if g == 1 else "a"),),
+        invalid_turns=(0,) if g == 3 else (),
         ids_L=np.zeros(size, np.int32),
         mask_L=np.ones(size, bool),
         logprobs_L=BEHAVIOUR[b][g],
@@ -125,12 +128,18 @@ def numbers_of(run: GRPORun) -> list[np.ndarray]:
             lengths_BG=LENGTHS,
             greedy_B=greedy_rewards(GROUPS, grpo, longest=LONGEST),
         )
+    found = penalize_turns(found, GROUPS, grpo)
+    most = grpo.seq_logprob_error_threshold or np.inf
+    errors = sequence_errors(GROUPS, OLD)
     labels = [
         PolicyLabels(
             masks_GL=tuple(one.mask_L for one in group.rollouts_G),
             advantages_G=tuple(found.values_BG[b].tolist()),
             advantages_GL=None if found.tokens_BGL is None else tuple(found.tokens_BGL[b]),
-            used_G=tuple(reward is not None for reward in rewards[b]),
+            used_G=tuple(
+                reward is not None and error <= most
+                for reward, error in zip(rewards[b], errors[b], strict=True)
+            ),
             behaviour_GL=tuple(BEHAVIOUR[b]),
             old_GL=tuple(OLD[b]),
             reference_GL=tuple(REFERENCE[b]),

@@ -208,6 +208,15 @@ def test_turns_go_on_until_the_environment_says_so() -> None:
     assert len({r.id for r in generator.requests}) == 3
 
 
+def test_turns_with_invalid_calls_are_remembered() -> None:
+    generator = ScriptedGenerator(saying("a"))
+    judge = Judge(lambda text, m: {**counting(text, m), "invalid": m.get("turn", 1) != 2})
+    (group,) = play(
+        rollouts_of(generator, judge=judge, max_turns=3), [task("q")], num_generations=1
+    )
+    assert group.rollouts_G[0].invalid_turns == (0, 2)
+
+
 def test_several_messages_of_an_environment_are_one_observation() -> None:
     shown: list[Any] = []
 
