@@ -158,7 +158,7 @@ class DistillationConfig(Section):
     """Hub name or directory of the teacher, a causal language model with the policy's vocabulary;
     it is computed beside the policy, on the same devices. Null: there is none."""
     weight: float = Field(default=1.0, gt=0)
-    """Of the teacher's part of an advantage. Default: the divergence as it is."""
+    """Weight of the teacher's part of an advantage. Default: the divergence as it is."""
     clamp_value: float | None = Field(default=20.0, gt=0)
     """Largest difference of log-probabilities that counts. Default: that of
     `kl_input_clamp_value`."""

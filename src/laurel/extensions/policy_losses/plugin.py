@@ -65,7 +65,7 @@ class GmpoConfig(Section):
     """Logarithms of ratios below minus this give no gradient that lowers them further. Default: the
     paper's, which is wider than PPO's because one token moves the mean little."""
     clip_high: float = Field(default=0.4, ge=0)
-    """Those above this give none that raises them."""
+    """Those above this give no gradient that raises them further."""
 
 
 class Gmpo(_WithItsOwnRange):
@@ -101,9 +101,11 @@ class SapoConfig(Section):
     """How quickly tokens lose their gradient as their ratio leaves 1."""
 
     tau_positive: float = Field(default=1.0, gt=0)
-    """Of tokens with a positive advantage; a larger one is quicker. Default: the paper's."""
+    """How quickly tokens with a positive advantage lose their gradient as their ratio leaves 1; a
+    larger number is quicker. Default: the paper's."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """Of the others. Default: a little quicker, because what lowers one token raises all others."""
+    """The same of tokens with a negative advantage. Default: the paper's, a little quicker, because
+    what lowers one token raises all others."""
 
 
 class Sapo(_WithItsOwnRange):
