@@ -167,10 +167,12 @@ class DistillationConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_teacher(self) -> DistillationConfig:
-        if self.model_name is None and self.model_fields_set - {"model_name"}:
+        fields = type(self).model_fields
+        changed = [key for key in fields if getattr(self, key) != fields[key].default]
+        if self.model_name is None and changed:
             raise ValueError(
-                f"distillation.{sorted(self.model_fields_set - {'model_name'})[0]} has no effect "
-                "without a teacher; set distillation.model_name, or leave it out"
+                f"distillation.{changed[0]} has no effect without a teacher; set "
+                "distillation.model_name, or leave it out"
             )
         return self
 
