@@ -430,7 +430,8 @@ class Rollouts:
     ) -> AsyncGenerator[RolloutInProgress, None]:
         first, batch = rollouts[0], context.batch
         so_far = np.concatenate((context.prompt_ids, *first.ids))
-        turn = f"-{first.index}-{first.num_turns}" if first.num_turns or first.is_greedy else ""
+        is_later = first.num_turns > 0
+        turn = f"-{first.index}-{first.num_turns}" if is_later or first.is_greedy else ""
         sampling = replace(
             batch.sampling,
             max_new_tokens=min(batch.sampling.max_new_tokens, self.max_length - len(so_far)),
@@ -469,7 +470,7 @@ class Rollouts:
                         )
                     missing.remove(generated.index)
                     batch.calls.stats.num_tokens += len(generated.ids_L)
-                    if first.num_turns:
+                    if is_later:
                         batch.calls.stats.num_repeated += len(so_far)
                         batch.calls.stats.num_cached += generated.num_cached
                     rollouts[generated.index].add_turn(generated)
