@@ -1,19 +1,21 @@
-"""Parses the command lines of training programs as a shell would, without running anything."""
+"""Finds the command lines of training programs in scripts, which bash runs in the sandbox."""
 
 from __future__ import annotations
 
 import ast
-import operator
 import os
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from laurel.config.yaml_tree import plain_values, read_text
 from laurel.errors import ConfigError
+from laurel.sandbox.shell import run_script
+from laurel.sandbox.zygote_process import SandboxStartError
 
 _TRL = r"(?:trl[./]scripts[./])(?P<run>\w+?)(?:\.py)?$"
 _PROGRAMS: tuple[tuple[str, str, str], ...] = (
@@ -46,16 +48,34 @@ PROGRAMS = (
 LAUNCHER_FILE = "accelerate launch --config_file"
 """The key under which accelerate's configuration file is kept, apart from the program's keys."""
 _TRL_EXAMPLE = re.compile(r"examples/scripts/(reward_modeling|sft|grpo)\.py\b")
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)=(.*)$", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _TRAINERS = {"RewardTrainer": "reward", "GRPOTrainer": "grpo", "SFTTrainer": "sft"}
-_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
-_LARGEST_POWER = 64
 _NUM_DEVICES = ("--num_processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus")
-_ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\((.*?)\)[ \t]*(?:#.*)?$", re.DOTALL | re.MULTILINE)
-_ENDS = {";", "&&", "||", "|", "&", ">", ">>", "2>&1", "<", "EOF"}
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
 _FROM_OUTSIDE = ("HOME", "USER", "PWD")
+_YAML = re.compile(r"(\s*(#.*)?\n)*\s*(---|\{|[\w.-]+\s*:(\s|$))")
+_CONTINUED = re.compile(r"\\\n")
+# Words without expansions, redirections and lists of commands.
+_PLAIN = re.compile(r"""([\w@%+=:,./\[\]-]|\\.|'[^']*'|"([^"$`\\!]|\\["\\])*"|[ \t])*""")
+# What stands for a value that is not known. No sum can be made of it, and no number be read.
+_UNSET, _ARGUMENT = "@laurel:unset:{}@", "@laurel:argument:{}@"
+_LONE = re.compile(r"@laurel:(unset|argument):[^@]*@")
+_NAMED = r"\$\{?([A-Za-z_]\w*)"
+_SET_OR_OPTIONAL = (
+    r"(?:^|[\s;(])([A-Za-z_]\w*)(?:\[[^]]*\])?\+?=",
+    r"\b(?:for|local|declare|readarray|mapfile|printf -v)\b(?:\s+-\w+)*\s+([A-Za-z_]\w*)",
+    r"\$\{[#!]?([A-Za-z_]\w*)(?::?[-=+?]|\[)",
+    r"\s-[znv]\s+\"?\$?\{?([A-Za-z_]\w*)",
+)
+_READ = r"\bread\b([^\n;<|]*)"
+_SECRET = re.compile(r"(^|_)(token|key|secret|password|credentials?)$", re.IGNORECASE)
+_OF_THE_SHELL = re.compile(
+    "(BASH.*|EPOCH.*|S?RANDOM|SECONDS|LINENO|HOST(NAME|TYPE)|OSTYPE|MACHTYPE|E?UID|PPID|OLDPWD|"
+    "SHLVL|IFS|OPT(ARG|IND|ERR)|PS[0-9]|PATH|LD_.*|PYTHON.*|FUNCNAME|PIPESTATUS|REPLY|DIRSTACK|"
+    "GROUPS|TMPDIR|_)$"
+)
+_PLAIN_ARGUMENT = re.compile(r"\$\{?([1-9])\b(?!:?[-=+?])")
+_OPTIONAL_ARGUMENT = re.compile(r"\$\{([1-9]):?[-=+?]")
+_IS_THERE = re.compile(r"python\S* -c 'import ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,49 +87,162 @@ class CommandLine:
     program: str
     values: Mapping[str, Any]
     unresolved: Mapping[str, str] = field(default_factory=dict)
-    """The keys whose values contain shell variables that the script does not set."""
+    """What cannot be known of the program, such as keys whose values nobody gave, with reasons."""
+    assumed: list[str] = field(default_factory=list)
+    """What the run of the script took from outside, or took to be so."""
     devices: int | None = None
     """The number of processes that the launcher starts; None if it is not given."""
 
 
-def find_command(text: str, name: str) -> CommandLine | None:
+def find_command(text: str, name: str, path: Path | None) -> CommandLine | None:
     """Find and parse the first training program in a script or command line; None without one.
 
+    A text that is more than one plain command is run by bash in the sandbox, where it starts
+    nothing.
+
+    Args:
+        text: The text of the script.
+        name: Its name in messages.
+        path: Its file; None for standard input.
+
     Raises:
-        ConfigError: Quotes do not close, a flag is given twice with different values, or a known
+        ConfigError: The text cannot be run, a flag is given twice with different values, or a known
             system's program has no counterpart in Laurel.
     """
-    joined = re.sub(r"\\\n", " ", text)
-    variables = {key: os.environ[key] for key in _FROM_OUTSIDE if key in os.environ}
-    arrays: dict[str, str] = {}
-    for found in _ARRAY.finditer(joined):
-        arrays[found[1]] = found[2]
     if (problem := _python_problem(text, name)) is not None:
         raise problem
-    scripts = [one for line in joined.splitlines() if (one := _TRL_EXAMPLE.search(line))]
-    for line in _ARRAY.sub("", joined).splitlines():
-        assigned = _ASSIGNMENT.match(line)
-        is_start = any(part in line for part in _IN_PROGRAMS)
-        words = _words(line, name) if is_start else []
-        if assigned and len(_words(assigned[2], name, strict=False)) <= 1:
-            value = _words(_filled(assigned[2], variables), name, strict=False)
-            variables[assigned[1]] = value[0] if value else ""
-            if re.search(rf"\$\{{?{assigned[1]}\b", variables[assigned[1]]):
-                # PATH=/x:$PATH of a PATH that the text does not set: filling it would never end.
-                del variables[assigned[1]]
-            continue
-        place = _program_at(words)
-        if place is not None:
-            at, system, run, style = place
-            arguments = list(_expanded(words[at + 1 :], arrays, variables, name))
-            return _command(words[:at], words[at], system, run, style, arguments)
-    if scripts:
-        run = "reward" if scripts[0][1] == "reward_modeling" else scripts[0][1]
-        raise ConfigError(
-            f"{name}: {scripts[0][0]} is an example of TRL's, which may do more than its flags "
-            f"say; write `trl {run}` instead of it and what starts it"
+    is_script = text.startswith("#!") or (path is not None and path.suffix == ".sh")
+    if not is_script and (_YAML.match(text) or not any(part in text for part in _IN_PROGRAMS)):
+        return None
+    if (words := _plain_command(text)) is not None:
+        return _first_program([words], name)
+    return _run(text, name, path)
+
+
+def _plain_command(text: str) -> list[str] | None:
+    """Return the words of a text that is one command for any shell; None if it is not."""
+    lines = [line for line in _CONTINUED.sub(" ", text).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.lstrip().startswith("#")]
+    return shlex.split(lines[0]) if len(lines) == 1 and _PLAIN.fullmatch(lines[0]) else None
+
+
+def _run(text: str, name: str, path: Path | None) -> CommandLine | None:
+    environment = _environment(text)
+    given = len(set(_PLAIN_ARGUMENT.findall(text)) - set(_OPTIONAL_ARGUMENT.findall(text)))
+    try:
+        run = run_script(
+            text if path is None else path.expanduser(),
+            [_ARGUMENT.format(number) for number in range(1, given + 1)],
+            environment={key: value for key, value in environment.items() if value is not None}
+            | {key: _UNSET.format(key) for key, value in environment.items() if value is None},
+            readable=[] if path is None else [_checkout_of(path.expanduser().resolve())],
         )
-    return None
+    except SandboxStartError as error:
+        raise ConfigError(
+            f"{name}: a script is run in a sandbox to see what it starts, and none holds here "
+            f"({error}): write `printf '%q '` before the training program, run the script "
+            "yourself, and give a file with the line that it prints"
+        ) from None
+    # A word that is nothing but an argument or a variable which nobody gave is nothing.
+    calls = [[word for word in call.words if not _LONE.fullmatch(word)] for call in run.calls]
+    found = _first_program(calls, name)
+    said = [_readable(line).removeprefix(f"{path}: ") for line in run.complaints]
+    if found is None:
+        if any(part in text for part in _IN_PROGRAMS):
+            how = "takes too long" if run.exit_code is None else f"ends with {run.exit_code}"
+            raise ConfigError(
+                f"{name} starts no training program that is known ({PROGRAMS}): run in a sandbox "
+                "where files are read-only and no other program is started, it "
+                + "; ".join([how, *said[-3:]])
+                + ". Set the variables that it needs before the command, or give the line that "
+                "starts the training"
+            )
+        return None
+    unresolved = dict(found.unresolved)
+    for line in said:
+        if any(what in line for what in ("no value", "the output of")):
+            unresolved[line] = "the script may do something else when it has that value"
+    for call in run.calls:
+        if call.is_captured and _program_at(call.words) is None:
+            line = shlex.join(call.words)
+            if _IS_THERE.match(line):
+                found.assumed.append(f"`{line}` was taken to fail")
+            else:
+                unresolved[_readable(line)] = (
+                    "the script reads its output, and no program is started here: check what "
+                    "depends on it"
+                )
+    found.assumed.extend(
+        f"{key} is of the environment"
+        for key, value in environment.items()
+        if value is not None and key not in _FROM_OUTSIDE
+    )
+    return replace(found, unresolved=unresolved)
+
+
+def _environment(text: str) -> dict[str, str | None]:
+    """Return the variables for a script that it names and does not set.
+
+    None stands for one that has no value, and for which the script has no other. Nothing else of
+    the environment is given to it, nor what looks like a secret.
+    """
+    found: dict[str, str | None] = {
+        key: os.environ[key] for key in _FROM_OUTSIDE if key in os.environ
+    }
+    optional = {key for one in _SET_OR_OPTIONAL for key in re.findall(one, text, re.MULTILINE)}
+    optional |= {word for words in re.findall(_READ, text) for word in words.split()}
+    for key in dict.fromkeys(re.findall(_NAMED, text)):
+        if key in found or _OF_THE_SHELL.match(key):
+            continue
+        if key in os.environ and not _SECRET.search(key):
+            found[key] = os.environ[key]
+        elif key not in optional:
+            found[key] = None
+    return found
+
+
+def _checkout_of(script: Path) -> Path:
+    """Return what a script may read: its checkout, its directory, or only itself in a home."""
+    for directory in script.parents:
+        if directory in (Path.home(), Path("/")):
+            break
+        if (directory / ".git").exists():
+            return directory
+    return script if script.parent in (Path.home(), Path("/")) else script.parent
+
+
+def _readable(text: str) -> str:
+    """Return a text with words in place of the placeholders for what is unknown."""
+    text = re.sub(r"@laurel:unset:([^@]*)@", r"(no value of \1)", text)
+    text = re.sub(r"@laurel:argument:([^@]*)@", r"(no value of argument \1)", text)
+    return re.sub(r"@laurel:output:([^@]*)@", r"(the output of \1)", text)
+
+
+def _first_program(calls: Sequence[Sequence[str]], name: str) -> CommandLine | None:
+    """Return the first training program that is imported, of those that a script starts."""
+    places = [(words, place) for words in calls if (place := _program_at(words)) is not None]
+    ours = [one for one in places if (one[1][1], one[1][2]) in _RUNS]
+    if places and not ours:
+        words, (at, system, _, _) = places[0]
+        raise ConfigError(f"{words[at]} is another program of {system}; those imported: {PROGRAMS}")
+    if not ours:
+        for words in calls:
+            if (found := _TRL_EXAMPLE.search(" ".join(words))) is not None:
+                run = "reward" if found[1] == "reward_modeling" else found[1]
+                raise ConfigError(
+                    f"{name}: {found[0]} is an example of TRL's, which may do more than its flags "
+                    f"say; write `trl {run}` instead of it and what starts it"
+                )
+        return None
+    words, place = ours[0]
+    command = _command(words, *place)
+    others = {
+        f"{shlex.join(more[: at + 1])} ...": "a second training program of the script: import it "
+        "by the line that starts it"
+        for more, (at, _, _, _) in places
+        if list(more) != list(words)
+    }
+    return replace(command, unresolved={**command.unresolved, **others})
 
 
 def _python_problem(text: str, name: str) -> ConfigError | None:
@@ -142,94 +275,6 @@ def _python_problem(text: str, name: str) -> ConfigError | None:
     )
 
 
-def _words(line: str, name: str, *, strict: bool = True) -> list[str]:
-    try:
-        whole = _ARITHMETIC.sub(lambda found: re.sub(r"\s+", "", found[0]), line)
-        return shlex.split(whole, comments=True)
-    except ValueError as error:
-        if not strict:
-            return [line]
-        raise ConfigError(f"{name}: not a command line: {error} in {line.strip()[:60]!r}") from None
-
-
-def _filled(text: str, variables: Mapping[str, str]) -> str:
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        if name in variables:
-            return variables[name]
-        return found[0] if found[2] is None else found[2]
-
-    before = None
-    while before != text:
-        before, text = text, _VARIABLE.sub(value, text)
-        text = _ARITHMETIC.sub(lambda found: _calculated(found, variables), text)
-    return text
-
-
-def _calculated(found: re.Match[str], variables: Mapping[str, str]) -> str:
-    """Compute the value of `$((...))`; return the text itself if that is impossible."""
-    # Variables need no dollar there.
-    inner = re.sub(
-        r"\b[A-Za-z_]\w*",
-        lambda one: f"({variables[one[0]]})" if one[0] in variables else one[0],
-        found[1],
-    )
-    try:
-        return str(_whole(ast.parse(inner.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-        return found[0]
-
-
-def _whole(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int(value)) if not isinstance(value, bool):
-            return value
-        case ast.UnaryOp(operand=ast.BinOp(op=ast.Pow())):
-            raise ValueError("a shell takes the sign before the power, Python after it")
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
-            return _SIGNS[type(op)](_whole(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_whole(left), _whole(right))
-    raise ValueError("neither a whole number nor a calculation with them")
-
-
-def _power(a: int, b: int) -> int:
-    if not 0 <= b <= _LARGEST_POWER:
-        raise ValueError("no power that a setting has")
-    return int(a**b)
-
-
-_SIGNS: Mapping[type[ast.unaryop], Callable[[int], int]] = {
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
-_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    # A shell cuts a quotient towards zero, and a rest has the sign of what is divided.
-    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
-    ast.Pow: _power,
-}
-
-
-def _expanded(
-    words: Sequence[str], arrays: Mapping[str, str], variables: Mapping[str, str], name: str
-) -> Iterator[str]:
-    for word in words:
-        if word in _ENDS:
-            return
-        array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word)
-        if array and array[1] in arrays:
-            inner = " ".join(
-                shlex.join(_words(line, name)) for line in arrays[array[1]].splitlines()
-            )
-            yield from (_filled(one, variables) for one in _words(inner, name))
-        else:
-            yield _filled(word, variables)
-
-
 def _program_at(words: Sequence[str]) -> tuple[int, str, str, str] | None:
     for at, word in enumerate(words):
         if word.rpartition("/")[2] == "trl" and at + 1 < len(words):
@@ -241,38 +286,27 @@ def _program_at(words: Sequence[str]) -> tuple[int, str, str, str] | None:
     return None
 
 
-def _command(
-    launcher: Sequence[str],
-    program: str,
-    system: str,
-    run: str,
-    style: str,
-    arguments: Sequence[str],
-) -> CommandLine:
-    ours = _RUNS.get((system, run))
-    if ours is None:
-        raise ConfigError(f"{program} is another program of {system}; those imported: {PROGRAMS}")
+def _command(words: Sequence[str], at: int, system: str, run: str, style: str) -> CommandLine:
+    launcher, arguments = words[:at], words[at + 1 :]
     values = _flags(arguments) if style == "flags" else _overrides(arguments)
     of_launcher: dict[str, str] = {}
-    for flag, following in zip(launcher, [*launcher, ""][1:], strict=True):
-        name, has_value, inline = flag.partition("=")
+    for word, following in zip(launcher, [*launcher, ""][1:], strict=True):
+        name, has_value, inline = word.partition("=")
         of_launcher.setdefault(name, inline if has_value else following)
     if "--config_file" in of_launcher:  # what accelerate reads, under a key that no program has
         values[LAUNCHER_FILE] = of_launcher["--config_file"]
-    number = next((value for name, value in of_launcher.items() if name in _NUM_DEVICES), "")
-    # verl's own references to other keys have braces.
-    variable = re.compile(r"\$\w" if system == "verl" else r"\$\{?\w")
+    flag, number = next((one for one in of_launcher.items() if one[0] in _NUM_DEVICES), ("", ""))
     unresolved = {
-        key: value
-        for key, value in values.items()
-        if isinstance(value, str) and variable.search(value)
+        key: f"{text} is not known here: write its value"
+        for key, value in {**values, flag: number}.items()
+        if (text := _readable(str(value))) != str(value)
     }
     return CommandLine(
         system=system,
-        run=ours,
-        program=program,
+        run=_RUNS[system, run],
+        program=words[at],
         devices=int(number) if number.isdigit() else None,
-        values={k: v for k, v in values.items() if k not in unresolved},
+        values={key: value for key, value in values.items() if key not in unresolved},
         unresolved=unresolved,
     )
 

@@ -110,10 +110,7 @@ def _said(table: MappingTable, source: Source) -> tuple[dict[str, Any], dict[str
         if isinstance(value, str) and "${" in value:
             _resolve(said, table, key, lost)
     if source.command is not None:
-        for key, value in source.command.unresolved.items():
-            name = names.get(key, key)
-            said.pop(name, None)
-            lost[name] = f"{value} holds a variable that the text does not set: write its value"
+        lost |= {names.get(key, key): why for key, why in source.command.unresolved.items()}
     return said, lost
 
 
