@@ -179,6 +179,8 @@ class _Box:
                         "PATH": str(self.tools),
                         "TMPDIR": str(self.scratch / "tmp"),
                         "BASH_FUNC_command_not_found_handle%%": '() { .call "$@"; }',
+                        # Limits are those of the sandbox; a script should not end for them.
+                        "BASH_FUNC_ulimit%%": '() { builtin ulimit "$@" 2> /dev/null || true; }',
                     },
                     start_new_session=True,  # a group of processes that can be killed together
                 )
@@ -227,5 +229,6 @@ class _Box:
             at += 2 + number
 
     def _outside(self, text: str) -> str:
-        """Return a text with the working directory in place of the one that stands for it."""
+        """Return a text with the directories of the machine in place of those of the sandbox."""
+        text = text.replace(str(self.tools), os.environ.get("PATH", os.defpath))
         return text.replace(str(self.work), os.getcwd())

@@ -75,6 +75,10 @@ _OF_THE_SHELL = re.compile(
 )
 _PLAIN_ARGUMENT = re.compile(r"\$\{?([1-9])\b(?!:?[-=+?])")
 _OPTIONAL_ARGUMENT = re.compile(r"\$\{([1-9]):?[-=+?]")
+_GUESSED = re.compile(
+    r"(syntax error|expression expected).*\((no value|the output) of |"
+    r"\((no value|the output) of .*(syntax error|expression expected)"
+)
 _IS_THERE = re.compile(r"python\S* -c 'import ")
 
 
@@ -112,7 +116,7 @@ def find_command(text: str, name: str, path: Path | None) -> CommandLine | None:
     if (problem := _python_problem(text, name)) is not None:
         raise problem
     is_script = text.startswith("#!") or (path is not None and path.suffix == ".sh")
-    if not is_script and (_YAML.match(text) or not any(part in text for part in _IN_PROGRAMS)):
+    if _YAML.match(text) or not (is_script or any(part in text for part in _IN_PROGRAMS)):
         return None
     if (words := _plain_command(text)) is not None:
         return _first_program([words], name)
@@ -128,7 +132,8 @@ def _plain_command(text: str) -> list[str] | None:
 
 def _run(text: str, name: str, path: Path | None) -> CommandLine | None:
     environment = _environment(text)
-    given = len(set(_PLAIN_ARGUMENT.findall(text)) - set(_OPTIONAL_ARGUMENT.findall(text)))
+    optional = [int(number) - 1 for number in _OPTIONAL_ARGUMENT.findall(text)]
+    given = min([max(map(int, _PLAIN_ARGUMENT.findall(text)), default=0), *optional])
     try:
         run = run_script(
             text if path is None else path.expanduser(),
@@ -147,21 +152,23 @@ def _run(text: str, name: str, path: Path | None) -> CommandLine | None:
     calls = [[word for word in call.words if not _LONE.fullmatch(word)] for call in run.calls]
     found = _first_program(calls, name)
     said = [_readable(line).removeprefix(f"{path}: ") for line in run.complaints]
+    guessed = [line for line in said if _GUESSED.search(line)]
+    if guessed or (found is None and any(part in text for part in _IN_PROGRAMS)):
+        how = "takes too long" if run.exit_code is None else f"ends with {run.exit_code}"
+        why = (
+            f"decides by what is not known here: {guessed[0]}"
+            if guessed
+            else f"starts no training program that is known ({PROGRAMS}): run in a sandbox where "
+            "files are read-only and no other program is started, it "
+            + "; ".join([how, *said[-3:]])
+        )
+        raise ConfigError(
+            f"{name} {why}. Set the variables that it needs before the command (NAME=value laurel "
+            "config import ...), or give the line that starts the training"
+        )
     if found is None:
-        if any(part in text for part in _IN_PROGRAMS):
-            how = "takes too long" if run.exit_code is None else f"ends with {run.exit_code}"
-            raise ConfigError(
-                f"{name} starts no training program that is known ({PROGRAMS}): run in a sandbox "
-                "where files are read-only and no other program is started, it "
-                + "; ".join([how, *said[-3:]])
-                + ". Set the variables that it needs before the command, or give the line that "
-                "starts the training"
-            )
         return None
     unresolved = dict(found.unresolved)
-    for line in said:
-        if any(what in line for what in ("no value", "the output of")):
-            unresolved[line] = "the script may do something else when it has that value"
     for call in run.calls:
         if call.is_captured and _program_at(call.words) is None:
             line = shlex.join(call.words)
@@ -338,7 +345,10 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Parse Hydra's `a.b=c`, `+a.b=c` and `++a.b=c`; Hydra's own options keep their dashes."""
+    """Parse Hydra's `a.b=c`, `+a.b=c` and `++a.b=c`, of which the last counts.
+
+    Hydra's own options keep their dashes.
+    """
     values: dict[str, Any] = {}
     waiting: str | None = None
     for word in words:
@@ -350,7 +360,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
             waiting = None if has_value else key
             values[key] = value if has_value else True
         elif has_value:
-            _set(values, key.lstrip("+"), scalar(value, lists=True), word)
+            values[key.lstrip("+")] = scalar(value, lists=True)
         elif word.startswith("~"):
             values[word] = "deleted"
         else:
@@ -367,7 +377,7 @@ def _set(values: dict[str, Any], key: str, value: Any, where: str) -> None:
 def scalar(text: str, *, lists: bool = False) -> Any:
     """Convert a word of a command line to the number, boolean, null or text that it spells.
 
-    With `lists`, a word in brackets becomes a list.
+    With `lists`, as Hydra has them, a word in brackets becomes a list, one in quotes a text.
     """
     words = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in words:
@@ -375,6 +385,8 @@ def scalar(text: str, *, lists: bool = False) -> Any:
     if _NUMBER.match(text):
         digits = text.replace("_", "")
         return float(digits) if re.search(r"[.eE]", digits) else int(digits)
+    if lists and len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return text[1:-1]
     if lists and text[:1] in ("[", "{"):
         try:
             return plain_values(read_text(text, "an override"))

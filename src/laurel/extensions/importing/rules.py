@@ -65,6 +65,8 @@ class KeyOutcome:
     """Explains the conversion, or why there is none and what the user can do."""
     is_said: bool = True
     """False if the source leaves the key out, and this is the other system's default."""
+    is_known: bool = True
+    """False if the source says something, but not here what its value is."""
 
 
 class Work:

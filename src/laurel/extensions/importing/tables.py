@@ -59,6 +59,7 @@ class TableImporter(Importer):
         )
         for key, why in lost.items():
             work.refuse(key, why)
+            work.entries[work.table.full(key)].is_known = False
         return replace(import_said(work), recognized_by=by)
 
 
