@@ -32,6 +32,8 @@ from laurel.extensions.importing.import_config import to_text
 from laurel.extensions.importing.rules import Imported
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.extensions.importing.tables import TableImporter
+from laurel.run.request import request_of
+from laurel.workers.launch import plan_to_run
 from packages import installed
 
 IMPORTERS = {name: plugins.find(plugins.Importer, name) for name in plugins.names("importers")}
@@ -402,6 +404,41 @@ def test_one_key_at_a_time(tmp_path: Path, base: str, line: str, values: dict[st
     assert_values(found, values)
     if base == "verl-sft":
         assert not found.with_status("not carried")
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "nodes_and_gpus", "staleness"),
+    [
+        ("", "trainer.n_gpus_per_node=4 JUDGE", (1, 8), 0),
+        ("", "trainer.n_gpus_per_node=8 JUDGE reward_model.n_gpus_per_node=8", (2, 8), 0),
+        ("", "trainer.nnodes=2 JUDGE reward_model.n_gpus_per_node=8", (3, 8), 0),
+        ("one_step_off_policy.", "trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=4", (1, 8), 1),
+        ("one_step_off_policy.", "trainer.nnodes=2 rollout.nnodes=1", (3, 8), 1),
+        (
+            "one_step_off_policy.",
+            "trainer.nnodes=2 rollout.nnodes=2 rollout.n_gpus_per_node=2",
+            None,
+            1,
+        ),
+    ],
+)
+def test_pools_of_verl_add_up_to_the_cluster(
+    tmp_path: Path, program: str, line: str, nodes_and_gpus: tuple[int, int] | None, staleness: int
+) -> None:
+    judge = "reward_model.enable=True reward_model.model.path=my/rm reward_model.nnodes=1 "
+    judge += "reward_model.enable_resource_pool=True"
+    if "n_gpus_per_node=8" not in line:
+        judge += " reward_model.n_gpus_per_node=4"
+    text = BASES["verl"].replace("trainer.main", f"{program}main")
+    text = text.replace("{}", MORE["verl"] + line.replace("JUDGE", judge))
+    found = imported(tmp_path, text.replace("A.", "actor_rollout_ref."), "run.sh").imported
+    assert_values(found, {"grpo.max_staleness": staleness})
+    if nodes_and_gpus is None:
+        assert fates(found)["rollout.nnodes"] == "not carried"
+        return
+    nodes, gpus = nodes_and_gpus
+    assert_values(found, {"cluster": {"num_nodes": nodes, "gpus_per_node": gpus}})
+    plan_to_run(request_of(found.config))  # type: ignore[arg-type]
 
 
 GDPO = "algorithm.adv_estimator=gdpo A.rollout.n=4 reward.reward_manager.name=gdpo "

@@ -81,6 +81,7 @@ class Work:
         said: The values in the source, by its keys.
         devices: The number of processes the source starts; None if it is unknown.
         total_steps: The optimizer steps of the whole run; None if they are unknown.
+        program: The program that the source starts, if it is a command line.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Work:
         said: Mapping[str, Any],
         devices: int | None = None,
         total_steps: int | None = None,
+        program: str = "",
     ) -> None:
         self.system = system
         self.run = run
@@ -99,6 +101,7 @@ class Work:
         self.said = said
         self.devices = devices
         self.total_steps = total_steps
+        self.program = program
         self.entries: dict[str, KeyOutcome] = {}
         self.values: dict[str, YamlNode] = {}
         """The values set so far, by Laurel's keys."""

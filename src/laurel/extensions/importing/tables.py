@@ -56,6 +56,7 @@ class TableImporter(Importer):
             said=said,
             devices=source.devices or (source.command.devices if source.command else None),
             total_steps=source.total_steps,
+            program=source.command.program if source.command else "",
         )
         for key, why in lost.items():
             work.refuse(key, why)
