@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from laurel.sandbox.inside import confinement, kernel, seccomp
 from laurel.sandbox.inside.jail import DEVICES, readable_paths
@@ -54,17 +54,18 @@ def main(
         confinement.restrict(allowed, DEVICES, writable, executable)
         seccomp.install_for_processes()
         _check(canary)
-        os.execv(command[0], command)
+        os.execv(command[0], [*command])
     except OSError as error:
         os.write(report, str(error).encode())
 
 
 def _check(canary: str) -> None:
     """Raise OSError unless files and the network were seen to be closed off."""
-    for name, attempt in (
-        ("files", lambda: open(canary, "a").close()),
-        ("the network", lambda: socket.socket().close()),
-    ):
+    attempts: dict[str, Callable[[], object]] = {
+        "files": lambda: os.open(canary, os.O_WRONLY),
+        "the network": lambda: socket.socket(),
+    }
+    for name, attempt in attempts.items():
         try:
             attempt()
         except OSError:
