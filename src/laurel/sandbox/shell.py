@@ -106,7 +106,10 @@ def run_script(
     scratch = Path(tempfile.mkdtemp(prefix="laurel-shell-")).resolve()
     try:
         box = _Box(scratch, bash)
-        path = str(script)
+        # The working directory is another one there.
+        path = str(
+            script.absolute() if isinstance(script, Path) and ".." in script.parts else script
+        )
         if isinstance(script, str):
             (scratch / "stdin.sh").write_text(script, encoding="utf-8")
             path = str(scratch / "stdin.sh")

@@ -13,7 +13,7 @@ import pytest
 
 from imported_sources import imported
 from laurel.errors import ConfigError
-from laurel.extensions.importing import commands
+from laurel.extensions.importing import scripts
 from laurel.extensions.importing.rules import Imported
 from laurel.sandbox import shell
 from laurel.sandbox.zygote_process import SandboxStartError
@@ -86,7 +86,7 @@ def test_a_script_is_imported_as_the_command_line_that_it_starts(tmp_path: Path)
 
 def test_a_plain_line_is_read_as_bash_reads_it() -> None:
     said = "\n".join((r"""a  'b "c"' "d '\" \\" e\ f\$ [1,2] \ """, "# comment", ""))
-    words = commands._plain_command(said)
+    words = scripts._plain_command(said)
     assert words is not None
     shown = subprocess.run(
         ["bash", "-c", f"printf '%s\\0' {said}"], capture_output=True, text=True, check=True
@@ -104,7 +104,7 @@ def test_a_plain_line_is_read_as_bash_reads_it() -> None:
         "a\nb",
         "a 'b",
     ):
-        assert commands._plain_command(odd) is None, odd
+        assert scripts._plain_command(odd) is None, odd
 
 
 def test_what_a_script_does_not_know_is_told(tmp_path: Path, monkeypatch: Any) -> None:
@@ -164,7 +164,7 @@ def test_without_a_sandbox_a_script_is_refused_and_a_line_is_not(
     def none(*_: Any, **__: Any) -> None:
         raise SandboxStartError("no landlock")
 
-    monkeypatch.setattr(commands, "run_script", none)
+    monkeypatch.setattr(scripts, "run_script", none)
     with pytest.raises(ConfigError, match=r"no landlock.*printf '%q '"):
         script(tmp_path, EVERY_WAY)
     assert script(tmp_path, LINE).values["grpo.num_generations_per_prompt"] == 5
@@ -172,7 +172,7 @@ def test_without_a_sandbox_a_script_is_refused_and_a_line_is_not(
     printed = subprocess.run(
         ["bash", "-c", f"printf '%q ' {ITS_LINE}"], capture_output=True, text=True, check=True
     )
-    assert commands._plain_command(printed.stdout) == shlex.split(ITS_LINE)
+    assert scripts._plain_command(printed.stdout) == shlex.split(ITS_LINE)
 
 
 def test_a_script_reaches_nothing(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 from laurel.config.schemas import Kind
 from laurel.config.yaml_tree import plain_values, read_document, read_file
 from laurel.errors import ConfigError, no_file_at
-from laurel.extensions.importing.commands import PROGRAMS, CommandLine, find_command
+from laurel.extensions.importing.commands import PROGRAMS, CommandLine
 from laurel.extensions.importing.rules import Imported, Source
+from laurel.extensions.importing.scripts import find_command
 from laurel.plugins import Importer, find, names
 
 STDIN = "-"
