@@ -341,6 +341,17 @@ KEY_BY_KEY = r"""
 - [verl, A.actor.policy_loss.loss_mode=gspo, {loss_fn: {normalizer: sequences, ratio_clip_c: null,
     sequence_level_importance_ratios: true}}]
 - [verl, A.actor.policy_loss.loss_mode=gpg, {loss_fn: {loss_type: reinforce, ratio_clip_c: null}}]
+- [verl, A.actor.policy_loss.loss_mode=geo_mean A.actor.clip_ratio_high=0.3, {loss_fn: {
+    loss_type: gmpo, normalizer: sequences, token_level_loss: false, ratio_clip_c: null,
+    gmpo.clip_low: 0.2, gmpo.clip_high: 0.3}}]
+- [verl, A.actor.policy_loss.loss_mode=sapo A.actor.tau_neg=1.2, {loss_fn: {loss_type: sapo,
+    normalizer: sequences, ratio_clip_max: 0.2, sapo.tau_positive: 1.0, sapo.tau_negative: 1.2}}]
+- [verl, A.actor.policy_loss.loss_mode=dppo_tv A.actor.clip_ratio_low=0.15, {loss_fn: {
+    loss_type: dppo, normalizer: tokens, dppo.divergence: tv, dppo.low: 0.15, dppo.high: 0.2,
+    dppo.max_ratio: 3.0}}]
+- [verl, A.actor.policy_loss.loss_mode=dppo_kl, {loss_fn.dppo.divergence: kl}]
+- [trl, "loss_type: sapo\nsapo_temperature_neg: 1.2\nepsilon: 0.1", {loss_fn: {loss_type: sapo,
+    normalizer: sequences, ratio_clip_min: 0.2, sapo.tau_positive: 1.0, sapo.tau_negative: 1.2}}]
 - [verl, A.actor.clip_ratio_high=0.28, {loss_fn: {ratio_clip_max: 0.28, ratio_clip_min: 0.2}}]
 - [verl, A.actor.clip_ratio=0.5, {loss_fn: {ratio_clip_max: 0.2, ratio_clip_min: 0.2}}]
 - [verl, algorithm.norm_adv_by_std_in_grpo=False, {grpo.adv_estimator.scale: none}]
@@ -439,6 +450,26 @@ def test_pools_of_verl_add_up_to_the_cluster(
     nodes, gpus = nodes_and_gpus
     assert_values(found, {"cluster": {"num_nodes": nodes, "gpus_per_node": gpus}})
     plan_to_run(request_of(found.config))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("opo A.rollout.n=4", {"adv_estimator.name": "opo", "scale": "none"}),
+        ("gpg A.rollout.n=4", {"adv_estimator.name": "gpg", "scale": "none"}),
+        ("remax A.rollout.n=1", {"adv_estimator.name": "remax", "num_generations_per_prompt": 1}),
+        ("grpo_passk A.rollout.n=4", {"adv_estimator.name": "pass_at_k", "scale": "group"}),
+        (
+            "grpo_passk A.rollout.n=4 algorithm.norm_adv_by_std_in_grpo=False",
+            {"adv_estimator.name": "pass_at_k", "scale": "none"},
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_estimators_of_verl(tmp_path: Path, line: str, values: dict[str, Any]) -> None:
+    found = imported_line(tmp_path, "verl", f"algorithm.adv_estimator={line}")
+    assert_values(found, {"grpo": values})
+    assert "algorithm.adv_estimator" not in {one.key for one in found.with_status("not carried")}
 
 
 GDPO = "algorithm.adv_estimator=gdpo A.rollout.n=4 reward.reward_manager.name=gdpo "
