@@ -105,7 +105,7 @@ class GRPO(TrainingLoop):
         self.loss = PolicyLoss(settings.loss, max_length=settings.longest_completion)
         self._noted_unended = False
         self.health = HealthWatch(
-            self.state.alarms, run_dir=self.state.run_dir, say=self.progress.message
+            self.state.alarms, run_dir=self.state.run_dir, say=self.services.progress.message
         )
 
     def run(self, position: Position) -> RunOutcome:
@@ -134,7 +134,7 @@ class GRPO(TrainingLoop):
             with (
                 time("generation"),
                 self.parts.learner_at_rest(),
-                self.progress.phase("generating groups", num_groups, timed=True) as phase,
+                self.services.progress.phase("generating groups", num_groups, timed=True) as phase,
             ):
                 batch = self.parts.source.take(
                     position.step, while_waiting=partial(self._waited, phase)
@@ -147,14 +147,17 @@ class GRPO(TrainingLoop):
                 with (
                     time("policy_training"),
                     self.parts.judges_at_rest(),
-                    self.progress.phase("updating", timed=True),
+                    self.services.progress.phase("updating", timed=True),
                 ):
                     updates = self._learn(batch.groups, labels)
-            with time("exposed_generation"), self.progress.phase("generating ahead", timed=True):
+            with (
+                time("exposed_generation"),
+                self.services.progress.phase("generating ahead", timed=True),
+            ):
                 # A signal leaves little time to wait for what is ahead.
                 patience = grpo.stop_patience_seconds
-                self.parts.source.settle(is_patient=lambda: self.stop.seconds <= patience)
-            if self.stop.signal is None:  # else no further batch is sampled
+                self.parts.source.settle(is_patient=lambda: self.services.stop.seconds <= patience)
+            if self.services.stop.signal is None:  # else no further batch is sampled
                 with time("prepare_for_generation/transfer_and_update_weights"):
                     has_changed = any(update.failure is None for update in updates)
                     self._hand_over(position.step + 1, has_changed=has_changed)
@@ -275,7 +278,7 @@ class GRPO(TrainingLoop):
         validation = self.parts.validation
         assert validation is not None
         with (
-            self.progress.phase("validating", len(validation.chosen)) as phase,
+            self.services.progress.phase("validating", len(validation.chosen)) as phase,
             self.timers.time("total_validation_time"),
             self.parts.learner_at_rest(),
         ):
@@ -288,9 +291,13 @@ class GRPO(TrainingLoop):
         if count:
             is_whole = shows_whole_samples(self.settings.logging)
             title = f"validation, step {step}"
-            print_completions(self.progress.console, title, rows[:count], is_brief=not is_whole)
+            print_completions(
+                self.services.progress.console, title, rows[:count], is_brief=not is_whole
+            )
         table = [row.cells for row in rows[: max(count, NUM_LOGGED)]]
-        self.logger.log_table("validation/completions", CompletionRow.columns(), table, step=step)
+        self.services.logger.log_table(
+            "validation/completions", CompletionRow.columns(), table, step=step
+        )
         # Metrics of environments have the same names in training and validation.
         logged = {f"validation/{k}": v for k, v in figures.items()}
         self.health.validated(step, groups, logged)
@@ -312,7 +319,7 @@ class GRPO(TrainingLoop):
             for key, value in figures.items()
             if (key in SHOWN or "/acc" in key) and (value or key not in SHOWN_IF_ANY)
         )
-        self.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
+        self.services.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
 
     def _report(
         self,
@@ -323,7 +330,7 @@ class GRPO(TrainingLoop):
         figures: dict[str, float],
     ) -> Position:
         step, timing = position.step + 1, self.timers.collect()
-        self.deadline.took("step", timing["total_step_time"])
+        self.services.deadline.took("step", timing["total_step_time"])
         groups = batch.groups
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
         rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
@@ -333,7 +340,7 @@ class GRPO(TrainingLoop):
         note = unended_note(batch.stats, max_turns=self.settings.grpo.max_rollout_turns)
         if note is not None and not self._noted_unended:
             self._noted_unended = True
-            self.progress.message(f"step {step}: {note}")
+            self.services.progress.message(f"step {step}: {note}")
         train.setdefault("lr", self.parts.learner.learning_rate)  # missing without an update
         train["bad_steps_in_a_row"] = float(bad_steps)
         train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
@@ -366,8 +373,8 @@ class GRPO(TrainingLoop):
         divided = _over_updates([update.performance for update in updates])
         logged |= {f"performance/{name}": value for name, value in divided.items()}
         logged |= self.health.step(step, groups, logged)
-        self.logger.log(logged, step=step)
-        self.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
+        self.services.logger.log(logged, step=step)
+        self.services.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
         if self.settings.logging.write_completions:
             path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
             rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
@@ -375,7 +382,7 @@ class GRPO(TrainingLoop):
                 write_completions(path, rows)
             except OSError as error:  # a full disk must not cost the step that was taken
                 said = f"step {step}: its completions could not be written: {error}"
-                self.progress.message(said)
+                self.services.progress.message(said)
         train_metrics = {f"train_{name}": value for name, value in train.items()}
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
 
@@ -389,9 +396,11 @@ class GRPO(TrainingLoop):
         kept = f"Its rollouts are in {path}"
         if len(reasons) < len(updates):
             share = f"{len(reasons)} of its {len(updates)} updates"
-            self.progress.message(f"step {step}: {share} not applied: {reasons[0]}. {kept}")
+            self.services.progress.message(
+                f"step {step}: {share} not applied: {reasons[0]}. {kept}"
+            )
             return 0
-        self.progress.message(f"step {step} not applied: {reasons[0]}. {kept}")
+        self.services.progress.message(f"step {step} not applied: {reasons[0]}. {kept}")
         update = Update(metrics={}, failure=reasons[0])
         return self.bad_steps(update, before, where=f"step {step}", kept=kept)
 
