@@ -45,7 +45,7 @@ from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import BatchLimits, LoggerConfig
 from laurel.environments.interface import EnvironmentInterface
 from laurel.grpo.loop import GRPO, GRPOSettings, PolicyParts
-from laurel.grpo.rollouts import Rollouts
+from laurel.grpo.rollouts import RolloutLimits, Rollouts
 from laurel.grpo.source import RolloutSource
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.parallel.mesh import ParallelShape
@@ -198,8 +198,7 @@ def loop_of(
         Answers(num_groups),
         {"chance": environment},
         Prompts(),
-        max_turns=1,
-        max_length=PROMPT + LENGTH,
+        RolloutLimits(max_turns=1, max_length=PROMPT + LENGTH),
         seed=0,
     )
     tasks = [

@@ -21,7 +21,7 @@ from laurel.errors import CheckpointError, ConfigError, counted
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
 from laurel.observe.console import visible
 from laurel.observe.loggers import next_run_dir, open_loggers
-from laurel.observe.progress import TrainingProgress
+from laurel.observe.progress import ProgressWords, TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES
 from laurel.planning.request import optimizer_states
@@ -248,7 +248,9 @@ def make_services(
             raise
         if warning is not None:
             console.print(f"warning: {warning}", soft_wrap=True)
-    progress = TrainingProgress(schedule.total_steps, position.step, console, unit=unit)
+    progress = TrainingProgress(
+        schedule.total_steps, position.step, console, words=ProgressWords(unit)
+    )
     logger = open_loggers(
         config.logger,
         run_dir=run_dir,

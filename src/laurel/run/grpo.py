@@ -401,7 +401,7 @@ def _parts(
     num_steps: int,
 ) -> PolicyParts:
     from laurel.grpo.loop import PolicyParts
-    from laurel.grpo.rollouts import Rollouts
+    from laurel.grpo.rollouts import RolloutLimits, Rollouts
     from laurel.grpo.source import RolloutSource
     from laurel.grpo.validation import PolicyValidation
     from laurel.training.batches import Batcher
@@ -412,13 +412,9 @@ def _parts(
         one = environments[name]
         return one.step_noise_floor() if grpo.adv_estimator.per_step else one.noise_floor()
 
-    rollouts = Rollouts(
-        generator,
-        environments,
-        chat,
+    limits = RolloutLimits(
         max_turns=grpo.max_rollout_turns,
         max_length=config.policy.max_total_sequence_length,
-        seed=grpo.seed,
         environment_timeout=config.env.timeout_seconds,
         generation_timeout=config.policy.generation.timeout_seconds,
         max_failed_share=config.env.max_failed_share,
@@ -426,8 +422,9 @@ def _parts(
         num_threads=64
         if any(one.spec.judges == "completion" for one in environments.values())
         else 16,
-        per_step=grpo.adv_estimator.per_step,
     )
+    per_step = grpo.adv_estimator.per_step
+    rollouts = Rollouts(generator, environments, chat, limits, seed=grpo.seed, per_step=per_step)
     source = RolloutSource(
         rollouts,
         data.endless or data.train,

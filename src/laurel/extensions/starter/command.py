@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,10 @@ class Init(Command):
         return init
 
 
-def init(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitOptions:
+    """The options of `laurel init`."""
+
     column_words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -31,13 +35,13 @@ def init(
             help="The names of columns, which the file gets: data.prompt_key=, data.chosen_key=, "
             "data.rejected_key= and the like; also data.on_bad_row=skip.",
         ),
-    ] = None,
+    ] = None
     task: Annotated[
         Literal["rm", "grpo-math", "grpo-rm", "grpo-code"] | None,
         typer.Option(
             "--task", "-t", help="What to train. Without it, laurel init asks on a terminal."
         ),
-    ] = None,
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(
@@ -47,13 +51,13 @@ def init(
             help="The model to start from: a directory, a hub name or a GGUF file. Without it, "
             "laurel init asks on a terminal.",
         ),
-    ] = None,
+    ] = None
     scratch: Annotated[
         bool,
         typer.Option(
             "--scratch", help="Start from a small, newly initialized model; this needs no hub."
         ),
-    ] = False,
+    ] = False
     data: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +67,7 @@ def init(
             help="The training rows: a file, a data set's name or a hub name. Without it, laurel "
             "init asks on a terminal.",
         ),
-    ] = None,
+    ] = None
     reward_model: Annotated[
         str | None,
         typer.Option(
@@ -71,21 +75,23 @@ def init(
             help="For --task grpo-rm: the reward model that scores completions. Default: "
             "results/rm.",
         ),
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None,
         typer.Option(
             "--output", "-o", metavar="FILE", help="The file to write. Default: TASK.yaml."
         ),
-    ] = None,
+    ] = None
     force: Annotated[
         bool,
         typer.Option(
             "--force", help="Overwrite the file, and the schema beside it, if they exist."
         ),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = False
+    as_json: JsonOption = False
+
+
+def init(*, options: InitOptions) -> None:
     """Write a commented configuration to start from.
 
     It needs three things: a task, a model and data. On a terminal it asks for those that no option
@@ -97,19 +103,9 @@ def init(
     """
     from laurel.extensions.starter.starter import run_init
 
-    if scratch and model is not None:
+    if options.scratch and options.model is not None:
         raise ConfigError(
-            f"--scratch makes a new model, and --model {model} names one; say one of them"
+            f"--scratch makes a new model, and --model {options.model} names one; say one of them"
         )
-    model = "scratch" if scratch else model
-    if not run_init(
-        task,
-        model,
-        data,
-        reward_model,
-        output,
-        column_words=column_words or (),
-        force=force,
-        as_json=as_json,
-    ):
+    if not run_init(options):
         raise typer.Exit(2)
