@@ -446,11 +446,16 @@ def _parts(
         )
     pad_id = model.facts.tokenizer.pad_token_id or 0
     take_turns = _take_turns(context, generator)
-    limits = config.policy.batch_limits
+    batcher = Batcher(
+        model.facts.path,
+        config.policy.batch_limits,
+        pad_id=pad_id,
+        dp_size=model.learner.dp_size,
+    )
     return PolicyParts(
         learner=model.learner,
         has_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        batcher=Batcher(model.facts.path, limits, pad_id=pad_id, dp_size=model.learner.dp_size),
+        batcher=batcher,
         generator=generator,
         source=source,
         environments=environments,
