@@ -18,7 +18,7 @@ from laurel.extensions.doctor.doctor import PROBES
 from laurel.extensions.doctor.machine import measure_products
 from laurel.extensions.server.replicas import ModelWorker
 from laurel.extensions.server.service import ServingSpec
-from laurel.extensions.starter.command import InitOptions
+from laurel.extensions.starter.options import InitOptions
 from laurel.extensions.starter.starter import run_init
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.checkpoint.state import random_states, restore_random_states

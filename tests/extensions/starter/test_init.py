@@ -13,7 +13,7 @@ from laurel.cli.main import app
 from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS
 from laurel.errors import ConfigError, UserError
-from laurel.extensions.starter.command import InitOptions
+from laurel.extensions.starter.options import InitOptions
 from laurel.extensions.starter.starter import TASKS, run_init
 from model_directories import save_model
 from tiny import tiny_language_model

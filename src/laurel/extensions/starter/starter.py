@@ -42,7 +42,7 @@ from laurel.errors import (
     counted_that,
     speaking,
 )
-from laurel.extensions.starter.command import InitOptions
+from laurel.extensions.starter.options import InitOptions
 from laurel.models.gguf import is_gguf
 from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle, visible
 from laurel.observe.files import check_output, replace_file
