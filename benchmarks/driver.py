@@ -215,9 +215,8 @@ def loop_of(
         generator=rollouts.generator,
         source=source,
         environments={"chance": environment},
-        noise_of=lambda _name: 0.0,
+        noise_floor_of=lambda _name: 0.0,
         validation=None,
-        pad_id=0,
     )
     settings = GRPOSettings(
         grpo=config,

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import LoggerConfig
-from laurel.data.forest import pack_evenly, pack_padded, to_forest, to_padded
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -58,7 +57,7 @@ from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase, Timers
 from laurel.observe.report.findings import accuracy_words
 from laurel.protocols import Environment, Generator
-from laurel.training.batches import Batcher, global_batches, select_completions, shares
+from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import Learner, ModelRole, Update
 from laurel.training.loop import RunOutcome, RunServices, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
@@ -195,7 +194,7 @@ class GRPO(TrainingLoop):
         # Noise is measured of the rewards that environments give.
         by_reward = slope(settings.grpo.reward_scaling)
         asked = {group.task.environment for group in groups}
-        noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
+        noises = {name: by_reward * self.parts.noise_floor_of(name) for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
         if settings.grpo.adv_estimator.per_step:
             advantages = compute_step_advantages(groups, rewards_BG, self.estimator, noise=noise_B)
@@ -233,11 +232,7 @@ class GRPO(TrainingLoop):
             return policy_logprobs(
                 partial(parts.learner.outputs, of=asked),
                 [group.tokens() for group in groups],
-                path=parts.batcher.path,
-                batch_tokens=parts.batcher.limits.forest_tokens,
-                pad_id=parts.pad_id,
-                share_prompts=parts.batcher.limits.share_prompts,
-                dp_size=parts.learner.dp_size,
+                parts.batcher,
             )
 
         is_repeated = settings.updates_per_rollout > 1
@@ -436,10 +431,9 @@ class PolicyParts:
     generator: Generator
     source: RolloutSource
     environments: dict[str, Environment]
-    noise_of: Callable[[str], float]
+    noise_floor_of: Callable[[str], float]
     """Returns the noise floor of an environment: of the rewards that advantages compare."""
     validation: PolicyValidation | None
-    pad_id: int
     generator_rests: bool = False
     """Whether the generator releases device memory while the learner works on the same device."""
     learner_rests: bool = False
@@ -453,7 +447,7 @@ class PolicyParts:
 
         A noise floor is the standard deviation of the errors of rewards, such as those by rounding.
         """
-        return max(map(self.noise_of, self.environments), default=0.0)
+        return max(map(self.noise_floor_of, self.environments), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
         """Return the metric that counts weight broadcasts to the generator that failed.
@@ -501,54 +495,26 @@ Logprobs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[TokenOutputs]
 
 
 def policy_logprobs(
-    outputs: Logprobs,
-    groups: Sequence[TokenGroup],
-    *,
-    path: Literal["forest", "padded"],
-    batch_tokens: int,
-    pad_id: int,
-    share_prompts: bool = True,
-    dp_size: int = 1,
+    outputs: Logprobs, groups: Sequence[TokenGroup], batcher: Batcher
 ) -> list[list[LogProbs]]:
     """Compute the log-probability of every token of every completion, without gradients.
 
     Args:
         outputs: Computes log-probabilities under the policy, or under the reference policy.
         groups: Prompts of at least one token, with their completions.
-        path: The layout of batches: token forests or padded rows.
-        batch_tokens: The token budget of one forward pass; larger groups are divided.
-        pad_id: The padding token, for padded rows.
-        share_prompts: Whether a prompt is computed once for all its completions.
-        dp_size: The number of data-parallel ranks, over which batches are balanced.
+        batcher: Divides groups into micro-batches of its budget of tokens.
 
     Returns:
         For each group, an array float32 [L] for each completion, in order.
     """
-    is_forest = path == "forest"
-    budget = batch_tokens if is_forest and share_prompts else None
-    places = [
-        (g, indices) for g, group in enumerate(groups) for indices in shares(group, budget=budget)
-    ]
-    parts = [select_completions(groups[g], indices) for g, indices in places]
-    if is_forest:
-        sizes = [part.num_tokens for part in parts]
-        packed = pack_evenly(sizes, batch_tokens, dp_size=dp_size)
-    else:
-        packed = pack_padded([part.lengths_G for part in parts], batch_tokens)
-    chosen = [[parts[number] for number in numbers] for numbers in packed]
-    batches = [
-        to_forest(some, share_prompts=share_prompts)
-        if is_forest
-        else to_padded(some, pad_id=pad_id)
-        for some in chosen
-    ]
+    every = [[(g, b) for b in range(len(group.branches_ids_G))] for g, group in enumerate(groups)]
+    parts, labels = batcher.divide(groups, every, lambda of, some: [of[i] for i in some])
+    micro_batches = batcher.filled().cut(parts, labels)
+    computed = outputs([one.inputs for one in micro_batches])
     found: dict[tuple[int, int], LogProbs] = {}
-    for numbers, computed in zip(packed, outputs(batches), strict=True):
-        logprobs_M = computed.logprobs_M.float().cpu().numpy()
-        whose = [(places[n][0], branch) for n in numbers for branch in places[n][1]]
+    for micro_batch, its_outputs in zip(micro_batches, computed, strict=True):
+        logprobs_M = its_outputs.logprobs_M.float().cpu().numpy()
+        whose = [one for label in micro_batch.labels for one in label]
         ends = np.cumsum([len(groups[g].branches_ids_G[branch]) for g, branch in whose])
         found |= zip(whose, np.split(logprobs_M, ends[:-1]), strict=True)
-    return [
-        [found[g, branch] for branch in range(len(group.branches_ids_G))]
-        for g, group in enumerate(groups)
-    ]
+    return [[found[one] for one in of_group] for of_group in every]

@@ -408,7 +408,7 @@ def _parts(
 
     config, grpo, allocation = context.config, context.config.grpo, context.allocation
 
-    def noise_of(name: str) -> float:
+    def noise_floor_of(name: str) -> float:
         one = environments[name]
         return one.step_noise_floor() if grpo.adv_estimator.per_step else one.noise_floor()
 
@@ -433,7 +433,7 @@ def _parts(
         # Rows without end are made in a random order.
         shuffle=config.data.shuffle and data.endless is None,
         total_steps=num_steps,
-        noise=noise_of,
+        noise=noise_floor_of,
     )
     context.stack.callback(source.close)
     validation = None
@@ -444,12 +444,11 @@ def _parts(
             sampling=sampling_of(config, is_validation=True),
             set_of=data.validation_set_of,
         )
-    pad_id = model.facts.tokenizer.pad_token_id or 0
     take_turns = _take_turns(context, generator)
     batcher = Batcher(
         model.facts.path,
         config.policy.batch_limits,
-        pad_id=pad_id,
+        pad_id=model.facts.tokenizer.pad_token_id or 0,
         dp_size=model.learner.dp_size,
     )
     return PolicyParts(
@@ -459,9 +458,8 @@ def _parts(
         generator=generator,
         source=source,
         environments=environments,
-        noise_of=noise_of,
+        noise_floor_of=noise_floor_of,
         validation=validation,
-        pad_id=pad_id,
         generator_rests=take_turns,
         learner_rests=take_turns,
         judges_rest=allocation.take_turns("reward_model") and grpo.max_staleness == 0,
