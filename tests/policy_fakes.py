@@ -12,7 +12,7 @@ import torch
 
 from laurel.environments.interface import EnvironmentInterface
 from laurel.environments.math_environment import MathEnvironment
-from laurel.grpo.rollouts import Rollouts
+from laurel.grpo.rollouts import RolloutLimits, Rollouts
 from laurel.types import (
     Conversation,
     EnvironmentReturn,
@@ -242,9 +242,10 @@ def rollouts_of(generator: ScriptedGenerator, **options: Any) -> Rollouts:
     """With one environment called `judge`, unless `environments` are given."""
     judge = options.pop("judge", None)
     environments = options.pop("environments", None) or {"judge": judge or Judge()}
-    defaults: dict[str, Any] = {"max_turns": 1, "max_length": 64, "seed": 7}
     chat = options.pop("chat", None) or ByteChat()
-    return Rollouts(generator, environments, chat, **(defaults | options))
+    whole = {"seed": 7} | {k: options.pop(k) for k in ("seed", "per_step") if k in options}
+    limits = RolloutLimits(**({"max_turns": 1, "max_length": 64} | options))
+    return Rollouts(generator, environments, chat, limits, **whole)
 
 
 HOOKS: dict[str, Callable[[], None]] = {}

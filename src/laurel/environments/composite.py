@@ -217,7 +217,8 @@ class CompositeEnvironment(EnvironmentInterface):
         for name, future in futures.items():
             try:
                 step = environments[name].step
-                returns[name] = checked_return(step, future.result()(), len(message_log_batch))
+                checked = checked_return(step, future.result()(), len(message_log_batch))
+                returns[name] = checked.returned
             except Exception as error:
                 error.add_note(f"in the part '{name}' of a composite environment")
                 raise

@@ -24,7 +24,6 @@ from laurel.environments.interface import (
     EnvironmentInterface,
     checked_return,
     close_quietly,
-    column_of,
     invalid_return,
     method_name,
     source_of,
@@ -206,11 +205,7 @@ def take_verdict(
     Raises:
         EnvironmentFailedError: The value does not have one entry for each conversation.
     """
-    size = len(rollouts)
-    verdict = checked_return(step, returned, size)
-    parts = verdict.rewards if isinstance(verdict.rewards, dict) else {"": verdict.rewards}
-    columns = {name: column_of(step, part, size, "rewards") for name, part in parts.items()}
-    over = column_of(step, verdict.terminateds, size, "terminateds")
+    verdict, columns, over = checked_return(step, returned, len(rollouts))
     for i, rollout in enumerate(rollouts):
         rollout.is_open = not over[i]
         failure = verdict.failures[i] if verdict.failures is not None else None

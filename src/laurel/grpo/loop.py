@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import LoggerConfig
-from laurel.data.forest import pack_evenly, pack_padded, to_forest, to_padded
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -62,7 +61,7 @@ from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase, Timers
 from laurel.observe.report.findings import accuracy_words
 from laurel.protocols import Environment, Generator
-from laurel.training.batches import Batcher, global_batches, select_completions, shares
+from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import Learner, ModelRole, Update
 from laurel.training.loop import RunOutcome, RunServices, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
@@ -109,7 +108,7 @@ class GRPO(TrainingLoop):
         self.loss = PolicyLoss(settings.loss, max_length=settings.longest_completion)
         self._noted_unended = False
         self.health = HealthWatch(
-            self.state.alarms, run_dir=self.state.run_dir, say=self.progress.message
+            self.state.alarms, run_dir=self.state.run_dir, say=self.services.progress.message
         )
 
     def run(self, position: Position) -> RunOutcome:
@@ -138,7 +137,7 @@ class GRPO(TrainingLoop):
             with (
                 time("generation"),
                 self.parts.learner_at_rest(),
-                self.progress.phase("generating groups", num_groups, timed=True) as phase,
+                self.services.progress.phase("generating groups", num_groups, timed=True) as phase,
             ):
                 batch = self.parts.source.take(
                     position.step, while_waiting=partial(self._waited, phase)
@@ -151,14 +150,17 @@ class GRPO(TrainingLoop):
                 with (
                     time("policy_training"),
                     self.parts.judges_at_rest(),
-                    self.progress.phase("updating", timed=True),
+                    self.services.progress.phase("updating", timed=True),
                 ):
                     updates = self._learn(batch.groups, labels)
-            with time("exposed_generation"), self.progress.phase("generating ahead", timed=True):
+            with (
+                time("exposed_generation"),
+                self.services.progress.phase("generating ahead", timed=True),
+            ):
                 # A signal leaves little time to wait for what is ahead.
                 patience = grpo.stop_patience_seconds
-                self.parts.source.settle(is_patient=lambda: self.stop.seconds <= patience)
-            if self.stop.signal is None:  # else no further batch is sampled
+                self.parts.source.settle(is_patient=lambda: self.services.stop.seconds <= patience)
+            if self.services.stop.signal is None:  # else no further batch is sampled
                 with time("prepare_for_generation/transfer_and_update_weights"):
                     has_changed = any(update.failure is None for update in updates)
                     self._hand_over(position.step + 1, has_changed=has_changed)
@@ -197,7 +199,7 @@ class GRPO(TrainingLoop):
         # Noise is measured of the rewards that environments give.
         by_reward = slope(settings.grpo.reward_scaling)
         asked = {group.task.environment for group in groups}
-        noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
+        noises = {name: by_reward * self.parts.noise_floor_of(name) for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
         if settings.grpo.adv_estimator.per_step:
             advantages = compute_step_advantages(groups, rewards_BG, self.estimator, noise=noise_B)
@@ -256,11 +258,7 @@ class GRPO(TrainingLoop):
             return policy_logprobs(
                 partial(parts.learner.outputs, of=asked),
                 [group.tokens() for group in groups],
-                path=parts.batcher.path,
-                batch_tokens=parts.batcher.limits.forest_tokens,
-                pad_id=parts.pad_id,
-                share_prompts=parts.batcher.limits.share_prompts,
-                dp_size=parts.learner.dp_size,
+                parts.batcher,
             )
 
         is_repeated = settings.updates_per_rollout > 1
@@ -303,7 +301,7 @@ class GRPO(TrainingLoop):
         validation = self.parts.validation
         assert validation is not None
         with (
-            self.progress.phase("validating", len(validation.chosen)) as phase,
+            self.services.progress.phase("validating", len(validation.chosen)) as phase,
             self.timers.time("total_validation_time"),
             self.parts.learner_at_rest(),
         ):
@@ -316,9 +314,13 @@ class GRPO(TrainingLoop):
         if count:
             is_whole = shows_whole_samples(self.settings.logging)
             title = f"validation, step {step}"
-            print_completions(self.progress.console, title, rows[:count], is_brief=not is_whole)
+            print_completions(
+                self.services.progress.console, title, rows[:count], is_brief=not is_whole
+            )
         table = [row.cells for row in rows[: max(count, NUM_LOGGED)]]
-        self.logger.log_table("validation/completions", CompletionRow.columns(), table, step=step)
+        self.services.logger.log_table(
+            "validation/completions", CompletionRow.columns(), table, step=step
+        )
         # Metrics of environments have the same names in training and validation.
         logged = {f"validation/{k}": v for k, v in figures.items()}
         self.health.validated(step, groups, logged)
@@ -340,7 +342,7 @@ class GRPO(TrainingLoop):
             for key, value in figures.items()
             if (key in SHOWN or "/acc" in key) and (value or key not in SHOWN_IF_ANY)
         )
-        self.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
+        self.services.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
 
     def _report(
         self,
@@ -351,7 +353,7 @@ class GRPO(TrainingLoop):
         figures: dict[str, float],
     ) -> Position:
         step, timing = position.step + 1, self.timers.collect()
-        self.deadline.took("step", timing["total_step_time"])
+        self.services.deadline.took("step", timing["total_step_time"])
         groups = batch.groups
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
         rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
@@ -361,7 +363,7 @@ class GRPO(TrainingLoop):
         note = unended_note(batch.stats, max_turns=self.settings.grpo.max_rollout_turns)
         if note is not None and not self._noted_unended:
             self._noted_unended = True
-            self.progress.message(f"step {step}: {note}")
+            self.services.progress.message(f"step {step}: {note}")
         train.setdefault("lr", self.parts.learner.learning_rate)  # missing without an update
         train["bad_steps_in_a_row"] = float(bad_steps)
         train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
@@ -394,8 +396,8 @@ class GRPO(TrainingLoop):
         divided = _over_updates([update.performance for update in updates])
         logged |= {f"performance/{name}": value for name, value in divided.items()}
         logged |= self.health.step(step, groups, logged)
-        self.logger.log(logged, step=step)
-        self.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
+        self.services.logger.log(logged, step=step)
+        self.services.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
         if self.settings.logging.write_completions:
             path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
             rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
@@ -403,7 +405,7 @@ class GRPO(TrainingLoop):
                 write_completions(path, rows)
             except OSError as error:  # a full disk must not cost the step that was taken
                 said = f"step {step}: its completions could not be written: {error}"
-                self.progress.message(said)
+                self.services.progress.message(said)
         train_metrics = {f"train_{name}": value for name, value in train.items()}
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
 
@@ -417,9 +419,11 @@ class GRPO(TrainingLoop):
         kept = f"Its rollouts are in {path}"
         if len(reasons) < len(updates):
             share = f"{len(reasons)} of its {len(updates)} updates"
-            self.progress.message(f"step {step}: {share} not applied: {reasons[0]}. {kept}")
+            self.services.progress.message(
+                f"step {step}: {share} not applied: {reasons[0]}. {kept}"
+            )
             return 0
-        self.progress.message(f"step {step} not applied: {reasons[0]}. {kept}")
+        self.services.progress.message(f"step {step} not applied: {reasons[0]}. {kept}")
         update = Update(metrics={}, failure=reasons[0])
         return self.bad_steps(update, before, where=f"step {step}", kept=kept)
 
@@ -457,10 +461,9 @@ class PolicyParts:
     generator: Generator
     source: RolloutSource
     environments: dict[str, Environment]
-    noise_of: Callable[[str], float]
+    noise_floor_of: Callable[[str], float]
     """Returns the noise floor of an environment: of the rewards that advantages compare."""
     validation: PolicyValidation | None
-    pad_id: int
     generator_rests: bool = False
     """Whether the generator releases device memory while the learner works on the same device."""
     learner_rests: bool = False
@@ -474,7 +477,7 @@ class PolicyParts:
 
         A noise floor is the standard deviation of the errors of rewards, such as those by rounding.
         """
-        return max(map(self.noise_of, self.environments), default=0.0)
+        return max(map(self.noise_floor_of, self.environments), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
         """Return the metric that counts weight broadcasts to the generator that failed.
@@ -522,54 +525,26 @@ Logprobs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[TokenOutputs]
 
 
 def policy_logprobs(
-    outputs: Logprobs,
-    groups: Sequence[TokenGroup],
-    *,
-    path: Literal["forest", "padded"],
-    batch_tokens: int,
-    pad_id: int,
-    share_prompts: bool = True,
-    dp_size: int = 1,
+    outputs: Logprobs, groups: Sequence[TokenGroup], batcher: Batcher
 ) -> list[list[LogProbs]]:
     """Compute the log-probability of every token of every completion, without gradients.
 
     Args:
         outputs: Computes log-probabilities under the policy, or under the reference policy.
         groups: Prompts of at least one token, with their completions.
-        path: The layout of batches: token forests or padded rows.
-        batch_tokens: The token budget of one forward pass; larger groups are divided.
-        pad_id: The padding token, for padded rows.
-        share_prompts: Whether a prompt is computed once for all its completions.
-        dp_size: The number of data-parallel ranks, over which batches are balanced.
+        batcher: Divides groups into micro-batches of its budget of tokens.
 
     Returns:
         For each group, an array float32 [L] for each completion, in order.
     """
-    is_forest = path == "forest"
-    budget = batch_tokens if is_forest and share_prompts else None
-    places = [
-        (g, indices) for g, group in enumerate(groups) for indices in shares(group, budget=budget)
-    ]
-    parts = [select_completions(groups[g], indices) for g, indices in places]
-    if is_forest:
-        sizes = [part.num_tokens for part in parts]
-        packed = pack_evenly(sizes, batch_tokens, dp_size=dp_size)
-    else:
-        packed = pack_padded([part.lengths_G for part in parts], batch_tokens)
-    chosen = [[parts[number] for number in numbers] for numbers in packed]
-    batches = [
-        to_forest(some, share_prompts=share_prompts)
-        if is_forest
-        else to_padded(some, pad_id=pad_id)
-        for some in chosen
-    ]
+    every = [[(g, b) for b in range(len(group.branches_ids_G))] for g, group in enumerate(groups)]
+    parts, labels = batcher.divide(groups, every, lambda of, some: [of[i] for i in some])
+    micro_batches = batcher.filled().cut(parts, labels)
+    computed = outputs([one.inputs for one in micro_batches])
     found: dict[tuple[int, int], LogProbs] = {}
-    for numbers, computed in zip(packed, outputs(batches), strict=True):
-        logprobs_M = computed.logprobs_M.float().cpu().numpy()
-        whose = [(places[n][0], branch) for n in numbers for branch in places[n][1]]
+    for micro_batch, its_outputs in zip(micro_batches, computed, strict=True):
+        logprobs_M = its_outputs.logprobs_M.float().cpu().numpy()
+        whose = [one for label in micro_batch.labels for one in label]
         ends = np.cumsum([len(groups[g].branches_ids_G[branch]) for g, branch in whose])
         found |= zip(whose, np.split(logprobs_M, ends[:-1]), strict=True)
-    return [
-        [found[g, branch] for branch in range(len(group.branches_ids_G))]
-        for g, group in enumerate(groups)
-    ]
+    return [[found[one] for one in of_group] for of_group in every]

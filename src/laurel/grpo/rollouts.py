@@ -135,6 +135,24 @@ CLOSING_SECONDS = 10.0
 conversations."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLimits:
+    """What a run allows its rollouts."""
+
+    max_turns: int
+    """The maximum number of the policy's turns in a conversation."""
+    max_length: int
+    """The maximum number of tokens of a whole conversation."""
+    environment_timeout: float = 600.0
+    """The maximum seconds of a call of an environment."""
+    generation_timeout: float = 1800.0
+    """The maximum seconds without a new completion; then generation fails."""
+    max_failed_share: float = 0.5
+    """The share of failed completions that `check_failures` allows."""
+    num_threads: int = 16
+    """The maximum number of concurrent calls of environments."""
+
+
 class Rollouts:
     """Runs rollouts with one generator and the environments of a run."""
 
@@ -143,14 +161,9 @@ class Rollouts:
         generator: Generator,
         environments: Mapping[str, Environment],
         chat: Chat,
+        limits: RolloutLimits,
         *,
-        max_turns: int,
-        max_length: int,
         seed: int,
-        environment_timeout: float = 600.0,
-        generation_timeout: float = 1800.0,
-        max_failed_share: float = 0.5,
-        num_threads: int = 16,
         per_step: bool = False,
     ) -> None:
         """Set the components and limits that stay the same during a run.
@@ -159,30 +172,22 @@ class Rollouts:
             generator: Samples the completions.
             environments: The environments by the names that tasks give.
             chat: The policy's chat format.
-            max_turns: The maximum number of the policy's turns in a conversation.
-            max_length: The maximum number of tokens of a whole conversation.
+            limits: What conversations and calls may take.
             seed: The seed of the run. The seed of each turn is derived from it and from the
                 numbers of the batch, task, completion and turn.
-            environment_timeout: The maximum seconds of a call of an environment.
-            generation_timeout: The maximum seconds without a new completion; then generation fails.
-            max_failed_share: The share of failed completions that `check_failures` allows.
-            num_threads: The maximum number of concurrent calls of environments.
             per_step: Whether rollouts get the rewards of their steps.
         """
         self.generator = generator
         self.environments = environments
         self.chat = chat
-        self.max_turns = max_turns
-        self.max_length = max_length
+        self.limits = limits
         # 32 bits each, as `SeedSequence` divides numbers.
         self._seed_words = [
             seed >> bit & 0xFFFF_FFFF for bit in range(0, max(1, seed.bit_length()), 32)
         ]
-        self.generation_timeout = generation_timeout
-        self._max_failed_share = max_failed_share
         self._judges = Judges(
-            timeout=environment_timeout,
-            num_threads=num_threads,
+            timeout=limits.environment_timeout,
+            num_threads=limits.num_threads,
             ends_of=chat.token_ends if per_step else None,
         )
 
@@ -253,7 +258,7 @@ class Rollouts:
 
     async def _watch(self, batch: _Batch) -> list[RolloutGroup]:
         # A generator that is stuck gives no error by itself.
-        limit = self.generation_timeout
+        limit = self.limits.generation_timeout
         while True:
             quiet = time.monotonic() - batch.last_news if batch.num_open else 0.0
             if quiet > limit:
@@ -371,7 +376,7 @@ class Rollouts:
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> tuple[str, ...]:
         # A name for each where there may be several turns.
-        if self.max_turns == 1:
+        if self.limits.max_turns == 1:
             return ()
         return tuple(f"{context.group_id}-{rollout.index}" for rollout in rollouts)
 
@@ -434,7 +439,7 @@ class Rollouts:
         turn = f"-{first.index}-{first.num_turns}" if is_later or first.is_greedy else ""
         sampling = replace(
             batch.sampling,
-            max_new_tokens=min(batch.sampling.max_new_tokens, self.max_length - len(so_far)),
+            max_new_tokens=min(batch.sampling.max_new_tokens, self.limits.max_length - len(so_far)),
             stop_strings=tuple(dict.fromkeys((*batch.sampling.stop_strings, *first.stop_strings))),
             temperature=0.0 if first.is_greedy else batch.sampling.temperature,
         )
@@ -486,8 +491,10 @@ class Rollouts:
         if rollout.is_over:
             return
         stats = context.batch.calls.stats
-        if rollout.truncated or rollout.num_turns >= self.max_turns:
-            stats.end_unfinished(rollout, is_out_of_turns=rollout.num_turns >= self.max_turns)
+        if rollout.truncated or rollout.num_turns >= self.limits.max_turns:
+            stats.end_unfinished(
+                rollout, is_out_of_turns=rollout.num_turns >= self.limits.max_turns
+            )
             return
         history = (*context.task.prompt, *rollout.messages[:-1])
         try:
@@ -501,7 +508,7 @@ class Rollouts:
             rollout.fail(str(error))
             return
         length = len(context.prompt_ids) + sum(map(len, rollout.ids)) + len(ids)
-        if length >= self.max_length:
+        if length >= self.limits.max_length:
             stats.end_unfinished(rollout, is_out_of_turns=False)
             return
         rollout.add_observation(rollout.observation, ids)
@@ -522,10 +529,11 @@ class Rollouts:
         for name in self.environments:
             samples = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
             failed = [r.failure for r in samples if r.failure is not None]
-            if failed and len(failed) > self._max_failed_share * len(samples):
+            if failed and len(failed) > self.limits.max_failed_share * len(samples):
                 raise EnvironmentFailedError(
                     f"the environment {name!r} could not judge {len(failed)} of {len(samples)} "
-                    f"samples, more than env.max_failed_share={self._max_failed_share:g} allows. "
+                    f"samples, more than env.max_failed_share={self.limits.max_failed_share:g} "
+                    "allows. "
                     f"The first reason: {failed[0].removeprefix('error: ')}"
                 )
 

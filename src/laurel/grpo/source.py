@@ -419,7 +419,7 @@ class RolloutSource:
         Raises:
             EngineError: The coroutine did not end within the time limit of generation.
         """
-        limit = self._rollouts.generation_timeout
+        limit = self._rollouts.limits.generation_timeout
 
         async def bounded() -> T:
             try:

@@ -18,7 +18,7 @@ from laurel.grpo.source import Batch, RolloutSource
 from laurel.observe.health import Alarms
 from laurel.protocols import Environment
 from laurel.training.learner import Learner
-from laurel.training.state import PolicyRunState, hash_of, write_bad_rows
+from laurel.training.state import CheckpointParts, PolicyRunState, hash_of, write_bad_rows
 from laurel.types import Message, Rollout, RolloutGroup, StepReward, Task
 
 
@@ -32,13 +32,14 @@ class GRPORunState(PolicyRunState):
     def __init__(
         self,
         learner: Learner,
+        parts: CheckpointParts,
+        rows: Mapping[str, str],
         *,
         source: RolloutSource,
         environments: Mapping[str, Environment],
         alarms: Alarms | None = None,
-        **others: Any,
     ) -> None:
-        super().__init__(learner, **others)
+        super().__init__(learner, parts, rows)
         self._source = source
         self._environments = environments
         self.alarms = alarms or Alarms(HealthConfig(enabled=False))

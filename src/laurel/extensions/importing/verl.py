@@ -34,6 +34,7 @@ _MEANS |= {"seq-mean-token-sum-norm": "max_length"}
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _PRECISIONS |= {"half": "float16", "float": "float32"}
 _LOGGERS = ("wandb", "tensorboard", "mlflow")
+_GPUS_OF_A_NODE = 8
 
 
 class VerlTrainer(Translation):
@@ -275,13 +276,7 @@ class VerlPPO(VerlTrainer):
         self._offload()
         self.sized_batches("A.use_dynamic_bsz", "A.ppo_max_token_len_per_gpu")
         self._judging()
-        to, pool = "env.reward_model.", "RM.enable_resource_pool"
-        has_pool = self.judges and self.flag(pool)
-        if has_pool and self.has("RM.n_gpus_per_node"):
-            number, by = self.whole("RM.n_gpus_per_node"), (pool, "RM.n_gpus_per_node")
-            self.put(to + "resources.gpus_per_node", number, *by)
-        if has_pool and self.has("RM.nnodes") and self.whole("RM.nnodes") > 0:
-            self.carry("RM.nnodes", to + "resources.num_nodes", whole)
+        to = "env.reward_model."
         if self.judges:
             size = "RM.rollout.tensor_model_parallel_size"
             self.carry(size, to + "dtensor_cfg.tensor_parallel_size", whole)
@@ -299,6 +294,7 @@ class VerlPPO(VerlTrainer):
                 self.put(to + "use_reward_loop", False, "use_reward_loop")
         self._shaping()
         self._trainer()
+        self._pools()
         at_start = self.flag("trainer.val_before_train") and bool(self["data.val_files"])
         self.put("grpo.val_at_start", at_start, "trainer.val_before_train")
 
@@ -516,6 +512,43 @@ class VerlPPO(VerlTrainer):
             self.put("data.env_name", "math", how="for verl's scores of mathematics by data_source")
             self.refuse("F.path")
             self.skip("it is off", "RM.model_path", "RM.enable")
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether the program samples a batch while it learns from the one before."""
+        return "one_step_off_policy" in self.program
+
+    def _pools(self) -> None:
+        """Set the cluster: the policy's pool, and those that generation and judge add to it."""
+        policy = ("trainer.nnodes", "trainer.n_gpus_per_node")
+        pools = [policy]
+        if self.samples_ahead:
+            how = "one_step_off_policy samples one step ahead"
+            self.put("grpo.max_staleness", 1, origin=how)
+            self.put("loss_fn.use_importance_sampling_correction", True, origin=how)
+            self.put("policy.generation.colocated.enabled", False, origin=how)
+            pools.append(("rollout.nnodes", "rollout.n_gpus_per_node"))
+        if self.judges and self.flag("RM.enable_resource_pool"):
+            pools.append(("RM.nnodes", "RM.n_gpus_per_node"))
+        if len(pools) == 1:
+            return
+        nodes = [max(1, self.whole(key)) for key, _ in pools]
+        gpus = [self.count(key) for _, key in pools]
+        is_one = set(nodes) == {1} and sum(gpus) <= _GPUS_OF_A_NODE
+        how = f"pools of {' + '.join(f'{n} x {g}' for n, g in zip(nodes, gpus, strict=True))}"
+        if not is_one and self.samples_ahead and gpus[0] != gpus[1]:
+            for key in pools[1]:
+                self.refuse(key)
+            return
+        self.put("cluster.num_nodes", 1 if is_one else sum(nodes), *(k for k, _ in pools), how=how)
+        total = sum(gpus) if is_one else max(gpus)
+        self.put("cluster.gpus_per_node", total, *(k for _, k in pools), how=how)
+        for pool, number, each in list(zip(pools, nodes, gpus, strict=True))[1:]:
+            is_judge = pool[0].startswith("RM.")
+            to = "env.reward_model." if is_judge else "policy.generation.colocated."
+            switch = ("RM.enable_resource_pool",) if is_judge else ()
+            self.put(to + "resources.num_nodes", number, *switch, pool[0])
+            self.put(to + "resources.gpus_per_node", each, *switch, pool[1])
 
     def _shaping(self) -> None:
         to, longest = "grpo.reward_shaping.", "reward.reward_kwargs.max_resp_len"
