@@ -214,13 +214,19 @@ def _train(
     card = facts_of_reward_model(
         context, config.rm, data.reports, data.benchmarks, model.facts, ties=config.data.ties
     )
+    batcher = Batcher(
+        model.facts.path,
+        config.policy.batch_limits,
+        pad_id=contract.rules.pad_id or 0,
+        dp_size=model.learner.dp_size,
+    )
     state = RewardRunState(
         model.learner,
         checkpoint_parts(context, model.facts, card),
         model.facts,
         train=train,
         validation=list(validation.values()),
-        batch_tokens=config.policy.batch_limits.forest_tokens,
+        batcher=batcher,
     )
     position = state.restore(context.resume_from) if context.resume_from else Position()
     _describe(context, data, model.facts, state.run_dir)
@@ -247,12 +253,6 @@ def _train(
         reports=data.all_reports,
         on_validation=on_validation,
         unit="rows" if config.policy.reward_model_cfg.reward_model_type == "process" else "pairs",
-    )
-    batcher = Batcher(
-        model.facts.path,
-        config.policy.batch_limits,
-        pad_id=contract.rules.pad_id or 0,
-        dp_size=model.learner.dp_size,
     )
     parts = EpochParts(
         learner=model.learner,
