@@ -138,7 +138,7 @@ class Judge(EnvironmentInterface):
     """Judges by a function of the latest answer and the metadata; remembers its calls.
 
     The verdict is a dictionary: `reward` (or `rewards`, named), `over`, `observation`, `stops`,
-    `metadata`, `failure`, `answer`, `note`, `steps`.
+    `metadata`, `failure`, `answer`, `note`, `steps`, `invalid`.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class Judge(EnvironmentInterface):
             failures=[v.get("failure") for v in verdicts],
             notes=[v.get("note") for v in verdicts],
             steps=[v.get("steps") for v in verdicts],
+            invalid_calls=[v.get("invalid", False) for v in verdicts],
         )
 
     def close_conversations(self, metadata: Sequence[Any]) -> None:
@@ -221,11 +222,19 @@ def rollout(text: str, reward: float | None, **changes: Any) -> Rollout:
 
 
 def rollout_group(
-    *rollouts: Rollout, prompt: str = "abc", name: str = "judge", **metadata: Any
+    *rollouts: Rollout,
+    prompt: str = "abc",
+    name: str = "judge",
+    greedy: Rollout | None = None,
+    **metadata: Any,
 ) -> RolloutGroup:
     asked = task(prompt, name=name, **metadata)
     return RolloutGroup(
-        id=f"g-{prompt}", task=asked, prompt_ids=ids_of(prompt), rollouts_G=rollouts
+        id=f"g-{prompt}",
+        task=asked,
+        prompt_ids=ids_of(prompt),
+        rollouts_G=rollouts,
+        greedy=greedy,
     )
 
 

@@ -319,7 +319,7 @@ class Memory(Generic[T]):
 # the file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
-MAY_MISS = ("answers", "failures", "notes", "steps", "components")
+MAY_MISS = ("answers", "failures", "notes", "steps", "components", "invalid_calls")
 
 
 def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,9 +25,12 @@ from laurel.grpo.advantages import (
     compute_advantages,
     compute_step_advantages,
     fail_without_divergence,
+    greedy_rewards,
     lacks_divergences,
     mean_divergence,
+    penalize_turns,
     resolve,
+    sequence_errors,
     shape_rewards,
     slope,
     subtract_divergences,
@@ -140,9 +144,9 @@ class GRPO(TrainingLoop):
                 )
             with self.parts.generator_at_rest(self.timers):
                 with time("policy_and_reference_logprobs"):
-                    old, reference = self._logprobs(batch.groups)
+                    old, reference, teacher = self._logprobs(batch.groups)
                 with time("reward_calculation"):
-                    labels, advantages, figures = self._judge(batch, old, reference)
+                    labels, advantages, figures = self._judge(batch, old, reference, teacher)
                 with (
                     time("policy_training"),
                     self.parts.judges_at_rest(),
@@ -172,6 +176,7 @@ class GRPO(TrainingLoop):
         batch: Batch,
         old: list[list[LogProbs]] | None,
         reference: list[list[LogProbs]] | None,
+        teacher: list[list[LogProbs]] | None,
     ) -> tuple[list[PolicyLabels], Advantages, dict[str, float]]:
         settings, kl_BG = self.settings, list[list[float]]()
         if settings.loss.use_kl_in_reward and reference is not None:
@@ -199,33 +204,54 @@ class GRPO(TrainingLoop):
         if settings.grpo.adv_estimator.per_step:
             advantages = compute_step_advantages(groups, rewards_BG, self.estimator, noise=noise_B)
         else:
+            greedy_B = greedy_rewards(groups, settings.grpo, longest=settings.max_length)
             advantages = compute_advantages(
                 rewards_BG,
                 self.estimator,
                 noise=noise_B,
                 components_BG=[[r.components for r in g.rollouts_G] for g in groups],
+                lengths_BG=[[int(r.mask_L.sum()) for r in g.rollouts_G] for g in groups],
+                greedy_B=greedy_B,
             )
+            if baselines := [reward for reward in greedy_B if reward is not None]:
+                figures["reward_greedy"] = sum(baselines) / len(baselines)
+        advantages = penalize_turns(advantages, groups, settings.grpo)
+        used_BG = [[reward is not None for reward in row] for row in rewards_BG]
+        threshold = settings.grpo.seq_logprob_error_threshold
+        if threshold is not None:
+            assert old is not None
+            errors_BG = sequence_errors(groups, old)
+            # An error that is no number is no reason to learn from a completion.
+            within_BG = [[error <= threshold for error in row] for row in errors_BG]
+            if finite := [e for row in errors_BG for e in row if math.isfinite(e)]:
+                figures["max_seq_mult_prob_error"] = max(finite)
+            figures["num_masked_seqs_by_logprob_error"] = float(
+                sum(not within for row in within_BG for within in row)
+            )
+            used_BG = [
+                [a and b for a, b in zip(used, within, strict=True)]
+                for used, within in zip(used_BG, within_BG, strict=True)
+            ]
         tokens_BGL = advantages.tokens_BGL
         labels = [
             PolicyLabels(
                 masks_GL=tuple(r.mask_L for r in group.rollouts_G),
                 advantages_G=tuple(advantages.values_BG[b].tolist()),
                 advantages_GL=None if tokens_BGL is None else tuple(tokens_BGL[b]),
-                used_G=tuple(reward is not None for reward in rewards_BG[b]),
+                used_G=tuple(used_BG[b]),
                 behaviour_GL=tuple(r.logprobs_L for r in group.rollouts_G),
                 old_GL=None if old is None else tuple(old[b]),
                 reference_GL=None if reference is None else tuple(reference[b]),
+                teacher_GL=None if teacher is None else tuple(teacher[b]),
                 rewards_G=tuple(r.reward for r in group.rollouts_G),
             )
             for b, group in enumerate(groups)
         ]
         return labels, advantages, figures
 
-    def _logprobs(
-        self, groups: Sequence[RolloutGroup]
-    ) -> tuple[list[list[LogProbs]] | None, list[list[LogProbs]] | None]:
-        # A single update needs no old log-probabilities: those that it computes itself are the old
-        # ones.
+    def _logprobs(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[LogProbs]] | None, ...]:
+        # Of the policy before its updates, of the reference and of the teacher. A single update
+        # needs no old log-probabilities: those that it computes itself are the old ones.
         parts, settings = self.parts, self.settings
 
         def of(asked: ModelRole) -> list[list[LogProbs]]:
@@ -237,8 +263,10 @@ class GRPO(TrainingLoop):
 
         is_repeated = settings.updates_per_rollout > 1
         is_needed = is_repeated and not settings.loss.force_on_policy_ratio
+        is_needed |= settings.grpo.seq_logprob_error_threshold is not None
         old = of("model") if is_needed else None
-        return old, of("reference") if parts.has_reference else None
+        reference = of("reference") if parts.has_reference else None
+        return old, reference, of("teacher") if parts.has_teacher else None
 
     def _learn(
         self, groups: Sequence[RolloutGroup], labels: Sequence[PolicyLabels]
@@ -427,6 +455,8 @@ class PolicyParts:
     learner: Learner
     has_reference: bool = False
     """Whether the learner has a reference policy, because the KL divergence has a weight."""
+    has_teacher: bool = False
+    """Whether it has a teacher, from which the policy learns besides."""
     batcher: Batcher
     generator: Generator
     source: RolloutSource

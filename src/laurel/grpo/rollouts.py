@@ -102,6 +102,7 @@ class Chat(Protocol):
 class _Batch:
     numbers: tuple[int, ...]
     num_generations: int
+    with_greedy: bool
     sampling: SamplingParams
     calls: Calls
     # The groups of an environment that scores a whole batch wait here for each other.
@@ -201,6 +202,7 @@ class Rollouts:
         num_generations: int,
         sampling: SamplingParams,
         batch: tuple[int, ...],
+        with_greedy: bool = False,
         stats: RolloutStats | None = None,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
     ) -> list[RolloutGroup]:
@@ -212,6 +214,8 @@ class Rollouts:
             sampling: The sampling parameters. Each turn's `max_new_tokens` is reduced to the tokens
                 that `max_length` leaves.
             batch: Numbers that identify this batch within the run; the seeds depend on them.
+            with_greedy: Whether each group gets a `greedy` completion besides, which is scored in
+                the same calls.
             stats: Accumulates the seconds and counts of these rollouts.
             on_group: Called with each group as soon as it is finished, in any order.
 
@@ -226,7 +230,8 @@ class Rollouts:
         names = Counter(task.environment for task in tasks)
         played = _Batch(
             numbers=batch,
-            num_generations=num_generations,
+            num_generations=num_generations + with_greedy,
+            with_greedy=with_greedy,
             sampling=sampling,
             calls=self._judges.begin(stats),
             barriers={
@@ -282,6 +287,7 @@ class Rollouts:
                 num_prompt_messages=len(task.prompt),
                 is_validation=batch.numbers[:1] == (VALIDATION,),
                 stop_strings=environment.spec.stop_strings,
+                is_greedy=batch.with_greedy and i == batch.num_generations - 1,
             )
             for i in range(batch.num_generations)
         ]
@@ -297,11 +303,13 @@ class Rollouts:
         if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
         level_rounding(rollouts)
+        finished = tuple(rollout.finished() for rollout in rollouts)
         group = RolloutGroup(
             id=context.group_id,
             task=task,
             prompt_ids=context.prompt_ids,
-            rollouts_G=tuple(rollout.finished() for rollout in rollouts),
+            rollouts_G=finished[:-1] if batch.with_greedy else finished,
+            greedy=finished[-1] if batch.with_greedy else None,
         )
         on_group(group)
         return group
@@ -392,14 +400,47 @@ class Rollouts:
     async def _sample_turn(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> AsyncGenerator[RolloutInProgress, None]:
-        # One turn of the policy in conversations that are equal so far, each as it ends.
+        # One turn of the policy in conversations that are equal so far, each as it ends. A greedy
+        # one among others takes a request of its own, at the same time.
+        parts = [[r for r in rollouts if r.is_greedy is wanted] for wanted in (False, True)]
+        if not all(parts):
+            async with aclosing(self._request_turn(context, rollouts)) as sampled:
+                async for rollout in sampled:
+                    yield rollout
+            return
+        ended = asyncio.Queue[RolloutInProgress | None]()
+
+        async def sample(part: Sequence[RolloutInProgress]) -> None:
+            try:
+                async with aclosing(self._request_turn(context, part)) as sampled:
+                    async for rollout in sampled:
+                        ended.put_nowait(rollout)
+            finally:
+                ended.put_nowait(None)
+
+        requests = [asyncio.ensure_future(sample(part)) for part in parts]
+        try:
+            num_open = len(requests)
+            while num_open:
+                if (one := await ended.get()) is not None:
+                    yield one
+                else:
+                    num_open -= 1
+            await asyncio.gather(*requests)
+        finally:
+            await end_all(requests)
+
+    async def _request_turn(
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> AsyncGenerator[RolloutInProgress, None]:
         first, batch = rollouts[0], context.batch
         so_far = np.concatenate((context.prompt_ids, *first.ids))
-        turn = f"-{first.index}-{first.num_turns}" if first.num_turns else ""
+        turn = f"-{first.index}-{first.num_turns}" if first.num_turns or first.is_greedy else ""
         sampling = replace(
             batch.sampling,
             max_new_tokens=min(batch.sampling.max_new_tokens, self.limits.max_length - len(so_far)),
             stop_strings=tuple(dict.fromkeys((*batch.sampling.stop_strings, *first.stop_strings))),
+            temperature=0.0 if first.is_greedy else batch.sampling.temperature,
         )
         request = GenerationRequest(
             id=context.group_id + turn,
@@ -433,7 +474,7 @@ class Rollouts:
                         )
                     missing.remove(generated.index)
                     batch.calls.stats.num_tokens += len(generated.ids_L)
-                    if turn:
+                    if first.num_turns:
                         batch.calls.stats.num_repeated += len(so_far)
                         batch.calls.stats.num_cached += generated.num_cached
                     rollouts[generated.index].add_turn(generated)

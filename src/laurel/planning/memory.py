@@ -268,6 +268,8 @@ class Shapes:
     policy: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
     """Shapes of the loaded reward models, in order; empty if any of them is unknown."""
+    teacher: ModelShape | None = None
+    """That of the model from which the policy learns besides."""
 
 
 def estimate(
@@ -312,10 +314,14 @@ def _on_policy(
         tokens=tokens,
         device="cpu" if request.device == "cpu" else "cuda",
     )
+    if shapes.teacher is not None:
+        own["teacher"] = MASTER_BYTES * shapes.teacher.num_parameters // role.mesh.size
     judge = _judging(request, plan, shapes, shares_with="policy")
     guest = {"reward model": judge["weights"]} if judge else {}
     yield MemoryPhase(name="training", slots_of="policy", parts={**own, **guest})
-    stays = {n: size for n, size in own.items() if n in ("weights", "optimizer", "reference")}
+    stays = {
+        n: size for n, size in own.items() if n in ("weights", "optimizer", "reference", "teacher")
+    }
     taken = _drawing(request, plan, shapes, device_memory, shares_with="policy")
     if drawing is not None and taken:
         copy = {"engine's weights": taken.pop("weights")}

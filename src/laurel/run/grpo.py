@@ -271,6 +271,7 @@ def load_policy_bundle(
         texts=texts,
         temperature=config.policy.generation.temperature,
         needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        teacher=config.loss_fn.distillation.model_name,
         samples_from_copy=config.grpo.max_staleness > 0,
         with_entropy=config.loss_fn.entropy,
     )
@@ -454,6 +455,7 @@ def _parts(
     return PolicyParts(
         learner=model.learner,
         has_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        has_teacher=config.loss_fn.distillation.model_name is not None,
         batcher=batcher,
         generator=generator,
         source=source,
