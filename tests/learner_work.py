@@ -80,15 +80,16 @@ def local(kind: str, directory: Path, **changes: Any) -> LocalLearner:
     policy = section(kind, directory, **changes)
     loaded = loader(kind, policy)(device=torch.device("cpu"))
     is_policy = kind == "policy"
-    return LocalLearner(
+    learner = LocalLearner(
         loaded.model,
         optimizer=policy.optimizer,
         scheduler=policy.scheduler,
         max_grad_norm=policy.max_grad_norm,
-        products=fast_matmul if is_policy else None,
         reference=Reference.of(loaded.model) if is_policy else None,
         tokenizer=loaded.tokenizer if is_policy else loaded.contract.tokenizer,
     )
+    learner.matmul = fast_matmul if is_policy else None
+    return learner
 
 
 class HeldWorker(LearnerWorker):

@@ -322,9 +322,7 @@ class History:
         if series is None or not series.is_fresh or len(series.latest) < 2:
             return None
         *before, value = series.latest
-        # A drift hardly widens the spread of differences between successive values.
-        changes = [abs(b - a) for a, b in pairwise(before)]
-        spread = 1.4826 * statistics.median(changes) / math.sqrt(2) if changes else 0.0
+        spread = spread_of_changes(before) if len(before) > 1 else 0.0
         return RecentValues(
             value=value,
             before=statistics.median(before[-self.config.window :]),
@@ -401,6 +399,15 @@ def estimated_noise(values: Sequence[float], *, size: float | None = None) -> No
 def _spread(values: Sequence[float]) -> float:
     middle = statistics.median(values)
     return 1.4826 * statistics.median([abs(value - middle) for value in values])
+
+
+def spread_of_changes(values: Sequence[float]) -> float:
+    """Return the robust standard deviation of a value's noise, from at least two values.
+
+    Differences between neighbours tell it, which a slow drift hardly widens.
+    """
+    changes = [abs(after - before) for before, after in pairwise(values)]
+    return 1.4826 * statistics.median(changes) / math.sqrt(2)
 
 
 def is_of_validation(name: str) -> bool:

@@ -29,7 +29,7 @@ from laurel.run.context import (
 from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.request import why_not_validated
-from laurel.run.specs import batch_notes, change_notes, model_spec, step_order
+from laurel.run.specs import epoch_notes, model_spec, step_order
 from laurel.training.selection import EarlyStopping, Selection, select_by
 from laurel.training.stopping import Deadline, Position
 from laurel.types import Preference
@@ -192,18 +192,7 @@ def _train(
 
     contract = model.facts.contract
     assert contract is not None
-    encode = partial(
-        tokenise,
-        contract=contract,
-        overlong=config.data.overlong,
-        on_bad_row=config.data.on_bad_row,
-        console=console,
-    )
-    train = encode(data.train, report=data.reports["train"])
-    validation = {
-        name: encode(preferences, report=data.reports[f"validation-{name}"])
-        for name, preferences in data.validation.items()
-    }
+    train, validation = _tokenised(context, data, contract)
     loss = RewardLoss(config.rm.loss, reward_weights_K=contract.rules.attribute_weights)
     if not loss.count([sample.preference for sample in train]):
         raise DataError(
@@ -214,22 +203,25 @@ def _train(
     card = facts_of_reward_model(
         context, config.rm, data.reports, data.benchmarks, model.facts, ties=config.data.ties
     )
+    batcher = Batcher(
+        model.facts.path,
+        config.policy.batch_limits,
+        pad_id=contract.rules.pad_id or 0,
+        dp_size=model.learner.dp_size,
+    )
     state = RewardRunState(
         model.learner,
         checkpoint_parts(context, model.facts, card),
         model.facts,
         train=train,
         validation=list(validation.values()),
-        batch_tokens=config.policy.batch_limits.forest_tokens,
+        batcher=batcher,
     )
     position = state.restore(context.resume_from) if context.resume_from else Position()
     _describe(context, data, model.facts, state.run_dir)
     order = step_order(config, len(train))
     num_steps = total_steps(config.rm, order)
-    for note in (
-        *batch_notes("policy.train_global_batch_size", order.batch_size, len(train)),
-        *change_notes(config.policy, num_steps),
-    ):
+    for note in epoch_notes(config.policy, len(train), num_steps):
         console.print(f"note    {note}")
     schedule = Schedule(
         section=config.rm,
@@ -248,12 +240,6 @@ def _train(
         on_validation=on_validation,
         unit="rows" if config.policy.reward_model_cfg.reward_model_type == "process" else "pairs",
     )
-    batcher = Batcher(
-        model.facts.path,
-        config.policy.batch_limits,
-        pad_id=contract.rules.pad_id or 0,
-        dp_size=model.learner.dp_size,
-    )
     parts = EpochParts(
         learner=model.learner,
         batcher=batcher,
@@ -266,6 +252,24 @@ def _train(
         config.rm, services, parts, loss=loss, contract=contract, logging=config.logger
     )
     return training.run(position)
+
+
+def _tokenised(
+    context: RunContext[RewardTrainingRun], data: PreferenceData, contract: ScoringContract
+) -> tuple[list[PreferenceSample], dict[str, list[PreferenceSample]]]:
+    """Tokenize the training set, and the validation sets by their names."""
+    encode = partial(
+        tokenise,
+        contract=contract,
+        overlong=context.config.data.overlong,
+        on_bad_row=context.config.data.on_bad_row,
+        console=context.console,
+    )
+    train = encode(data.train, report=data.reports["train"])
+    return train, {
+        name: encode(preferences, report=data.reports[f"validation-{name}"])
+        for name, preferences in data.validation.items()
+    }
 
 
 def _load_model(context: RunContext[RewardTrainingRun], data: PreferenceData) -> TrainedModel:

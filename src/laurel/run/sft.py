@@ -19,7 +19,7 @@ from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import why_not_validated
-from laurel.run.specs import batch_notes, change_notes, step_order
+from laurel.run.specs import epoch_notes, step_order
 from laurel.training.selection import Selection, select_demonstrations_by
 from laurel.training.stopping import Deadline, Position
 
@@ -74,10 +74,7 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         describe_policy(context, facts, data.reports, state.run_dir)
         order = step_order(config, len(train))
         num_steps = total_steps(config.sft, order)
-        for note in (
-            *batch_notes("policy.train_global_batch_size", order.batch_size, len(train)),
-            *change_notes(config.policy, num_steps),
-        ):
+        for note in epoch_notes(config.policy, len(train), num_steps):
             console.print(f"note    {note}")
         schedule = Schedule(
             section=config.sft,

@@ -123,19 +123,21 @@ SMALL_CHANGE = 1e-4
 the defaults take for 1,000 rows, are far below it."""
 
 
-def change_notes(policy: PolicyConfig, num_steps: int) -> list[str]:
-    """Say that a run is too short for its learning rate, if it is.
+def epoch_notes(policy: PolicyConfig, num_rows: int, num_steps: int) -> list[str]:
+    """Say that a step takes more rows than there are, or a run is too short for its learning rate.
 
     A step of Adam changes a weight by about the learning rate at most, whatever the gradient is.
     """
     rate = policy.optimizer.kwargs.get("lr")
     change = num_steps * rate if rate and "Adam" in policy.optimizer.name else SMALL_CHANGE
+    notes = batch_notes("policy.train_global_batch_size", policy.train_global_batch_size, num_rows)
     if change >= SMALL_CHANGE:
-        return []
+        return notes
     return [
+        *notes,
         f"{counted(num_steps, 'step')} with a learning rate of {rate:g} change no weight by much "
         f"more than {change:.1g}, so the model learns little: raise policy.optimizer.kwargs.lr, "
-        "lower policy.train_global_batch_size, or bring more rows"
+        "lower policy.train_global_batch_size, or bring more rows",
     ]
 
 

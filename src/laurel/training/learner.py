@@ -273,7 +273,6 @@ class LocalLearner:
         optimizer: NamedCall,
         scheduler: NamedCall | list[NamedCall | Milestones] | None = None,
         max_grad_norm: float | None = None,
-        products: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
         reference: Reference | None = None,
         teacher: Reference | None = None,
         tokenizer: Any = None,
@@ -286,7 +285,6 @@ class LocalLearner:
             optimizer: The class and the arguments of the optimizer.
             scheduler: The classes and the arguments of the learning-rate schedule.
             max_grad_norm: The norm to which larger gradients are clipped.
-            products: A context for forward and backward passes, such as `cpu_matmul.fast_matmul`.
             reference: The reference policy.
             teacher: The model from which a policy learns besides.
             tokenizer: The tokenizer that is saved with a policy.
@@ -301,7 +299,8 @@ class LocalLearner:
         self.tokenizer = tokenizer
         self.max_grad_norm = max_grad_norm
         self.ranks = ranks
-        self._products = products
+        self.matmul: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+        """A context for forward and backward passes, such as `cpu_matmul.fast_matmul`."""
         _reshard(model)  # or some weights would be found whole, as a forward pass has left them
         self.named_parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizer = build_optimizer(optimizer, self.named_parameters)
@@ -392,8 +391,8 @@ class LocalLearner:
         # Continues after a loss that is not finite: to check, the host would have to wait for the
         # device in every micro-batch, and other ranks wait for this one in every pass.
         losses: list[Tensor] = []
-        products = self._products(self.model) if self._products else nullcontext()
-        with PASSES.under_way(), products:  # backward passes, too
+        matmul = self.matmul(self.model) if self.matmul else nullcontext()
+        with PASSES.under_way(), matmul:  # backward passes, too
             for number, micro_batch in enumerate(batch):
                 outputs = self.model(micro_batch.inputs)
                 result = loss(outputs, micro_batch.labels, num_groups=denominator)
@@ -421,8 +420,8 @@ class LocalLearner:
         for batch in batches:
             # No context stays open between two batches, because other code computes then.
             with ExitStack() as stack:
-                if self._products is not None:
-                    stack.enter_context(self._products(network))
+                if self.matmul is not None:
+                    stack.enter_context(self.matmul(network))
                 if in_full_precision:
                     stack.enter_context(network.in_full_precision())
                 if temperature is not None:

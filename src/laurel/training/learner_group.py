@@ -545,13 +545,8 @@ class LearnerWorker(WeightExporter):
             difference = check_paths(loaded.model)
             check_golden(loaded.model, loaded.contract)
         self._facts = ModelFacts.of(loaded, self_check=difference)
-        products = None
         if isinstance(loaded, LoadedPolicy):
             loaded.model.with_entropy = with_entropy
-            if shape.tp == 1:  # shares of layers are multiplied by what divided them
-                from laurel.models.cpu_matmul import fast_matmul
-
-                products = fast_matmul
         reference = None
         if load_reference is not None:
             reference = _reference(loaded, load, load_reference, device=device, mesh=mesh)
@@ -563,12 +558,16 @@ class LearnerWorker(WeightExporter):
             optimizer=optimizer,
             scheduler=scheduler,
             max_grad_norm=max_grad_norm,
-            products=products,
             reference=reference,
             teacher=teacher,
             tokenizer=self._facts.tokenizer,
             ranks=None if mesh is None else AcrossRanks(mesh, cp=shape.cp),
         )
+        if isinstance(loaded, LoadedPolicy) and shape.tp == 1:
+            # With more, shares of layers are multiplied by what divided them.
+            from laurel.models.cpu_matmul import fast_matmul
+
+            self._learner.matmul = fast_matmul
         if data_place := place.rank // shape.tp:
             # Ranks with different data use different dropout. The first rank uses the random
             # numbers of a single process.

@@ -26,7 +26,7 @@ from laurel.observe.progress import ProgressPhase
 from laurel.observe.report.findings import accuracy_words
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.rewards.scorer import ContractScorer, OnBatch
-from laurel.training.batches import Batcher
+from laurel.training.batches import Batcher, reward_values
 from laurel.training.epochs import EpochParts, EpochTraining, Validation, validate
 from laurel.training.learner import Learner, MicroBatch
 from laurel.training.loop import RunServices
@@ -226,9 +226,6 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
 
 # A scorer over the model in training, wherever its ranks are, by the model's own contract.
 
-Rows = list[range]
-"""The indices of the outputs of each of a group's completions, among all outputs."""
-
 
 class LearnerScorer(ContractScorer):
     """A scorer over the model in training, equal to one that loads its checkpoint."""
@@ -256,31 +253,8 @@ class LearnerScorer(ContractScorer):
     ) -> np.ndarray:
         if not tokens:
             return np.zeros((0, 1), dtype=np.float32)
-        counts = [count for group in tokens for count in group.num_reads_G]
-        ends = np.cumsum(counts).tolist()
-        spans = iter(zip([0, *ends[:-1]], ends, strict=True))
-        rows: list[Rows] = [[range(*next(spans)) for _ in group.branches_ids_G] for group in tokens]
-        # Lists of answers may be larger than a batch, and answers are independent.
-        micro_batches = self._batcher.cut(
-            *self._batcher.divide(tokens, rows, lambda of, some: [of[i] for i in some])
-        )
-        found = self._learner.outputs(
-            [one.inputs for one in micro_batches], in_full_precision=exactly
-        )
-        begun = {some[0].start for some in rows}
-        values_NK: np.ndarray | None = None
-        for micro_batch, outputs_NK in zip(micro_batches, found, strict=True):
-            scores_NK = outputs_NK.float().cpu().numpy()
-            if values_NK is None:
-                values_NK = np.full((ends[-1], scores_NK.shape[1]), np.nan, dtype=np.float32)
-            values_NK[[row for some in micro_batch.labels for own in some for row in own]] = (
-                scores_NK
-            )
-            if on_batch is not None:
-                num_groups = sum(some[0].start in begun for some in micro_batch.labels)
-                on_batch(num_groups, micro_batch.num_tokens)
-        assert values_NK is not None
-        return values_NK
+        outputs = partial(self._learner.outputs, in_full_precision=exactly)
+        return reward_values(outputs, tokens, self._batcher, on_batch)
 
     def sleep(self) -> None:
         """Do nothing, because the run rests the learner itself (`Learner.resting`)."""

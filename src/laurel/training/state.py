@@ -7,28 +7,25 @@ import json
 import math
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-from torch import Tensor
-
-from laurel.data.forest import to_forest, to_padded
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.store import Written
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.scorer import by_completion, divide_into_micro_batches, golden_by, in_order
+from laurel.rewards.scorer import by_completion, golden_by
+from laurel.training.batches import Batcher, reward_values
 from laurel.training.learner import Learner
 from laurel.training.learner_group import ModelFacts
 from laurel.training.stopping import Position
-from laurel.types import PaddedRows, PreferenceSample, TokenForest, TokenGroup
+from laurel.types import PreferenceSample, TokenGroup
 
 TRAINING = "training"
 """The directory in a checkpoint that only resuming needs."""
@@ -279,7 +276,7 @@ class RewardRunState(RunState):
         *,
         train: Sequence[PreferenceSample],
         validation: Sequence[Sequence[PreferenceSample]],
-        batch_tokens: int,
+        batcher: Batcher,
     ) -> None:
         """Take what does not change during the run.
 
@@ -290,7 +287,7 @@ class RewardRunState(RunState):
             train: The training set.
             validation: The sets of preferences that the model is validated on. The contract holds
                 golden scores of the first, or else of the training set.
-            batch_tokens: The token budget of a forward pass.
+            batcher: Divides what is scored into micro-batches.
         """
         rows = {
             TRAINING_DATA: samples_fingerprint(train),
@@ -299,12 +296,11 @@ class RewardRunState(RunState):
         super().__init__(learner, parts, rows)
         assert facts.contract is not None
         self.contract = facts.contract
-        self._path = facts.path
         self._weights_dtype = facts.weights_dtype
         self._train = train
         golden = validation[0] if validation else train
         self._golden = [sample.preference.group for sample in golden[:NUM_GOLDEN_GROUPS]]
-        self._batch_tokens = batch_tokens
+        self._batcher = batcher
         self._reference: tuple[int, list[float]] = (-1, [])
 
     def remember_reference(self, scores_BG: Sequence[Sequence[float]], *, step: int) -> None:
@@ -324,8 +320,7 @@ class RewardRunState(RunState):
     def _signed_contract(self, step: int) -> ScoringContract:
         # Reference statistics and golden scores are computed with the current weights.
         exactly = partial(self.learner.outputs, in_full_precision=True)
-        # With a budget of one token, each conversation has its own batch.
-        score_alone = partial(self._scores, exactly, batch_tokens=1)
+        score_alone = partial(reward_values, exactly, batcher=self._batcher.of_singles())
         golden = golden_by(score_alone, self.contract, self._golden) if self._golden else ()
         sound = tuple(g for g in golden if all(map(math.isfinite, g.values_K)))
         if golden and not sound:
@@ -338,7 +333,7 @@ class RewardRunState(RunState):
         if measured_at != step or not scores:
             count = FEW_REFERENCE_GROUPS if self.hurries else NUM_REFERENCE_GROUPS
             tokens = [sample.tokens for sample in self._train[:count]]
-            values_NK = self._scores(self.learner.outputs, tokens, batch_tokens=self._batch_tokens)
+            values_NK = reward_values(self.learner.outputs, tokens, self._batcher.filled())
             counts = [count for group in tokens for count in group.num_reads_G]
             scores = [self.contract.scalar(row) for row in by_completion(values_NK, counts)]
         scores = [score for score in scores if math.isfinite(score)]
@@ -349,14 +344,6 @@ class RewardRunState(RunState):
             golden=sound,
             golden_dtype=self._weights_dtype,
             versions=library_versions(),
-        )
-
-    def _scores(
-        self, outputs: Scores, tokens: Sequence[TokenGroup], *, batch_tokens: int
-    ) -> np.ndarray:
-        pad_id = self.contract.rules.pad_id or 0
-        return reward_scores(
-            outputs, tokens, path=self._path, batch_tokens=batch_tokens, pad_id=pad_id
         )
 
 
@@ -410,41 +397,6 @@ def library_versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
     }
-
-
-# Scores of many groups at once, by a learner that may be sharded over ranks.
-
-Scores = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
-"""A function that computes a reward model's outputs, such as `Learner.outputs`."""
-
-
-def reward_scores(
-    outputs: Scores,
-    groups: Sequence[TokenGroup],
-    *,
-    path: Literal["forest", "padded"],
-    batch_tokens: int,
-    pad_id: int,
-) -> np.ndarray:
-    """Compute every output of the head for every completion.
-
-    Args:
-        outputs: Computes the scores of each batch.
-        groups: At least one group, as the contract encodes it.
-        path: The layout of batches: token forests or padded rows.
-        batch_tokens: The token budget of one forward pass; a larger group has its own.
-        pad_id: The padding token, for padded rows.
-
-    Returns:
-        float32 `[N, K]`, in the order of the groups.
-    """
-    parts = divide_into_micro_batches(path, groups, batch_tokens)
-    chosen = [[groups[i] for i in indices] for indices in parts]
-    batches = [
-        to_forest(some) if path == "forest" else to_padded(some, pad_id=pad_id) for some in chosen
-    ]
-    values = [scores_NK.float().cpu().numpy() for scores_NK in outputs(batches)]
-    return in_order(groups, parts, values, num_outputs=values[0].shape[1])
 
 
 # The contents of a checkpoint of a policy (supervised fine-tuning, GRPO).

@@ -17,7 +17,7 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.models.spec import ModelSpec
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.specs import change_notes, generator_spec, model_spec, scorer_spec, step_order
+from laurel.run.specs import epoch_notes, generator_spec, model_spec, scorer_spec, step_order
 
 SECTION = {
     "model_name": "gods/laurel",
@@ -129,7 +129,7 @@ def test_a_run_that_is_too_short_for_its_rate_is_noted(
 ) -> None:
     policy = PolicyConfig(optimizer=NamedCall(name=name, kwargs={"lr": rate}))
 
-    notes = change_notes(policy, num_steps)
+    notes = epoch_notes(policy, 128, num_steps)
 
     assert bool(notes) is is_noted
     assert all("policy.optimizer.kwargs.lr" in note for note in notes)

@@ -166,7 +166,9 @@ class StepPhases:
     @cached_property
     def learner(self) -> LocalLearner:
         """Return the learner that trains the policy."""
-        return LocalLearner(self.policy, optimizer=ADAMW, max_grad_norm=1.0, products=fast_matmul)
+        learner = LocalLearner(self.policy, optimizer=ADAMW, max_grad_norm=1.0)
+        learner.matmul = fast_matmul
+        return learner
 
     @cached_property
     def reward_model(self) -> RewardModel:

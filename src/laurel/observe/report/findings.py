@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
 from laurel.errors import counted
 from laurel.observe.console import format_number
-from laurel.observe.health import UPDATES, gold_metric
+from laurel.observe.health import UPDATES, gold_metric, spread_of_changes
 from laurel.observe.metrics import is_lower_better
 from laurel.observe.run_record import RunRecord, Series
 
@@ -51,15 +51,6 @@ def beginning(series: Series) -> Sequence[float]:
 def ending(series: Series) -> Sequence[float]:
     """Return the values of the last tenth of a curve."""
     return series.values[-max(1, len(series.values) // 10) :]
-
-
-def deviation(series: Series) -> float:
-    """Return the standard deviation of a curve's noise, from at least two values.
-
-    Differences between neighbours, which a slow drift hardly widens, tell it.
-    """
-    steps = [abs(after - before) for before, after in pairwise(series.values)]
-    return 1.4826 * median(steps) / math.sqrt(2)
 
 
 def _both_ends(series: Series) -> tuple[float, float] | None:
@@ -217,7 +208,7 @@ def reward_without_success(record: RunRecord) -> Iterator[RunFinding]:
         return
     first, last = beginning(reward), ending(reward)
     # Two standard errors of the difference of the two means.
-    noise = 2 * deviation(reward) * math.sqrt(1 / len(first) + 1 / len(last))
+    noise = 2 * spread_of_changes(reward.values) * math.sqrt(1 / len(first) + 1 / len(last))
     change = fmean(last) - fmean(first)
     said = f"from {format_number(fmean(first))} to {format_number(fmean(last))}"
     # Two points of accuracy may be chance; a rise of the reward beyond its noise is not.
@@ -764,7 +755,7 @@ def _gold_by_chance(
     """Return the difference between two means over a window that chance explains."""
     # It is three standard errors, because the peak is the best of many windows.
     if len(series.values) >= MIN_STEPS:
-        return 3 * math.sqrt(2 / window) * deviation(series)
+        return 3 * math.sqrt(2 / window) * spread_of_changes(series.values)
     counts = record.series(f"{name.rpartition('/')[0]}/num_samples").values
     if name.endswith("/accuracy") and counts and counts[-1] > 0:
         return 3 * math.sqrt(2 * max(peak * (1 - peak), 0.01) / counts[-1])
