@@ -218,6 +218,39 @@ class ServerDialect(Choice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ManagedFunction:
+    """The function whose calls a reward manager makes."""
+
+    where: str
+    """Its section, for messages."""
+    function: Callable[..., Any] | None
+    """The function itself; None: it is in processes of its own (`num_workers`)."""
+    kwargs: Mapping[str, Any]
+    """The arguments that each call has besides those of the completion."""
+    timeout: float
+    """Seconds of one call."""
+    max_concurrent: int
+    """Calls at a time."""
+
+
+class RewardManager(Choice):
+    """Makes the calls of a function that scores (`env.reward_model.function.manager`)."""
+
+    @abstractmethod
+    def make(self, section: Any, function: ManagedFunction) -> Callable[[Any, Any], Any]:
+        """Return the async function that scores: `await scored(arguments, call)`.
+
+        It is given the arguments of a completion, a mapping, and the call: `await call(arguments)`
+        calls the function once, within its timeout, and returns its `types.Score`s, as a tuple. It
+        may wait, call again or change what it is given, and returns such a tuple.
+
+        Args:
+            section: The plug-in's own settings.
+            function: The function.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerServices:
     """What a source of scores is opened with."""
 
@@ -536,6 +569,7 @@ KINDS: Mapping[str, type[Any]] = {
     "dialects": ServerDialect,
     "engines": Engine,
     "scorers": ScoreSource,
+    "reward_managers": RewardManager,
     "environments": EnvironmentKind,
     "rows": Rows,
     "commands": Command,

@@ -484,9 +484,10 @@ class JudgeFile(Section):
     """The judge, as in `env.reward_model.judge`."""
 
 
-class FunctionConfig(Section):
+class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # pydantic's plug-in: `kwargs` is its
     """A Python function that scores."""
 
+    kind_of_plugin: ClassVar[str] = "reward_managers"
     removed: ClassVar[Mapping[str, Removed]] = removed("FunctionConfig")
 
     path: str
@@ -513,6 +514,19 @@ class FunctionConfig(Section):
     max_concurrent: Annotated[int | None, MAY_CHANGE, CALLS] = Field(default=None, ge=1)
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
+    manager: Annotated[str, NameOf("reward_managers", ("naive",))] = "naive"
+    """What makes the calls: `naive` once for each completion, `rate_limited` at a rate that a
+    service allows, `verl` through a class that was written for verl. Its settings stand under its
+    name."""
+
+    @model_validator(mode="after")
+    def _fits_the_manager(self) -> FunctionConfig:
+        for name in self.model_extra or ():
+            if name != self.manager and _is_set(self, name):
+                raise ValueError(f"{name} is for manager={name}, and it is {self.manager}")
+        if self.manager != "naive":
+            self.settings_of(plugins.RewardManager, self.manager)[0].check(self)
+        return self
 
     @field_validator("router")
     @classmethod

@@ -13,7 +13,7 @@ import math
 import numbers
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from laurel.errors import ConfigError
 from laurel.models.spec import ModelSpec
 from laurel.observe.forks import ForkGuard, guarded
 from laurel.observe.user_code import import_object, member_of, own_line_of
+from laurel.plugins import ManagedFunction, RewardManager
 from laurel.rewards.remote.replica import failed
 from laurel.types import IS_VALIDATION, PROMPT_MESSAGES, Group, Score
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
@@ -92,6 +93,7 @@ class FunctionScorer:
             )
             try:
                 self._processes.start()
+                self._managed = self._manager(where, None, config.kwargs)
             except BaseException:
                 self._processes.close()
                 raise
@@ -103,6 +105,23 @@ class FunctionScorer:
         )
         self._unasked = unasked_arguments(self._function, config)
         self._is_async = is_async(self._function)
+        self._managed = self._manager(where, self._function, config.kwargs | self._served)
+
+    def _manager(
+        self, where: str, function: Function | None, kwargs: Mapping[str, Any]
+    ) -> Callable[[Any, Any], Any] | None:
+        """Return what makes the calls in place of `_scored`; None: nothing does."""
+        if self.config.manager == "naive":
+            return None
+        manager, section = self.config.settings_of(RewardManager, self.config.manager)
+        managed = ManagedFunction(
+            where=where,
+            function=function,
+            kwargs=kwargs,
+            timeout=self.config.timeout,
+            max_concurrent=self._most,
+        )
+        return manager.make(section, managed)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """Score groups (`protocols.Scorer`), all of them concurrently."""
@@ -116,8 +135,24 @@ class FunctionScorer:
             data_source=self.config.data_source,
         )
         count = len(group.completions_G) if self.judges_groups else 1
-        found = await asyncio.gather(*(self._called(call, count) for call in calls))
+        found = await asyncio.gather(*(self._answered(call, count) for call in calls))
         return tuple(score for scores in found for score in scores)
+
+    async def _answered(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
+        if self._managed is None:
+            return await self._called(arguments, count)
+
+        def call(arguments: Mapping[str, Any]) -> Awaitable[tuple[Score, ...]]:
+            return self._called(arguments, count)
+
+        try:
+            found = tuple(await self._managed(arguments, call))
+        except Exception as error:  # a manager of another package may raise anything
+            return (score_of_error(error),) * count
+        if len(found) != count or not all(isinstance(one, Score) for one in found):
+            reason = f"error: the manager '{self.config.manager}' did not return {count} scores"
+            return (failed(reason),) * count
+        return found
 
     async def _called(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
         async with self._gate():
@@ -189,11 +224,14 @@ class FunctionScorer:
     def _gate(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._gate_of is None or self._gate_of[0] is not loop:
-            # Processes have their own queue.
-            is_open = self._is_async or self._processes is not None
-            most = self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
-            self._gate_of = loop, asyncio.Semaphore(most)
+            self._gate_of = loop, asyncio.Semaphore(self._most)
         return self._gate_of[1]
+
+    @property
+    def _most(self) -> int:
+        # Processes have their own queue.
+        is_open = self._is_async or self._processes is not None
+        return self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
 
     def close(self) -> None:
         """End the processes. Idempotent."""
