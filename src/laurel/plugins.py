@@ -577,6 +577,10 @@ KINDS: Mapping[str, type[Any]] = {
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
 
+REGISTERED: dict[str, str] = {}
+"""The class paths of environments that the program itself registered, by name: a program's own
+table beside that of packages (`environments.registry.register_env`)."""
+
 P = TypeVar("P", bound=Plugin)
 
 

@@ -484,7 +484,7 @@ class JudgeFile(Section):
     """The judge, as in `env.reward_model.judge`."""
 
 
-class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # pydantic's plug-in: `kwargs` is its
+class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # mypy's plug-in has its own `kwargs`
     """A Python function that scores."""
 
     kind_of_plugin: ClassVar[str] = "reward_managers"
@@ -1014,13 +1014,24 @@ class EnvironmentsConfig(OpenSection):
     that still helps a step."""
 
     @classmethod
+    def keys_of_plugins(cls) -> list[str]:
+        """Return the keys that plug-ins may bring, and the environments that were registered."""
+        return [*super().keys_of_plugins(), *plugins.REGISTERED]
+
+    @classmethod
     def plugged_in(cls, key: str) -> FieldInfo | None:
-        """Return the field of a kind of environments that a plug-in brings."""
+        """Return the field of a kind of environments that a plug-in brings, or of a registered one.
+
+        The settings of a registered environment are what its class takes, whatever it is.
+        """
+        if key in plugins.REGISTERED:
+            kind: Any = dict[str, Any]
+            return FieldInfo(annotation=kind, default_factory=dict)
         field = super().plugged_in(key)
         found = None if field is None else plugins.find(EnvironmentKind, key)
         if field is None or found is None or not found.several:
             return field
-        kind: Any = dict[str, field.annotation]  # type: ignore[name-defined]
+        kind = dict[str, field.annotation]  # type: ignore[name-defined]
         return FieldInfo(annotation=kind, default_factory=dict, description=found.__doc__)
 
     def named(self) -> dict[str, Mapping[str, Any]]:
