@@ -356,8 +356,9 @@ def other_return(step: Callable[..., Any]) -> str | None:
     nodes = list(_nodes_of(tree.body[0]))
     assigned: dict[str, list[ast.expr]] = {}
     for node in nodes:
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            assigned.setdefault(ast.unparse(target), []).append(node.value)
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                assigned.setdefault(ast.unparse(target), []).append(node.value)
     for node in nodes:
         if isinstance(node, ast.Return) and node.value is not None:
             values = assigned.get(ast.unparse(node.value), [])

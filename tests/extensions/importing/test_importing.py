@@ -466,6 +466,18 @@ def test_a_manager_by_its_path_gets_what_it_reads(tmp_path: Path) -> None:
     assert fates(alone)["reward.reward_manager.module.path"] == "not carried"
 
 
+def test_a_manager_without_a_function_is_not_lost(tmp_path: Path) -> None:
+    line = MORE["verl"] + "reward.reward_manager.name={} +reward.max_rpm=30"
+    told = fates(imported_line(tmp_path, "verl", line.format("rate_limited")))
+    assert told["reward.max_rpm"] == "not needed"
+    mine = fates(imported_line(tmp_path, "verl", line.format("mine")))
+    assert mine["reward.reward_manager.name"] == "not carried"
+    model = " reward.reward_model.enable=True reward.reward_model.model_path=my/rm " + OVERLONG
+    judged = imported_line(tmp_path, "verl", line.format("dapo") + model)
+    assert not at(judged.config, "grpo.reward_shaping.enabled")
+    assert not judged.with_status("not carried")
+
+
 def test_what_is_below_a_mapping_is_part_of_it(tmp_path: Path) -> None:
     """Each table's keys that hold a mapping, written key by key."""
     for base in ("verl", "verl-sft"):

@@ -32,6 +32,7 @@ _PRECISIONS |= {"half": "float16", "float": "float32"}
 _LOGGERS = ("wandb", "tensorboard", "mlflow")
 _MANAGERS = ("naive", "dapo", "gdpo", "remote", "batch", "prime")
 """Names of verl's managers that call the function with the same arguments, at no limited rate."""
+_RATE_LIMITED = ("rate_limited", "limited")
 _LIMITS = ("max_concurrent", "timeout", "max_rpm", "max_tpm", "estimated_tokens_per_request")
 
 
@@ -512,6 +513,8 @@ class VerlPPO(VerlTrainer):
             self.skip("it is off", "RM.model_path", "RM.enable")
             if self.has_own_manager:
                 self.refuse("MAN.module.path")
+            elif self["MAN.name"] not in (*_MANAGERS, *_RATE_LIMITED):
+                self.refuse("MAN.name")
 
     @property
     def has_own_manager(self) -> bool:
@@ -547,8 +550,8 @@ class VerlPPO(VerlTrainer):
             by = [self.table.full(key) for key in ("MAN.source", "MAN.module.path", name)]
             return {"manager": "verl", "verl": verl}, [*by, *read]
         limits = [f"reward.{name}" for name in _LIMITS]
-        if self["MAN.name"] in ("rate_limited", "limited"):
-            calls = {"max_concurrent": self.count("reward.max_concurrent")}
+        if self["MAN.name"] in _RATE_LIMITED:
+            calls: dict[str, Any] = {"max_concurrent": self.count("reward.max_concurrent")}
             calls |= {"timeout": self.real("reward.timeout")}
             rates = {
                 name: self.number(f"reward.{name}")
@@ -566,6 +569,9 @@ class VerlPPO(VerlTrainer):
     def _shaping(self) -> None:
         to, longest = "grpo.reward_shaping.", "reward.reward_kwargs.max_resp_len"
         overlong = ("OVER.enable", "OVER.len", "OVER.penalty_factor", longest)
+        if self.function is None:
+            limits = [f"reward.{name}" for name in _LIMITS]
+            self.skip("it is of a function, and none is named", *limits)
         if self.judges:
             self.skip("verl asks a reward model without a manager", *overlong, "MAN.name")
         elif self.has_own_manager:
