@@ -264,6 +264,8 @@ class ScorerServices:
     """Whether models are placed on a cluster, where this process has no device."""
     say: Callable[[str], None]
     """Called with a line on all that was loaded, found and decided."""
+    server: Any = None
+    """The model that the run serves for the source, a `config.environments.ModelServerConfig`."""
 
 
 class ScoreSource(Plugin):
@@ -415,6 +417,25 @@ class EngineThatScores(Engine):
 
         Raises:
             ValueError: It does not; the message says what to set.
+        """
+
+
+class EngineThatServes(Engine):
+    """An engine whose server answers functions that ask a model (`env.reward_model.server`)."""
+
+    @abstractmethod
+    def serve_command(
+        self, section: Any, port: int, devices: Sequence[int] | None, *, rests: bool
+    ) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Return the command of one server, and the environment variables that it needs.
+
+        It listens at this port of 127.0.0.1, and answers `GET /health` when it is ready.
+
+        Args:
+            section: A `config.environments.ModelServerConfig`.
+            port: Where it listens.
+            devices: Its GPUs; None: the CPU.
+            rests: Whether it is asked to free its GPU's memory: `POST /sleep?level=1`, `/wake_up`.
         """
 
 

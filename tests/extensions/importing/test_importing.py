@@ -478,6 +478,27 @@ def test_a_manager_without_a_function_is_not_lost(tmp_path: Path) -> None:
     assert not judged.with_status("not carried")
 
 
+def test_a_function_beside_a_reward_model_asks_a_server_of_the_run(tmp_path: Path) -> None:
+    model = "reward.reward_model.enable=True reward.reward_model.model_path=my/genrm "
+    call = "reward.custom_reward_function.path=r.py "
+    colocated = imported_line(tmp_path, "verl", MORE["verl"] + model + call)
+    found = at(colocated.config, "env.reward_model.server")
+    assert (found.model_name, found.replicas, found.tensor_parallel_size) == ("my/genrm", 1, 2)
+    assert found.resources.gpus_per_node is None
+    more = "reward.reward_model.rollout.dtype=float16 reward.reward_model.trust_remote_code=True"
+    told = imported_line(tmp_path, "verl", MORE["verl"] + model + call + more)
+    arguments = at(told.config, "env.reward_model.server.arguments")
+    assert arguments == ["--dtype=float16", "--trust-remote-code"]
+    pool = "reward.reward_model.enable_resource_pool=True reward.reward_model.n_gpus_per_node=8 "
+    apart = imported_line(tmp_path, "verl", MORE["verl"] + model + call + pool)
+    to = "env.reward_model.server"
+    assert_values(apart, {to: {"replicas": 4, "resources.gpus_per_node": 8}})
+    assert not apart.with_status("not carried")
+    nodes = "reward.reward_model.nnodes=2"
+    wide = imported_line(tmp_path, "verl", MORE["verl"] + model + call + pool + nodes)
+    assert fates(wide)["reward.reward_model.nnodes"] == "not carried"
+
+
 def test_what_is_below_a_mapping_is_part_of_it(tmp_path: Path) -> None:
     """Each table's keys that hold a mapping, written key by key."""
     for base in ("verl", "verl-sft"):

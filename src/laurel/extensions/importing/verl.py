@@ -485,7 +485,7 @@ class VerlPPO(VerlTrainer):
         to, enables = "env.reward_model.", self.flag("RM.enable")
         if self.function is not None:
             if enables:
-                self.refuse("RM.enable")
+                self._server(to + "server.")
             call, by = {"path": _named(self.function, self["F.name"])}, ["F.path", "F.name"]
             if self["F.reward_kwargs"]:
                 call |= {"kwargs": self["F.reward_kwargs"]}
@@ -515,6 +515,31 @@ class VerlPPO(VerlTrainer):
                 self.refuse("MAN.module.path")
             elif self["MAN.name"] not in (*_MANAGERS, *_RATE_LIMITED):
                 self.refuse("MAN.name")
+
+    def _server(self, to: str) -> None:
+        """Set the model that the run serves for the function, in the pool that verl gives it."""
+        if self.text("RM.model_path") is None:
+            raise self.problem("RM.model_path", "reward.reward_model.enable is true: which model?")
+        self.carry("RM.model_path", to + "model_name")
+        size = "RM.rollout.tensor_model_parallel_size"
+        each = 2 if self[size] is None else self.count(size)
+        self.put(to + "tensor_parallel_size", each, size, "RM.enable")
+        pool = "RM.enable_resource_pool"
+        if self.flag(pool) and self.has("RM.n_gpus_per_node"):
+            gpus, by = self.count("RM.n_gpus_per_node"), (pool, "RM.n_gpus_per_node")
+            if self.has("RM.nnodes") and self.whole("RM.nnodes") > 1:
+                self.refuse("RM.nnodes")
+            replicas = max(1, gpus // each)
+            self.put(to + "replicas", replicas, *by, how=f"{gpus} GPUs, {each} for each replica")
+            self.put(to + "resources.gpus_per_node", replicas * each, *by)
+        options = {"RM.rollout.max_model_len": "max-model-len", "RM.rollout.dtype": "dtype"}
+        said = {key: name for key, name in options.items() if self[key] is not None}
+        arguments = [f"--{name}={self[key]}" for key, name in said.items()]
+        if self.flag("RM.trust_remote_code"):
+            said["RM.trust_remote_code"] = "trust-remote-code"
+            arguments.append("--trust-remote-code")
+        if arguments:
+            self.put(to + "arguments", arguments, *said)
 
     @property
     def has_own_manager(self) -> bool:
