@@ -64,6 +64,11 @@ class Batcher:
             for indices in parts
         ]
 
+    def filled(self) -> Batcher:
+        """Return one that fills padded batches too, where no gradients are kept."""
+        limits = replace(self.limits, padded_tokens=self.limits.forest_tokens)
+        return Batcher(self.path, limits, pad_id=self._pad_id, dp_size=self._dp_size)
+
     @property
     def _is_forest(self) -> bool:
         return self.path == "forest"
