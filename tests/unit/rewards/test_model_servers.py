@@ -106,6 +106,7 @@ def test_with_no_server_left_requests_are_refused(started):
     assert "exit code 3" in reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_slow_answer_is_asked_of_a_second(started):
     servers = started(replicas=2, hedge=True)
     for _ in range(20):
@@ -137,6 +138,7 @@ def test_a_server_that_does_not_start_says_why(started, tmp_path):
         started()
 
 
+@pytest.mark.slow
 def test_they_end_with_the_run_that_was_killed(tmp_path):
     text = (
         "import sys, time\n"
@@ -165,6 +167,7 @@ def test_they_end_with_the_run_that_was_killed(tmp_path):
     wait_until(is_gone)
 
 
+@pytest.mark.slow_parameters("1")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_function_gets_the_address(tmp_path, monkeypatch, num_workers):
     engine = type(plugins.find(plugins.Engine, "vllm"))
