@@ -230,6 +230,39 @@ class ServerDialect(Choice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ManagedFunction:
+    """The function whose calls a reward manager makes."""
+
+    where: str
+    """Its section, for messages."""
+    function: Callable[..., Any] | None
+    """The function itself; None: it is in processes of its own (`num_workers`)."""
+    kwargs: Mapping[str, Any]
+    """The arguments that each call has besides those of the completion."""
+    timeout: float
+    """Seconds of one call."""
+    max_concurrent: int
+    """Calls at a time."""
+
+
+class RewardManager(Choice):
+    """Makes the calls of a function that scores (`env.reward_model.function.manager`)."""
+
+    @abstractmethod
+    def make(self, section: Any, function: ManagedFunction) -> Callable[[Any, Any], Any]:
+        """Return the async function that scores: `await scored(arguments, call)`.
+
+        It is given the arguments of a completion, a mapping, and the call: `await call(arguments)`
+        calls the function once, within its timeout, and returns its `types.Score`s, as a tuple. It
+        may wait, call again or change what it is given, and returns such a tuple.
+
+        Args:
+            section: The plug-in's own settings.
+            function: The function.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerServices:
     """What a source of scores is opened with."""
 
@@ -243,6 +276,8 @@ class ScorerServices:
     """Whether models are placed on a cluster, where this process has no device."""
     say: Callable[[str], None]
     """Called with a line on all that was loaded, found and decided."""
+    server: Any = None
+    """The model that the run serves for the source, a `config.environments.ModelServerConfig`."""
 
 
 class ScoreSource(Plugin):
@@ -397,6 +432,25 @@ class EngineThatScores(Engine):
         """
 
 
+class EngineThatServes(Engine):
+    """An engine whose server answers functions that ask a model (`env.reward_model.server`)."""
+
+    @abstractmethod
+    def serve_command(
+        self, section: Any, port: int, devices: Sequence[int] | None, *, rests: bool
+    ) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Return the command of one server, and the environment variables that it needs.
+
+        It listens at this port of 127.0.0.1, and answers `GET /health` when it is ready.
+
+        Args:
+            section: A `config.environments.ModelServerConfig`.
+            port: Where it listens.
+            devices: Its GPUs; None: the CPU.
+            rests: Whether it is asked to free its GPU's memory: `POST /sleep?level=1`, `/wake_up`.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentServices:
     """What a run has for the environments that it creates."""
@@ -548,12 +602,17 @@ KINDS: Mapping[str, type[Any]] = {
     "dialects": ServerDialect,
     "engines": Engine,
     "scorers": ScoreSource,
+    "reward_managers": RewardManager,
     "environments": EnvironmentKind,
     "rows": Rows,
     "commands": Command,
     "importers": Importer,
 }
 """The base class of each kind; its entry points are in the group `laurel.` and this name."""
+
+REGISTERED: dict[str, str] = {}
+"""The class paths of environments that the program itself registered, by name: a program's own
+table beside that of packages (`environments.registry.register_env`)."""
 
 P = TypeVar("P", bound=Plugin)
 

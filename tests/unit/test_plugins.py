@@ -155,6 +155,12 @@ class X({base}):
             ["env.reward_model.urls=[http://a]", "env.reward_model.url_protocol=x"],
             "env.reward_model",
         ),
+        (
+            "reward_managers",
+            GRPORun,
+            ["env.reward_model.function={path: a:b, manager: x}"],
+            "env.reward_model.function",
+        ),
         ("loggers", GRPORun, ["logger.x_enabled=true"], "logger"),
     ],
 )

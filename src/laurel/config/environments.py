@@ -484,9 +484,10 @@ class JudgeFile(Section):
     """The judge, as in `env.reward_model.judge`."""
 
 
-class FunctionConfig(Section):
+class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # mypy's plug-in has its own `kwargs`
     """A Python function that scores."""
 
+    kind_of_plugin: ClassVar[str] = "reward_managers"
     removed: ClassVar[Mapping[str, Removed]] = removed("FunctionConfig")
 
     path: str
@@ -513,6 +514,19 @@ class FunctionConfig(Section):
     max_concurrent: Annotated[int | None, MAY_CHANGE, CALLS] = Field(default=None, ge=1)
     """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
     processes."""
+    manager: Annotated[str, NameOf("reward_managers", ("naive",))] = "naive"
+    """What makes the calls: `naive` once for each completion, `rate_limited` at a rate that a
+    service allows, `verl` through a class that was written for verl. Its settings stand under its
+    name."""
+
+    @model_validator(mode="after")
+    def _fits_the_manager(self) -> FunctionConfig:
+        for name in self.model_extra or ():
+            if name != self.manager and _is_set(self, name):
+                raise ValueError(f"{name} is for manager={name}, and it is {self.manager}")
+        if self.manager != "naive":
+            self.settings_of(plugins.RewardManager, self.manager)[0].check(self)
+        return self
 
     @field_validator("router")
     @classmethod
@@ -537,6 +551,62 @@ class FunctionConfig(Section):
         if not module or not name.isidentifier():
             raise ValueError(f"path={path!r} must be module:function or path/to/file.py:function")
         return path
+
+
+class ModelServerConfig(Section):
+    """Servers of a language model that the run starts, for a function that asks them.
+
+    They are started on this machine. On a GPU each replica has `tensor_parallel_size` GPUs.
+    """
+
+    model_name: str
+    """Hub name or directory of the model."""
+    backend: Annotated[str, NameOf("engines")] = "vllm"
+    """The engine whose server it is; vLLM's has the forms of OpenAI and its own
+    (`/v1/chat/completions`, `/classify`)."""
+    replicas: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=1, ge=1)
+    """Servers. The function has one address, which asks the one with the fewest requests."""
+    tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
+    """GPUs, or on a CPU processes, that one replica is spread over."""
+    resources: Annotated[ResourcesConfig, MAY_CHANGE] = ResourcesConfig()
+    """GPUs of their own, the last of this machine (`gpus_per_node`). Null: those of the policy, and
+    their memory is free while it trains."""
+    arguments: list[str] = Field(default_factory=list)
+    """Further arguments of the program, such as `--max-model-len=4096`."""
+    hedge: Annotated[bool, MAY_CHANGE] = False
+    """Ask a second replica where an answer takes twice as long as 95 % of them."""
+    start_timeout: Annotated[float, MAY_CHANGE] = Field(default=900.0, gt=0)
+    """Seconds until a server answers, and until a request finds one that does."""
+    max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
+    """Servers that are started again after they were lost, all together."""
+
+    @model_validator(mode="after")
+    def _fits_its_slots(self) -> ModelServerConfig:
+        need, given = self.replicas * self.tensor_parallel_size, self.resources.gpus_per_node
+        if given is not None and given != need:
+            raise ValueError(
+                f"resources.gpus_per_node={given}: {self.replicas} replicas of "
+                f"{self.tensor_parallel_size} take {need}"
+            )
+        if self.resources.num_nodes not in (None, 1):
+            raise ValueError(
+                f"resources.num_nodes={self.resources.num_nodes}: the run starts servers on one "
+                "machine; start those of others yourself, and name their address in "
+                "function.router"
+            )
+        if self.hedge and self.replicas < 2:
+            raise ValueError("hedge asks a second replica, and there is one")
+        if not isinstance(plugins.find(Engine, self.backend), plugins.EngineThatServes):
+            raise ValueError(f"backend={self.backend}: this engine has no server")
+        return self
+
+    def lacks_slot(self, where: str) -> str:
+        """Return the message on servers in a run on a cluster, for the section `where`."""
+        return (
+            f"{where}: a run on a cluster starts no servers of a model, which would have no slots. "
+            f"Serve it (vllm serve {self.model_name}), and name its HOST:PORT in "
+            f"{where.removesuffix('server')}function.router"
+        )
 
 
 class ScorerSource(AskingConfig, OpenSection):
@@ -586,6 +656,8 @@ class ScorerSource(AskingConfig, OpenSection):
     """A language model that is asked for a score."""
     function: FunctionConfig | None = None
     """A Python function that scores."""
+    server: ModelServerConfig | None = None
+    """A model that the run serves for `function`, which gets its address and tokenizer."""
 
     @model_validator(mode="after")
     def _is_one_source(self) -> ScorerSource:
@@ -609,6 +681,11 @@ class ScorerSource(AskingConfig, OpenSection):
                 if _is_set(self, key):
                     where = "; a judge has its own" if self.judge is not None else ""
                     raise ValueError(f"{key} says how urls are asked, and there are none{where}")
+        if self.server is not None and (self.function is None or self.function.router):
+            raise ValueError(
+                "server is for a function that asks it: set function.path, and leave "
+                "function.router out"
+            )
         if len(self._sources()) > 1:
             raise ValueError(
                 f"{' and '.join(self._sources())} cannot both give the score; keep one"
@@ -1000,13 +1077,24 @@ class EnvironmentsConfig(OpenSection):
     that still helps a step."""
 
     @classmethod
+    def keys_of_plugins(cls) -> list[str]:
+        """Return the keys that plug-ins may bring, and the environments that were registered."""
+        return [*super().keys_of_plugins(), *plugins.REGISTERED]
+
+    @classmethod
     def plugged_in(cls, key: str) -> FieldInfo | None:
-        """Return the field of a kind of environments that a plug-in brings."""
+        """Return the field of a kind of environments that a plug-in brings, or of a registered one.
+
+        The settings of a registered environment are what its class takes, whatever it is.
+        """
+        if key in plugins.REGISTERED:
+            kind: Any = dict[str, Any]
+            return FieldInfo(annotation=kind, default_factory=dict)
         field = super().plugged_in(key)
         found = None if field is None else plugins.find(EnvironmentKind, key)
         if field is None or found is None or not found.several:
             return field
-        kind: Any = dict[str, field.annotation]  # type: ignore[name-defined]
+        kind = dict[str, field.annotation]  # type: ignore[name-defined]
         return FieldInfo(annotation=kind, default_factory=dict, description=found.__doc__)
 
     def named(self) -> dict[str, Mapping[str, Any]]:

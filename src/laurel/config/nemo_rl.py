@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from laurel import plugins
 from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.schema_info import (
     Kinds,
@@ -279,6 +280,7 @@ def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]
     if "env" not in schema.model_fields:
         return
     own = {key for kind in ("custom", "composite") for key in values.get(f"env.{kind}") or {}}
+    own |= plugins.REGISTERED.keys()
     reported: set[str] = set()
     for pattern in ("data.env_name", "data.*.env_name", "data.*.*.env_name"):
         for key, node, name in values.leaves(pattern):
@@ -298,6 +300,10 @@ MEGATRON_SENTENCE = (
     "schedule, parallel sizes and adapters on its own backend (FSDP2, tensor and context "
     "parallelism); policy.optimizer, policy.scheduler and policy.dtensor_cfg have no effect "
     "besides, as in NeMo RL"
+)
+BACKEND_SENTENCE = (
+    "policy.megatron_cfg.enabled without an optimizer of its own: Laurel trains on its own backend "
+    "(FSDP2, tensor and context parallelism), with policy.optimizer and policy.scheduler"
 )
 _MEGATRON = "policy.megatron_cfg."
 _DTENSOR = "policy.dtensor_cfg."
@@ -331,7 +337,9 @@ def _translate_megatron(work: Adapted, values: _Values, problems: list[str]) -> 
             "which of the two sections holds? Set the other to false"
         )
         return
-    for key in _TRANSLATED:
+    # A section without an optimizer chooses the backend, and what stands beside it holds.
+    trains = any(values.get(_MEGATRON + key) is not None for key in ("optimizer", "scheduler"))
+    for key in _TRANSLATED if trains else ():
         there = _at(work.tree, key)
         override = _override_in(there) if there is not None else None
         if override is not None:
@@ -339,24 +347,26 @@ def _translate_megatron(work: Adapted, values: _Values, problems: list[str]) -> 
                 f"{override}: {key}: has no effect beside policy.megatron_cfg.enabled=true; change "
                 "the key of policy.megatron_cfg, or set policy.megatron_cfg.enabled=false"
             )
-    if not isinstance(values.get(_MEGATRON + "optimizer"), dict):
+    if trains and not isinstance(values.get(_MEGATRON + "optimizer"), dict):
         problems.append(
-            f"{place}: policy.megatron_cfg.optimizer is missing: a Megatron policy is trained by "
-            "it; give its optimizer, lr and weight_decay"
+            f"{place}: policy.megatron_cfg.optimizer is missing, and its scheduler changes the "
+            "learning rate of that; give its optimizer, lr and weight_decay, or leave both out"
         )
         return
     for key, ours in _SIMPLE.items():
         if (value := values.get(_MEGATRON + key)) is not None:
             work.set(ours, value, by=_MEGATRON + key, was=value)
     try:
-        _set_optimizer(work, values)
-        _set_schedule(work, values)
-        _set_adapters(work, values)
+        if trains:
+            _set_optimizer(work, values)
+            _set_schedule(work, values)
+        if trains or values.get(_MEGATRON + "peft") is not None:
+            _set_adapters(work, values)
     except _UntranslatableError as error:
         found = _at(work.tree, error.key)
         problems.append(f"{found.place if found else place}: {error.key}: {error}")
         return
-    work.sentences.append(MEGATRON_SENTENCE)
+    work.sentences.append(MEGATRON_SENTENCE if trains else BACKEND_SENTENCE)
 
 
 class _UntranslatableError(Exception):

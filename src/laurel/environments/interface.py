@@ -10,12 +10,15 @@ implements it with little code.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
 import math
+import textwrap
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
@@ -336,6 +339,54 @@ def method_name(called: Callable[..., Any]) -> str:
     name = getattr(called, "__name__", "step")
     full = f"{kind.__module__}.{kind.__qualname__}.{name}" if owner is not None else name
     return full if where is None else f"{full} ({line_of(*where)})"
+
+
+def other_return(step: Callable[..., Any]) -> str | None:
+    """Return where the source of `step` returns a tuple, such as NeMo RL's, and of what.
+
+    So one is refused before the first rollouts. None: its source is not there, or the values that
+    it returns are not seen in it; they are checked when they come.
+    """
+    function = inspect.unwrap(getattr(step, "__func__", step))
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    nodes = list(_nodes_of(tree.body[0]))
+    assigned: dict[str, list[ast.expr]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                assigned.setdefault(ast.unparse(target), []).append(node.value)
+    for node in nodes:
+        if isinstance(node, ast.Return) and node.value is not None:
+            values = assigned.get(ast.unparse(node.value), [])
+            made = values[0] if len(values) == 1 else node.value
+            if (kind := _tuple_in(made, getattr(function, "__globals__", {}))) is not None:
+                file, _ = source_of(function) or ("", 0)
+                return f"{line_of(file, first + node.lineno - 1)} returns {kind}"
+    return None
+
+
+def _nodes_of(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function, without those of functions and classes inside it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+        ):
+            yield child
+            yield from _nodes_of(child)
+
+
+def _tuple_in(value: ast.expr, known: Mapping[str, Any]) -> str | None:
+    """Describe a tuple that is no `EnvironmentReturn`; None if the value is not seen to be one."""
+    if isinstance(value, ast.Tuple):
+        return f"a tuple of {len(value.elts)}"
+    made = known.get(ast.unparse(value.func)) if isinstance(value, ast.Call) else None
+    if made is tuple or not isinstance(made, type) or issubclass(made, EnvironmentReturn):
+        return None
+    return f"a {made.__module__}.{made.__qualname__}" if issubclass(made, tuple) else None
 
 
 def invalid_return(

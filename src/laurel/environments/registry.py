@@ -16,7 +16,7 @@ from laurel.config.environments import (
 )
 from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
-from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec
+from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec, other_return
 from laurel.errors import ConfigError, LaurelError
 from laurel.observe.forks import ForkGuard
 from laurel.observe.user_code import check_form, error_with_line, import_object
@@ -56,14 +56,14 @@ _OF_INTERFACE = (
 )
 # Attributes that were read before environments had a spec.
 _REPLACED_BY_SPEC = ("judges", "stop_strings", "take_notes")
-_registered: dict[str, str] = {}
 
 
 def register_env(name: str, class_path: str) -> None:
     """Register an environment class of the user under a name.
 
-    The class is called without arguments, unless `env.custom.<name>` of a configuration, which
-    takes precedence, gives arguments.
+    The class is called with the settings in `env.<name>`: as keyword arguments if it takes them,
+    otherwise as the one mapping that environments of NeMo RL take. Without any it is called without
+    arguments. `env.custom.<name>` of a configuration takes precedence.
 
     Args:
         name: The name of the environment in tasks.
@@ -73,12 +73,12 @@ def register_env(name: str, class_path: str) -> None:
     Raises:
         ConfigError: The name is taken, or the path does not have that form.
     """
-    if name in (*plugins.names("environments"), *OTHER_NAMES, *_registered):
+    if name in (*plugins.names("environments"), *OTHER_NAMES, *plugins.REGISTERED):
         raise ConfigError(
             f"an environment called '{name}' is already registered; call yours something else"
         )
     check_form(class_path, where=f"environment '{name}'")
-    _registered[name] = class_path
+    plugins.REGISTERED[name] = class_path
 
 
 def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
@@ -92,7 +92,7 @@ def row_sources(config: EnvironmentsConfig) -> dict[str, RowSource]:
 
 def environment_names(config: EnvironmentsConfig) -> list[str]:
     """Return all names that `create_environment` knows."""
-    return list(dict.fromkeys([*config.names(), *OTHER_NAMES, *_registered]))
+    return list(dict.fromkeys([*config.names(), *OTHER_NAMES, *plugins.REGISTERED]))
 
 
 def create_environment(name: str, config: EnvironmentsConfig) -> Environment:
@@ -192,10 +192,9 @@ def create_environments(
                 f"'{name}' is a kind of environments: write one of them under env.{name}, by a "
                 "name of your own, and use that name"
             )
-        if name in _registered:
-            return _checked(
-                name, _called(f"environment '{name}'", NamedCall(name=_registered[name]))
-            )
+        if name in plugins.REGISTERED:
+            call = NamedCall(name=plugins.REGISTERED[name], kwargs=config.get(name) or {})
+            return _checked(name, _called(f"env.{name}", call, may_be_one=True))
         known = environment_names(config)
         near = nearest(name, known)
         raise ConfigError(
@@ -275,11 +274,16 @@ def imported(path: str, where: str) -> Callable[..., Any]:
     return made
 
 
-def _called(where: str, call: NamedCall) -> Any:
+def _called(where: str, call: NamedCall, *, may_be_one: bool = False) -> Any:
+    """Call a class of the user's.
+
+    With `may_be_one` the arguments are given as one mapping where it does not take them by name.
+    """
     make = imported(call.name, where)
+    as_one = may_be_one and call.kwargs and not _takes(make, call.kwargs)
     try:
         with ForkGuard():
-            return make(**call.kwargs)
+            return make(dict(call.kwargs)) if as_one else make(**call.kwargs)
     except TypeError as error:
         given = ", ".join(f"{key}={value!r}" for key, value in call.kwargs.items())
         given = given or "no arguments"
@@ -297,6 +301,14 @@ def _called(where: str, call: NamedCall) -> Any:
         raise ConfigError(
             f"{where}: {call.name} cannot be made: {error_with_line(error)}"
         ) from error
+
+
+def _takes(make: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError:
+        return False
+    return True
 
 
 class TwoMethods(EnvironmentInterface):
@@ -346,6 +358,11 @@ def _checked(name: str, made: Any) -> Environment:
             "EnvironmentSpec, say what it judges, its stop strings, its noise floor and whether it "
             "has a state; what its metrics need of conversations goes into `notes` of what `step` "
             "returns"
+        )
+    if (found := other_return(made.step)) is not None:
+        raise ConfigError(
+            f"{where}.step ({found}), and expected is an EnvironmentReturn with the six as its "
+            "first arguments: from laurel.environments.interface import EnvironmentReturn"
         )
     spec, methods = environment.spec, type(environment)
     if not isinstance(spec, EnvironmentSpec):

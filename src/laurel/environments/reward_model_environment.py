@@ -985,7 +985,7 @@ def _of_source(
         device=device,
         engine=engine,
         servers=source if source.urls is not None else None,
-        source=None if source.named is None else NamedSource(*source.named),
+        source=None if source.named is None else NamedSource(*source.named, source.server),
         num_replicas=config.num_replicas,
         in_loop=config.use_reward_loop,
         num_workers=config.num_workers if source.uses_workers else 0,

@@ -272,7 +272,9 @@ class _Rules:
         total, least = self.request.slots_per_node, self._group("policy")
         asked, said = _sum_of(judging, drawing, least)
         fix = f"cluster.gpus_per_node={asked}"
-        if judging and drawing < total:  # then it shares the policy's
+        if judging and not plan_run(replace(self.request, num_nodes=2)).conflicts:
+            fix = "cluster.num_nodes=2"  # one of them is the reward model's
+        elif judging and drawing < total:  # then it shares the policy's
             fix = f"{self.own['reward_model'].key}.gpus_per_node=null"
         if fewer := self._fewer("generation", drawing, total - judging):
             fix = f"{self.own['generation'].key}.gpus_per_node={fewer}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from laurel.protocols import Scorer
 from laurel.rewards.blocking import afresh
 from laurel.rewards.remote.replica import REASONS, close_scorer, failed
-from laurel.rewards.scorer import ModelScorer
 from laurel.rewards.version import JOINED
 from laurel.types import Group, Score
 
@@ -88,8 +87,8 @@ class EnsembleScorer:
         """Free the device memory of the members that support it, within the context."""
         with ExitStack() as resting:
             for member in self.members:
-                if isinstance(member.scorer, ModelScorer):
-                    resting.enter_context(member.scorer.resting())
+                rest = getattr(member.scorer, "resting", nullcontext)
+                resting.enter_context(rest())
             yield
 
     def _of_all(self, found: Sequence[list[tuple[Score, ...]]]) -> list[tuple[Score, ...]]:

@@ -13,20 +13,25 @@ import math
 import numbers
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError
 from laurel.models.spec import ModelSpec
 from laurel.observe.forks import ForkGuard, guarded
 from laurel.observe.user_code import import_object, member_of, own_line_of
+from laurel.plugins import ManagedFunction, RewardManager
 from laurel.rewards.remote.replica import failed
 from laurel.types import IS_VALIDATION, PROMPT_MESSAGES, Group, Score
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 from laurel.workers.threads import begin_in_thread
+
+if TYPE_CHECKING:
+    from laurel.rewards.serving.servers import ModelServers
 
 MAX_THREADS = 16
 """Concurrent calls of a function that is not async, each in a thread."""
@@ -60,6 +65,7 @@ class FunctionScorer:
         function: Function | None = None,
         num_workers: int = 0,
         where: str = "env.reward_model.function",
+        servers: ModelServers | None = None,
     ) -> None:
         """Find the function, and check that it accepts the arguments it will be given.
 
@@ -68,11 +74,18 @@ class FunctionScorer:
             function: Called instead of the one that `config.path` names; in threads only.
             num_workers: Processes; 0: threads.
             where: The section, for messages.
+            servers: Of the model that the function asks; they are closed with the scorer.
 
         Raises:
             ConfigError: There is no such function, or it takes other arguments.
         """
+        if servers is not None:
+            update: dict[str, str] = {"router": servers.address}
+            if config.tokenizer is None:
+                update["tokenizer"] = servers.section.model_name
+            config = config.model_copy(update=update)
         self.config = config
+        self._servers = servers
         self.judges_groups = config.group
         self._processes: ProcessPool | None = None
         self._hung = 0
@@ -87,22 +100,43 @@ class FunctionScorer:
                     prepare="laurel.rewards.function:prepare",
                     num_workers=num_workers,
                     timeout_seconds=config.timeout,
-                    settings=config.model_dump(mode="json") | {"where": where},
+                    settings=config.model_dump(mode="json")
+                    | {"where": where, "is_served": servers is not None},
                 )
             )
             try:
                 self._processes.start()
+                self._managed = self._manager(where, None, config.kwargs)
             except BaseException:
                 self._processes.close()
                 raise
             return
         self._function = function or find_function(config.path, where=f"{where}.path")
-        self._served = served_arguments(self._function, config, where=where)
+        self._served = served_arguments(
+            self._function, config, where=where, is_served=servers is not None
+        )
         check_call(
             self._function, config.kwargs | self._served, judges_groups=config.group, where=where
         )
         self._unasked = unasked_arguments(self._function, config)
         self._is_async = is_async(self._function)
+        self._managed = self._manager(where, self._function, config.kwargs | self._served)
+
+    def _manager(
+        self, where: str, function: Function | None, kwargs: Mapping[str, Any]
+    ) -> Callable[[Any, Any], Any] | None:
+        """Return what makes the calls in place of `_scored`; None: nothing does."""
+        if self.config.manager == "naive":
+            return None
+        manager, section = self.config.settings_of(RewardManager, self.config.manager)
+        managed = ManagedFunction(
+            where=where,
+            function=function,
+            kwargs=kwargs,
+            timeout=self.config.timeout,
+            max_concurrent=self._most,
+        )
+        return manager.make(section, managed)
 
     async def score(self, groups: Sequence[Group]) -> list[tuple[Score, ...]]:
         """Score groups (`protocols.Scorer`), all of them concurrently."""
@@ -116,8 +150,24 @@ class FunctionScorer:
             data_source=self.config.data_source,
         )
         count = len(group.completions_G) if self.judges_groups else 1
-        found = await asyncio.gather(*(self._called(call, count) for call in calls))
+        found = await asyncio.gather(*(self._answered(call, count) for call in calls))
         return tuple(score for scores in found for score in scores)
+
+    async def _answered(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
+        if self._managed is None:
+            return await self._called(arguments, count)
+
+        def call(arguments: Mapping[str, Any]) -> Awaitable[tuple[Score, ...]]:
+            return self._called(arguments, count)
+
+        try:
+            found = tuple(await self._managed(arguments, call))
+        except Exception as error:  # a manager of another package may raise anything
+            return (score_of_error(error),) * count
+        if len(found) != count or not all(isinstance(one, Score) for one in found):
+            reason = f"error: the manager '{self.config.manager}' did not return {count} scores"
+            return (failed(reason),) * count
+        return found
 
     async def _called(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
         async with self._gate():
@@ -189,16 +239,25 @@ class FunctionScorer:
     def _gate(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._gate_of is None or self._gate_of[0] is not loop:
-            # Processes have their own queue.
-            is_open = self._is_async or self._processes is not None
-            most = self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
-            self._gate_of = loop, asyncio.Semaphore(most)
+            self._gate_of = loop, asyncio.Semaphore(self._most)
         return self._gate_of[1]
 
+    @property
+    def _most(self) -> int:
+        # Processes have their own queue.
+        is_open = self._is_async or self._processes is not None
+        return self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Free the device memory of the model's servers while the context is open."""
+        return contextlib.nullcontext() if self._servers is None else self._servers.resting()
+
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the processes and servers. Idempotent."""
         if self._processes is not None:
             self._processes.close()
+        if self._servers is not None:
+            self._servers.close()
 
 
 # The function in a worker process.
@@ -207,13 +266,14 @@ class FunctionScorer:
 def prepare(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], Any]]:
     """Find the function anew in a worker process, as `ProcessPoolSpec.prepare` asks."""
     # Threads and other things that its module starts on import do not outlive a fork.
-    return functools.partial(_opened, settings.pop("where"), FunctionConfig(**settings))
+    where, is_served = settings.pop("where"), settings.pop("is_served")
+    return functools.partial(_opened, where, is_served, FunctionConfig(**settings))
 
 
 # Called after the fork; `prepare` runs before it.
-def _opened(where: str, config: FunctionConfig) -> Callable[[dict[str, Any]], Any]:
+def _opened(where: str, is_served: bool, config: FunctionConfig) -> Callable[[dict[str, Any]], Any]:
     function = find_function(config.path, where=f"{where}.path")
-    served = served_arguments(function, config, where=where)
+    served = served_arguments(function, config, where=where, is_served=is_served)
     check_call(function, config.kwargs | served, judges_groups=config.group, where=where)
 
     unasked = unasked_arguments(function, config)
@@ -285,9 +345,13 @@ def _from_file(place: str, where: str) -> Any:
     return module
 
 
-def served_arguments(function: Function, config: FunctionConfig, *, where: str) -> dict[str, Any]:
+def served_arguments(
+    function: Function, config: FunctionConfig, *, where: str, is_served: bool = False
+) -> dict[str, Any]:
     """Return the arguments that a function gets only where it asks for them, as in verl: the
     address of a model's servers and the model's tokenizer.
+
+    With `is_served` the run started the servers, and a function need not ask for the tokenizer.
 
     Raises:
         ConfigError: It asks for what the settings do not give, or does not take what they give.
@@ -304,6 +368,8 @@ def served_arguments(function: Function, config: FunctionConfig, *, where: str) 
         parameter = parameters.get(name)
         if given[name] is not None:
             if parameter is None and not takes_any:
+                if is_served and key == "tokenizer":
+                    continue
                 raise ConfigError(
                     f"{where}.{key} is for a function that takes {name}, and this one does not; "
                     "leave it out"
@@ -311,7 +377,8 @@ def served_arguments(function: Function, config: FunctionConfig, *, where: str) 
             served[name] = given[name]
         elif parameter is not None and parameter.default is parameter.empty:
             what = (
-                "HOST:PORT of the server that it is to ask (`laurel serve`, vLLM or SGLang)"
+                "HOST:PORT of the server that it is to ask; or env.reward_model.server, which "
+                "has the run start it"
                 if key == "router"
                 else "the model whose tokenizer it is to use"
             )

@@ -169,6 +169,7 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
                 num_workers=spec.num_workers,
                 is_elsewhere=placement is not HERE,
                 say=say,
+                server=source.server,
             )
             return plugins.find(ScoreSource, source.name).make(source.section, services)
         return _open_model(spec, placement, say, name)

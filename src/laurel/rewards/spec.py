@@ -80,6 +80,8 @@ class NamedSource:
     name: str
     section: Any
     """Its settings."""
+    server: Any = None
+    """The `config.environments.ModelServerConfig` of the model that the run serves for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

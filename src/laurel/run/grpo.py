@@ -28,6 +28,7 @@ from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
     judge_notes,
     loaded_judges,
+    model_servers,
     sampling_notes,
     uses_reward_model,
     why_not_validated,
@@ -196,6 +197,9 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
         MissingDependencyError: The package of a judge's engine is not installed.
         ConfigError: A judge would have no slot, or would take the GPU that the policy needs.
     """
+    for where, served in model_servers(config).items():
+        if on_cluster:
+            raise ConfigError(served.lacks_slot(where))
     for where, judge in loaded_judges(config).items():
         if on_cluster:
             raise ConfigError(judge.lacks_slot(where))
@@ -464,7 +468,9 @@ def _parts(
         validation=validation,
         generator_rests=take_turns,
         learner_rests=take_turns,
-        judges_rest=allocation.take_turns("reward_model") and grpo.max_staleness == 0,
+        # Servers that the run starts know themselves whether they share the policy's GPU.
+        judges_rest=(allocation.take_turns("reward_model") or bool(model_servers(config)))
+        and grpo.max_staleness == 0,
     )
 
 

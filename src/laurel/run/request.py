@@ -25,7 +25,7 @@ from laurel.plugins import EngineNeeds
 from laurel.training.selection import NO_SET
 
 if TYPE_CHECKING:
-    from laurel.config.environments import JudgeConfig
+    from laurel.config.environments import JudgeConfig, ModelServerConfig, ScorerSource
     from laurel.config.grpo import GRPOConfig
     from laurel.config.grpo_run import GRPORun
     from laurel.config.reward_model import RewardTrainingConfig
@@ -133,14 +133,30 @@ def loaded_judges(config: GRPORun) -> dict[str, JudgeConfig]:
 
     The keys are their sections.
     """
-    section, key = config.env.reward_model, "env.reward_model"
-    if not _names_reward_model(config):
-        return {}
     return {
-        f"{key}.judge" if source is section else f"{key}.models[{index}].judge": source.judge
-        for index, source in enumerate(section.sources)
+        f"{at}.judge": source.judge
+        for at, source in _scorer_sources(config)
         if source.judge is not None and source.loads_judge
     }
+
+
+def model_servers(config: GRPORun) -> dict[str, ModelServerConfig]:
+    """Return the models that the run serves for a function, which no plan counts, by section."""
+    return {
+        f"{at}.server": source.server
+        for at, source in _scorer_sources(config)
+        if source.server is not None
+    }
+
+
+def _scorer_sources(config: GRPORun) -> list[tuple[str, ScorerSource]]:
+    """Return the sources of scores of the reward model's environment, with their sections."""
+    section, key = config.env.reward_model, "env.reward_model"
+    if not _names_reward_model(config):
+        return []
+    if section.models is None:
+        return [(key, section)]
+    return [(f"{key}.models[{index}]", source) for index, source in enumerate(section.models)]
 
 
 def why_not_validated(config: Run, *, has_sets: bool) -> str:
@@ -164,13 +180,21 @@ def section_of(config: Run) -> tuple[Kind, RewardTrainingConfig | SFTConfig | GR
 
 def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
     """Say which judges are beside the policy without being counted, or that they cannot be."""
-    judges = loaded_judges(config)
+    judges, servers = loaded_judges(config), model_servers(config)
     if on_cluster:
-        return [f"the run is refused. {judge.lacks_slot(at)}" for at, judge in judges.items()]
+        uncounted: dict[str, JudgeConfig | ModelServerConfig] = {**judges, **servers}
+        return [f"the run is refused. {one.lacks_slot(at)}" for at, one in uncounted.items()]
     return [
-        f"the judge {judge.model} is not counted in the plan: the run loads it beside the policy, "
-        "and its memory and its time are not estimated"
-        for judge in judges.values()
+        *(
+            f"{served.replicas} x {served.model_name} is not counted in the plan: the run starts "
+            f"its servers, with {served.resources.gpus_per_node or 'no'} GPUs of their own"
+            for served in servers.values()
+        ),
+        *(
+            f"the judge {judge.model} is not counted in the plan: the run loads it beside the "
+            "policy, and its memory and its time are not estimated"
+            for judge in judges.values()
+        ),
     ]
 
 

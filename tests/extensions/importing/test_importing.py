@@ -366,7 +366,7 @@ KEY_BY_KEY = r"""
 # greedy all the same
 - [verl, A.rollout.val_kwargs.temperature=0.6, {policy.generation.val_temperature: 0}]
 - [verl, reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=100
-    reward_model.overlong_buffer.penalty_factor=0.5,
+    reward_model.reward_manager=dapo reward_model.overlong_buffer.penalty_factor=0.5,
     {grpo.reward_shaping: {overlong_buffer_length: 100, overlong_buffer_penalty: 0.5}}]
 - [verl, reward_model.enable=True reward_model.model.path=my/rm reward_model.nnodes=1
     reward_model.model.trust_remote_code=True reward_model.num_workers=4
@@ -415,6 +415,109 @@ def test_one_key_at_a_time(tmp_path: Path, base: str, line: str, values: dict[st
     assert_values(found, values)
     if base == "verl-sft":
         assert not found.with_status("not carried")
+
+
+OVERLONG = "+reward.reward_kwargs.overlong_buffer_cfg.enable=True " + (
+    "+reward.reward_kwargs.overlong_buffer_cfg.len=10 +reward.reward_kwargs.max_resp_len=400 "
+)
+CALLED = "F.path=pkg://my/rewards F.name=score +reward.max_rpm=30 +F.reward_kwargs.scale=100 "
+MANAGERS = {
+    "naive": {},
+    "gdpo": {},
+    "batch": {},
+    "prime": {},
+    "dapo": {"grpo.reward_shaping": {"enabled": True, "overlong_buffer_length": 10}},
+    "remote": {"env.reward_model.num_workers": 8},
+    "rate_limited": {
+        "env.reward_model.function": {
+            "manager": "rate_limited",
+            "max_concurrent": 1,
+            "timeout": 300.0,
+            "rate_limited.max_rpm": 30,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("name", MANAGERS)
+def test_each_manager_of_verl_is_what_it_does(tmp_path: Path, name: str, old: bool) -> None:
+    line = MORE["verl"] + CALLED + OVERLONG + f"reward.reward_manager.name={name} "
+    line = line.replace("F.", "reward.custom_reward_function.")
+    if old:  # of January 2026
+        line = line.replace("reward.custom", "custom").replace("reward.reward_m", "reward_m")
+        line = line.replace("reward.reward_k", "reward_model.reward_k")
+        line = line.replace("+reward.max", "+reward_model.max")
+    found = imported_line(tmp_path, "verl", line)
+    assert not found.with_status("not carried")
+    told = {"path": "my.rewards:score", "kwargs": {"scale": 100}}
+    assert_values(found, {"env.reward_model.function": told, **MANAGERS[name]})
+    config: Any = found.config
+    assert config.grpo.reward_shaping.enabled is (name == "dapo")
+    assert (config.env.reward_model.function.manager == "naive") is (name != "rate_limited")
+
+
+def test_a_manager_by_its_path_gets_what_it_reads(tmp_path: Path) -> None:
+    line = MORE["verl"] + CALLED + OVERLONG + "reward.reward_manager.source=importlib "
+    line += (
+        "reward.reward_manager.name=Mine reward.reward_manager.module.path=mine.py +reward.odd=3"
+    )
+    line = line.replace("F.", "reward.custom_reward_function.")
+    found = imported_line(tmp_path, "verl", line)
+    assert not found.with_status("not carried")
+    function = at(found.config, "env.reward_model.function")
+    read = {"overlong_buffer_cfg": {"enable": True, "len": 10}, "max_resp_len": 400}
+    assert function.manager == "verl"
+    assert function.verl.model_dump() == {
+        "path": "mine.py:Mine",
+        "tokenizer": at(found.config, "policy.model_name"),
+        "config": {"reward": {"odd": 3, "max_rpm": 30, "reward_kwargs": read}},
+    }
+    assert not at(found.config, "grpo.reward_shaping.enabled")
+    alone = imported_line(tmp_path, "verl", line.replace("reward.custom_reward_function.path", "x"))
+    assert fates(alone)["reward.reward_manager.module.path"] == "not carried"
+
+
+def test_a_manager_without_a_function_is_not_lost(tmp_path: Path) -> None:
+    line = MORE["verl"] + "reward.reward_manager.name={} +reward.max_rpm=30"
+    told = fates(imported_line(tmp_path, "verl", line.format("rate_limited")))
+    assert told["reward.max_rpm"] == "not needed"
+    mine = fates(imported_line(tmp_path, "verl", line.format("mine")))
+    assert mine["reward.reward_manager.name"] == "not carried"
+    model = " reward.reward_model.enable=True reward.reward_model.model_path=my/rm " + OVERLONG
+    judged = imported_line(tmp_path, "verl", line.format("dapo") + model)
+    assert not at(judged.config, "grpo.reward_shaping.enabled")
+    assert not judged.with_status("not carried")
+
+
+def test_a_function_beside_a_reward_model_asks_a_server_of_the_run(tmp_path: Path) -> None:
+    model = "reward.reward_model.enable=True reward.reward_model.model_path=my/genrm "
+    call = "reward.custom_reward_function.path=r.py "
+    colocated = imported_line(tmp_path, "verl", MORE["verl"] + model + call)
+    found = at(colocated.config, "env.reward_model.server")
+    assert (found.model_name, found.replicas, found.tensor_parallel_size) == ("my/genrm", 1, 2)
+    assert found.resources.gpus_per_node is None
+    more = "reward.reward_model.rollout.dtype=float16 reward.reward_model.trust_remote_code=True"
+    told = imported_line(tmp_path, "verl", MORE["verl"] + model + call + more)
+    arguments = at(told.config, "env.reward_model.server.arguments")
+    assert arguments == ["--dtype=float16", "--trust-remote-code"]
+    pool = "reward.reward_model.enable_resource_pool=True reward.reward_model.n_gpus_per_node=8 "
+    apart = imported_line(tmp_path, "verl", MORE["verl"] + model + call + pool)
+    to = "env.reward_model.server"
+    assert_values(apart, {to: {"replicas": 4, "resources.gpus_per_node": 8}})
+    assert not apart.with_status("not carried")
+    nodes = "reward.reward_model.nnodes=2"
+    wide = imported_line(tmp_path, "verl", MORE["verl"] + model + call + pool + nodes)
+    assert fates(wide)["reward.reward_model.nnodes"] == "not carried"
+
+
+def test_what_is_below_a_mapping_is_part_of_it(tmp_path: Path) -> None:
+    """Each table's keys that hold a mapping, written key by key."""
+    for base in ("verl", "verl-sft"):
+        line = "+data.apply_chat_template_kwargs.a.b=1 data.apply_chat_template_kwargs.c=x"
+        found = imported_line(tmp_path, base, MORE.get(base, "") + line)
+        to = "policy.tokenizer.chat_template_kwargs"
+        assert at(found.config, to) == {"a": {"b": 1}, "c": "x"}, base
 
 
 @pytest.mark.parametrize(

@@ -406,7 +406,7 @@ def test_the_schedule_is_megatrons(tmp_path: Path, style: str, warmup: int, begi
         ({"scheduler__lr_warmup_init": 1.0e-3}, r"is above the learning rate 5e-06"),
         ({"optimizer__optimizer": "muon"}, r"muon is neither adam nor sgd"),
         ({"optimizer__lr": "fast"}, r"optimizer\.lr: must be a number, not 'fast'"),
-        ({"optimizer": None}, r"optimizer is missing: a Megatron policy is trained by it"),
+        ({"optimizer": None}, r"optimizer is missing, and its scheduler"),
         ({"peft__target_modules": ["linear_q"]}, r"'linear_q' is none of Megatron's layers"),
         ({"peft__dim": None}, r"peft\.dim: is missing, and adapters are enabled"),
         ({"expert_model_parallel_size": 4}, r"Laurel has no expert parallelism"),
@@ -441,6 +441,22 @@ def test_settings_beside_megatrons_are_refused_where_they_would_be_lost(tmp_path
     both["policy"]["dtensor_cfg"]["enabled"] = True
     with pytest.raises(ConfigError, match="are both true; which of the two sections holds"):
         load(tmp_path, "sft", both)
+
+
+OWN = sorted((Path(__file__).parents[3] / "examples" / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", OWN, ids=lambda file: file.stem)
+def test_the_backend_field_alone_leaves_our_own_examples_as_they_are(file: Path) -> None:
+    kind: Kind = "grpo" if "grpo" in file.stem else "rm" if "rm" in file.stem else "sft"
+    plain = load_config(SCHEMAS[kind], file).config
+    loaded = load_config(SCHEMAS[kind], file, ["policy.megatron_cfg.enabled=true"])
+    assert loaded.config.model_dump() == plain.model_dump()
+    assert any("its own backend" in sentence for sentence in loaded.warnings)
+    both = [f"policy.megatron_cfg.{key}=true" for key in ("enabled", "activation_checkpointing")]
+    sized = load_config(SCHEMAS[kind], file, both).config
+    assert sized.policy.dtensor_cfg.activation_checkpointing
+    assert sized.policy.optimizer == plain.policy.optimizer
 
 
 def test_layers_of_megatron_are_those_of_the_decoder(tmp_path: Path) -> None:

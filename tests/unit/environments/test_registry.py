@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from laurel import plugins
 from laurel.config.environments import EnvironmentsConfig
+from laurel.config.grpo_run import GRPORun
+from laurel.config.load import load_config
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import (
     EnvironmentInterface,
@@ -136,6 +139,85 @@ def test_a_name_can_be_registered_once():
     for path in ("Constant", ".Constant", "module:"):
         with pytest.raises(ConfigError, match=r"not of the form module\.Name or module:Name"):
             register_env("another", path)
+
+
+class OfNemoRL(Constant):
+    """Takes its section as one mapping."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg["reward"])
+
+
+class Six(NamedTuple):
+    """What NeMo RL's environments return."""
+
+    observations: list
+    metadata: list
+    next_stop_strings: list
+    rewards: list
+    terminateds: list
+    answers: list
+
+
+class ReturnsTuple(Constant):
+    def step(self, message_log_batch, metadata):
+        def inside():
+            return 1, 2
+
+        return [], [], inside(), [], [], []
+
+
+class ReturnsName(Constant):
+    def step(self, message_log_batch, metadata):
+        found = [], [], [], [], [], []
+        return found
+
+
+class ReturnsOther(Constant):
+    def step(self, message_log_batch, metadata):
+        return Six([], [], [], [], [], [])
+
+
+class ReturnsInside(Constant):
+    def step(self, message_log_batch, metadata):
+        def inside():
+            return 1, 2
+
+        found = (1, 2)
+        found = super().step(message_log_batch, metadata)
+        inside()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("ReturnsTuple", "a tuple of 6"),
+        ("ReturnsName", "a tuple of 6"),
+        ("ReturnsOther", r"a tests.*\.Six"),
+    ],
+)
+def test_a_tuple_of_six_is_refused_before_the_first_rollouts(kind, told):
+    config = config_of(custom={"mine": own(kind)})
+    with pytest.raises(ConfigError, match=rf"test_registry\.py:\d+ returns {told}"):
+        create_environment("mine", config)
+
+
+def test_what_returns_no_tuple_is_not_refused():
+    assert create_environment("mine", config_of(custom={"mine": own("ReturnsInside")})) is made[0]
+
+
+@pytest.mark.parametrize("kind", ["Constant", "OfNemoRL"])
+@pytest.mark.parametrize("name", ["code_gen", "code_gym"])  # the second is one of NeMo RL's own
+def test_a_registered_one_gets_its_section(kind, name, monkeypatch):
+    monkeypatch.setattr(plugins, "REGISTERED", {})
+    with pytest.raises(ConfigError):
+        load_config(GRPORun, None, [f"data.env_name={name}", f"+env.{name}.reward=5"])
+    register_env(name, f"{__name__}.{kind}")
+    overrides = [f"data.env_name={name}", f"+env.{name}.reward=5"]
+    config = load_config(GRPORun, None, overrides).config.env
+    assert create_environment(name, config).reward == 5
+    assert name in environment_names(config)
 
 
 @pytest.mark.parametrize("kind", ["verifiers", "openenv", "openreward"])

@@ -32,6 +32,7 @@ def fatal(plan):
 
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
+JUDGE_MESH = "env.reward_model.dtensor_cfg"
 SEED = (
     *JUDGED,
     "policy.max_total_sequence_length=2048",
@@ -237,8 +238,14 @@ THREE_BY_EIGHT = ("cluster.gpus_per_node=8", "cluster.num_nodes=3")
 @pytest.mark.parametrize(
     ("overrides", "problem", "fix", "is_fatal"),
     [
-        (
+        (  # a node more, before the reward model takes turns with the policy
             (*SEED, *APART),
+            "reward model 8 + generation 4 + policy at least 2 = 14 slots",
+            "cluster.num_nodes=2",
+            True,
+        ),
+        (  # a node more is no help to one that is larger than a node: it shares the policy's
+            (*SEED, *APART, "cluster.gpus_per_node=6", f"{JUDGE_MESH}.tensor_parallel_size=2"),
             "reward model 8 + generation 4 + policy at least 2 = 14 slots",
             f"{REWARD}.gpus_per_node=null",
             True,
@@ -284,7 +291,7 @@ THREE_BY_EIGHT = ("cluster.gpus_per_node=8", "cluster.num_nodes=3")
             True,
         ),
     ],
-    ids=["too many", "idle", "over nodes", "replica", "pipeline", "batch", "step"],
+    ids=["too many", "too large", "idle", "over nodes", "replica", "pipeline", "batch", "step"],
 )
 def test_a_conflict_is_told_with_a_setting_without_it(overrides, problem, fix, is_fatal):
     plan = planned(grpo(*overrides))

@@ -461,6 +461,8 @@ class MappingTable:
     absent: list[tuple[list[str], str, tuple[Any, ...]]] = field(default_factory=list)
     unneeded: dict[str, list[str]] = field(default_factory=dict)
     other_names: dict[str, str] = field(default_factory=dict)
+    mappings: frozenset[str] = frozenset()
+    """Keys whose value is a mapping, which may be written key by key: `kwargs.scale=2`."""
     known: dict[str, None] = field(default_factory=dict)
     """All keys that the table mentions, in its order."""
 
@@ -475,6 +477,16 @@ class MappingTable:
         prefixes = (".".join(parts[:length]) + ".*" for length in range(1, len(parts)))
         return key in self.known or any(prefix in self.known for prefix in prefixes)
 
+    def mapping_of(self, key: str) -> tuple[str, ...] | None:
+        """Return the key whose mapping a key is part of, and the names in that mapping."""
+        parts = key.split(".")
+        for length in range(1, len(parts)):
+            above = ".".join(parts[:length])
+            above = self.other_names.get(above, above)
+            if above in self.mappings:
+                return above, *parts[length:]
+        return None
+
     def add(self, section: Mapping[str, Any]) -> None:
         """Add the facts of a section of a file."""
 
@@ -487,6 +499,7 @@ class MappingTable:
         defaults = section.get("defaults", {})
         self.defaults |= dict(zip(full(defaults), defaults.values(), strict=True))
         full(section.get("read", ""))
+        self.mappings |= {*full(section.get("mappings", ""))}
         for keys, why in section.get("refused", {}).items():
             self.refused |= dict.fromkeys(full(keys), why)
         for keys, fact in section.get("absent", {}).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -102,6 +102,11 @@ def _said(table: MappingTable, source: Source) -> tuple[dict[str, Any], dict[str
     lost: dict[str, str] = {}
     for key, value in _flat(source.values, table).items():
         name = names.get(key, key)
+        if (part := table.mapping_of(key)) is not None:
+            above, *within = part
+            said[above] = _merged(key, said.get(above) or {}, within, value)
+            spelled[above] = key
+            continue
         if name in said and said[name] != value:
             raise ConfigError(
                 f"{key} is another name of {spelled[name]}, and they differ: {said[name]!r} and "
@@ -114,6 +119,14 @@ def _said(table: MappingTable, source: Source) -> tuple[dict[str, Any], dict[str
     if source.command is not None:
         lost |= {names.get(key, key): why for key, why in source.command.unresolved.items()}
     return said, lost
+
+
+def _merged(key: str, values: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a mapping with a value at the end of several names."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{key}: {values!r} stands above it, which has no keys")
+    first, *rest = names
+    return {**values, first: _merged(key, values.get(first, {}), rest, value) if rest else value}
 
 
 def _resolve(said: dict[str, Any], table: MappingTable, key: str, lost: dict[str, str]) -> None:

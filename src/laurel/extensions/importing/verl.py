@@ -3,7 +3,7 @@
 What is known of all their keys is in verl.yaml. Facts: verl-project/verl at 1dda039b9 (2026-08-22,
 0.10.0.dev): verl/trainer/config/_generated_ppo_trainer.yaml, legacy_reward_impl.yaml,
 sft_trainer_engine.yaml with model/hf_model.yaml, engine/fsdp.yaml and optim/fsdp.yaml;
-verl/trainer/ppo/core_algos.py, verl/experimental/reward_loop/reward_manager/dapo.py,
+verl/trainer/ppo/core_algos.py, verl/experimental/reward_loop/reward_manager,
 verl/trainer/sft_trainer.py, verl/utils/dataset/multiturn_sft_dataset.py,
 verl/workers/utils/losses.py; and volcengine/verl at b178a3cd5 (2026-01-29, 0.8.0.dev) for the names
 of that time. The older fsdp_sft_trainer has other keys and defaults.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from laurel.config.schemas import Kind
 from laurel.extensions.importing.rules import flag, real, whole
@@ -34,7 +34,18 @@ _MEANS |= {"seq-mean-token-sum-norm": "max_length"}
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _PRECISIONS |= {"half": "float16", "float": "float32"}
 _LOGGERS = ("wandb", "tensorboard", "mlflow")
+_MANAGERS = ("naive", "dapo", "gdpo", "remote", "batch", "prime")
+"""Names of verl's managers that call the function with the same arguments, at no limited rate."""
+_RATE_LIMITED = ("rate_limited", "limited")
+_LIMITS = ("max_concurrent", "timeout", "max_rpm", "max_tpm", "estimated_tokens_per_request")
 _GPUS_OF_A_NODE = 8
+
+
+def _named(file: str, name: object) -> str:
+    """Return the import path of an object that verl names by `pkg://`, `file://` or a file."""
+    if file.startswith("pkg://"):
+        file = file.removeprefix("pkg://").replace("/", ".")
+    return f"{file.removeprefix('file://')}:{name}"
 
 
 class VerlTrainer(Translation):
@@ -289,7 +300,7 @@ class VerlPPO(VerlTrainer):
             self.carry("RM.trust_remote_code", to + "trust_remote_code", flag)
         waits = self.has("use_reward_loop") and not self.flag("use_reward_loop")
         if self.judges or self.function is not None:
-            self.carry("reward.num_workers", to + "num_workers", whole)
+            self._processes(to + "num_workers")
             if waits:
                 self.put(to + "use_reward_loop", False, "use_reward_loop")
         self._shaping()
@@ -486,14 +497,14 @@ class VerlPPO(VerlTrainer):
         to, enables = "env.reward_model.", self.flag("RM.enable")
         if self.function is not None:
             if enables:
-                self.refuse("RM.enable")
-            file = self.function.removeprefix("pkg://").removeprefix("file://")
-            call, by = {"path": f"{file}:{self['F.name']}"}, ["F.path", "F.name"]
-            how = "called with the same arguments"
-            self.put(to + "function", call, *by, how=how)
+                self._server(to + "server.")
+            call, by = {"path": _named(self.function, self["F.name"])}, ["F.path", "F.name"]
             if self["F.reward_kwargs"]:
                 call |= {"kwargs": self["F.reward_kwargs"]}
-                self.put(to + "function", call, *by, "F.reward_kwargs")
+                by.append("F.reward_kwargs")
+            managed, deciding = self._manager()
+            how = "called with the same arguments"
+            self.put(to + "function", call | managed, *by, *deciding, how=how)
             self.put(to + "enabled", True, "F.path")
             self.put("data.env_name", "reward_model")
         elif enables:
@@ -512,6 +523,87 @@ class VerlPPO(VerlTrainer):
             self.put("data.env_name", "math", how="for verl's scores of mathematics by data_source")
             self.refuse("F.path")
             self.skip("it is off", "RM.model_path", "RM.enable")
+            if self.has_own_manager:
+                self.refuse("MAN.module.path")
+            elif self["MAN.name"] not in (*_MANAGERS, *_RATE_LIMITED):
+                self.refuse("MAN.name")
+
+    def _server(self, to: str) -> None:
+        """Set the model that the run serves for the function, in the pool that verl gives it."""
+        if self.text("RM.model_path") is None:
+            raise self.problem("RM.model_path", "reward.reward_model.enable is true: which model?")
+        self.carry("RM.model_path", to + "model_name")
+        why = "a run on a cluster starts no servers: serve it, and set function.router"
+        self.note("RM.model_path", why)
+        size = "RM.rollout.tensor_model_parallel_size"
+        each = 2 if self[size] is None else self.count(size)
+        self.put(to + "tensor_parallel_size", each, size, "RM.enable")
+        pool = "RM.enable_resource_pool"
+        if self.flag(pool) and self.has("RM.n_gpus_per_node"):
+            gpus, by = self.count("RM.n_gpus_per_node"), (pool, "RM.n_gpus_per_node")
+            if self.has("RM.nnodes") and self.whole("RM.nnodes") > 1:
+                self.refuse("RM.nnodes")
+            replicas = max(1, gpus // each)
+            self.put(to + "replicas", replicas, *by, how=f"{gpus} GPUs, {each} for each replica")
+            self.put(to + "resources.gpus_per_node", replicas * each, *by)
+        options = {"RM.rollout.max_model_len": "max-model-len", "RM.rollout.dtype": "dtype"}
+        said = {key: name for key, name in options.items() if self[key] is not None}
+        arguments = [f"--{name}={self[key]}" for key, name in said.items()]
+        if self.flag("RM.trust_remote_code"):
+            said["RM.trust_remote_code"] = "trust-remote-code"
+            arguments.append("--trust-remote-code")
+        if arguments:
+            self.put(to + "arguments", arguments, *said)
+
+    @property
+    def has_own_manager(self) -> bool:
+        """Whether a class of the user's own makes the calls of the function."""
+        return self["MAN.source"] == "importlib" and self.text("MAN.module.path") is not None
+
+    def _processes(self, to: str) -> None:
+        """Set the processes that call the function or render conversations."""
+        key = "reward.num_workers"
+        if self.function is not None and self.has_own_manager:
+            self.skip("a manager calls the function in one process here", key)
+        elif self.has(key) or (self.function is not None and self["MAN.name"] == "remote"):
+            number = 8 if self[key] is None else self.whole(key)
+            self.put(to, number, key, *(["MAN.name"] * self.has("MAN.name")))
+
+    def _manager(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the keys of the function that say what makes its calls, and what decides them."""
+        if self.has_own_manager:
+            path, own = self.text("MAN.module.path"), "reward."
+            name = "MAN.name" if self.has("MAN.name") else "MAN.module.name"
+            tokenizer = "M.tokenizer_path" if self.text("M.tokenizer_path") else "M.path"
+            handled = tuple(map(self.table.full, ("F.", "MAN.", "RM.", "reward.num_workers")))
+            read = [k for k in self.said if k.startswith(own) and not k.startswith(handled)]
+            config: dict[str, Any] = {}
+            for key in read:
+                *above, last = key.replace(".overlong_buffer.", ".overlong_buffer_cfg.").split(".")
+                place = config
+                for part in above:
+                    place = place.setdefault(part, {})
+                place[last] = self[key]
+            settings = {"path": _named(str(path), self[name]), "tokenizer": self[tokenizer]}
+            verl = settings | ({"config": config} if config else {})
+            by = [self.table.full(key) for key in ("MAN.source", "MAN.module.path", name)]
+            return {"manager": "verl", "verl": verl}, [*by, *read]
+        limits = [f"reward.{name}" for name in _LIMITS]
+        if self["MAN.name"] in _RATE_LIMITED:
+            calls: dict[str, Any] = {"max_concurrent": self.count("reward.max_concurrent")}
+            calls |= {"timeout": self.real("reward.timeout")}
+            rates = {
+                name: self.number(f"reward.{name}")
+                for name in _LIMITS[2:]
+                if self[f"reward.{name}"] is not None
+            }
+            if rates.keys() & {"max_rpm", "max_tpm"}:
+                calls |= {"manager": "rate_limited", "rate_limited": rates}
+            return calls, ["MAN.name", *limits]
+        self.skip("only reward_manager.name=rate_limited reads it in verl", *limits)
+        if self["MAN.name"] not in _MANAGERS:
+            self.refuse("MAN.name")
+        return {}, []
 
     @property
     def samples_ahead(self) -> bool:
@@ -552,11 +644,18 @@ class VerlPPO(VerlTrainer):
 
     def _shaping(self) -> None:
         to, longest = "grpo.reward_shaping.", "reward.reward_kwargs.max_resp_len"
-        managers = ("naive", "dapo", "batch", "prime", "remote", "rate_limited", "gdpo")
-        if self["reward.reward_manager.name"] not in managers:
-            self.refuse("reward.reward_manager.name")
-        if self.flag("OVER.enable"):
-            self.put(to + "enabled", True, "OVER.enable")
+        overlong = ("OVER.enable", "OVER.len", "OVER.penalty_factor", longest)
+        if self.function is None:
+            limits = [f"reward.{name}" for name in _LIMITS]
+            self.skip("it is of a function, and none is named", *limits)
+        if self.judges:
+            self.skip("verl asks a reward model without a manager", *overlong, "MAN.name")
+        elif self.has_own_manager:
+            pass  # its class may read them
+        elif self["MAN.name"] != "dapo":
+            self.skip("only reward_manager.name=dapo reads it in verl", *overlong)
+        elif self.flag("OVER.enable"):
+            self.put(to + "enabled", True, "OVER.enable", *(["MAN.name"] * self.has("MAN.name")))
             self.put(to + "overlong_buffer_length", self.whole("OVER.len"), "OVER.len")
             self.carry("OVER.penalty_factor", to + "overlong_buffer_penalty", real)
             longest = "data.max_response_length" if self[longest] is None else longest

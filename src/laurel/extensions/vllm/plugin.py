@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from laurel.extensions.vllm.sections import (
@@ -12,17 +13,17 @@ from laurel.extensions.vllm.sections import (
     VllmConfig,
     vllm_section,
 )
-from laurel.plugins import EngineNeeds, EngineStart, EngineThatScores
+from laurel.plugins import EngineNeeds, EngineStart, EngineThatScores, EngineThatServes
 
 if TYPE_CHECKING:
-    from laurel.config.environments import JudgeConfig
+    from laurel.config.environments import JudgeConfig, ModelServerConfig
     from laurel.config.grpo import GRPOPolicyConfig
     from laurel.extensions.vllm.engine import VllmEngine
     from laurel.extensions.vllm.scorer import VllmScorer
     from laurel.rewards.spec import ScorerSpec
 
 
-class Vllm(EngineThatScores):
+class Vllm(EngineThatScores, EngineThatServes):
     """vLLM, in processes of its own."""
 
     section = VllmConfig
@@ -89,3 +90,42 @@ class Vllm(EngineThatScores):
                 "which the policy trains. Set vllm_cfg.gpu_memory_utilization to the share that "
                 "the policy leaves"
             )
+
+    def serve_command(
+        self,
+        section: ModelServerConfig,
+        port: int,
+        devices: Sequence[int] | None,
+        *,
+        rests: bool,
+    ) -> tuple[Sequence[str], Mapping[str, str]]:
+        """Return the command of vLLM's server."""
+        from laurel.extensions.vllm.settings import ENVIRONMENT, cpu_arguments, cpu_environment
+
+        added = dict(ENVIRONMENT)
+        options: dict[str, object] = {"model": section.model_name, "port": port}
+        options |= {"host": "127.0.0.1", "tensor-parallel-size": section.tensor_parallel_size}
+        command = [sys.executable, "-c", _SERVE]
+        if devices is None:
+            added |= cpu_environment(section.tensor_parallel_size, is_eager=True)
+            options |= {key.replace("_", "-"): one for key, one in cpu_arguments().items()}
+            command.append("--enforce-eager")
+        else:
+            added |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+        if rests:
+            added |= {"VLLM_SERVER_DEV_MODE": "1"}  # otherwise it has no /sleep
+            command.append("--enable-sleep-mode")
+        # What the user gives comes last, and counts.
+        return [
+            *command,
+            *(f"--{key}={value}" for key, value in options.items()),
+            *section.arguments,
+        ], added
+
+
+_SERVE = (
+    "import runpy, warnings; warnings.simplefilter('ignore'); "
+    "runpy.run_module('vllm.entrypoints.openai.api_server', run_name='__main__')"
+)
+"""vLLM's server, whose command `vllm` asks for a package that a CPU's build has under another
+name."""

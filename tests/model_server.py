@@ -1,0 +1,54 @@
+"""A program in place of a model's server: it dies, is slow and sleeps as it is asked."""
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+PORT, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    health = 200
+
+    def do_GET(self):
+        self.answer(self.health, {})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        asked = json.loads(body) if body else {}
+        if not asked:
+            with (FOLDER / "asked.txt").open("a") as file:
+                file.write(self.path + "\n")
+        if asked.get("content") == "poison" and not (FOLDER / "died").exists():
+            (FOLDER / "died").touch()
+            os._exit(3)
+        if asked.get("content") == "engine" and not (FOLDER / "died").exists():
+            (FOLDER / "died").touch()
+            Handler.health = 503
+            self.answer(500, {})
+            self.wfile.flush()
+            time.sleep(0.5)
+            os._exit(0)
+        time.sleep(asked.get("seconds", 0))
+        status = asked.get("status", 200)
+        self.answer(status, {"path": self.path, "server": PORT, "text": asked.get("content", "")})
+
+    def answer(self, status, value):
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *arguments):
+        pass
+
+
+if (FOLDER / "refuses").exists():
+    sys.exit("no such model")
+ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
