@@ -142,6 +142,42 @@ def distinct_tokens(groups: Sequence[TokenGroup], least_shared: int) -> int:
     return sum(run.end - run.start for run in runs)
 
 
+def shared_parts(
+    groups: Sequence[TokenGroup], budget: int, least_shared: int
+) -> list[tuple[list[int], int]]:
+    """Divide groups into those that share tokens, within the budget of a micro-batch.
+
+    Args:
+        groups: The groups.
+        budget: The largest number of distinct tokens of a part; a larger group is one by itself.
+        least_shared: The fewest tokens of a shared run, as in `to_forest`.
+
+    Returns:
+        The indices of the groups of each part, with its number of distinct tokens. Every index
+        appears once. Those that share most follow one another, so a budget divides them last.
+    """
+    whose = [index for index, group in enumerate(groups) for _ in group.branches_ids_G]
+    runs = prefix_trees(whole_sequences(groups), least_shared)
+    tree, tree_of = -1, {}
+    for run in runs:
+        tree += run.parent < 0
+        for sequence in run.ended:
+            tree_of.setdefault(whose[sequence], tree)  # in depth-first order
+    parts: list[tuple[list[int], int]] = []
+    last = -1
+    for index, tree in tree_of.items():
+        size = distinct_tokens([groups[index]], least_shared)
+        if tree == last:
+            together = [*parts[-1][0], index]
+            joined = distinct_tokens([groups[i] for i in together], least_shared)
+            if joined <= budget:
+                parts[-1] = (together, joined)
+                continue
+        parts.append(([index], size))
+        last = tree
+    return parts
+
+
 def _prefix_forest(groups: Sequence[TokenGroup], least: int) -> TokenForest:
     has_reads = _have_reads(groups)
     sequences = whole_sequences(groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -185,7 +185,8 @@ def _train(
     """Load the model, tokenize, and run the loop; nothing is written before all is checked."""
     config, console = context.config, context.console
     model = _load_model(context, data)
-    from laurel.training.batches import Batcher
+    from laurel.data.forest import LEAST_SHARED
+    from laurel.training.batches import Batcher, rows_of_dialogues
     from laurel.training.epochs import EpochParts, total_steps
     from laurel.training.loop import Schedule
     from laurel.training.losses import RewardLoss
@@ -241,7 +242,15 @@ def _train(
     _describe(context, data, model.facts, run_dir)
     if context.resume_from:
         console.print(f"resuming from {context.resume_from}, after step {position.step}")
-    order = step_order(config, len(train))
+    limits, units = config.policy.batch_limits, None
+    if config.data.group_by_prefix:
+        limits, units = replace(limits, least_shared=LEAST_SHARED), rows_of_dialogues(train)
+        if model.facts.path == "padded":
+            console.print(
+                "note    data.group_by_prefix: this model reads padded rows, which share nothing; "
+                "rows of one dialogue meet in a step all the same"
+            )
+    order = step_order(config, len(train), units=units)
     num_steps = total_steps(config.rm, order)
     for note in (
         *batch_notes("policy.train_global_batch_size", order.batch_size, len(train)),
@@ -269,7 +278,7 @@ def _train(
     )
     batcher = Batcher(
         model.facts.path,
-        config.policy.batch_limits,
+        limits,
         pad_id=contract.rules.pad_id or 0,
         dp_size=model.learner.dp_size,
     )
