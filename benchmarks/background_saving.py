@@ -35,7 +35,7 @@ from laurel.models.loading.pretrained import train_tokenizer
 from laurel.run.specs import model_spec
 from laurel.training.learner import LocalLearner, MicroBatch
 from laurel.training.losses import LossOutput
-from laurel.training.state import PolicyRunState
+from laurel.training.state import CheckpointParts, PolicyRunState
 from laurel.training.stopping import Position
 from laurel.types import TokenGroup
 from laurel.workers.process import choose_device
@@ -101,12 +101,7 @@ class Run:
         )
         card = {"title": "a benchmark", "base_model": "", "data": {}, "settings": {}}
         self.state = PolicyRunState(
-            self.learner,
-            rows={},
-            config_yaml="",
-            card=card,
-            run_dir=place,
-            save_optimizer=True,
+            self.learner, CheckpointParts(card=card, run_dir=place), rows={}
         )
         drawn = np.random.default_rng(0).integers(3, shape.vocabulary, (3, options.tokens))
         trunk, *branches = drawn.astype(np.int32)

@@ -67,7 +67,7 @@ TOOL_FIGURES = {
     "cut off": "truncation_rate",
 }
 """What is said of held-out problems with a calculator; `malformed` are shares of calls."""
-RATES = (2e-6, 1e-5, 5e-5)
+RATES = (2e-6, 1e-5, 5e-5, 2e-4)
 """Learning rates of the row `rates`: that of Laurel's defaults first."""
 
 

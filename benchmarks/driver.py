@@ -45,7 +45,7 @@ from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import BatchLimits, LoggerConfig
 from laurel.environments.interface import EnvironmentInterface
 from laurel.grpo.loop import GRPO, GRPOSettings, PolicyParts
-from laurel.grpo.rollouts import Rollouts
+from laurel.grpo.rollouts import RolloutLimits, Rollouts
 from laurel.grpo.source import RolloutSource
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.parallel.mesh import ParallelShape
@@ -198,8 +198,7 @@ def loop_of(
         Answers(num_groups),
         {"chance": environment},
         Prompts(),
-        max_turns=1,
-        max_length=PROMPT + LENGTH,
+        RolloutLimits(max_turns=1, max_length=PROMPT + LENGTH),
         seed=0,
     )
     tasks = [
@@ -216,9 +215,8 @@ def loop_of(
         generator=rollouts.generator,
         source=source,
         environments={"chance": environment},
-        noise_of=lambda _name: 0.0,
+        noise_floor_of=lambda _name: 0.0,
         validation=None,
-        pad_id=0,
     )
     settings = GRPOSettings(
         grpo=config,

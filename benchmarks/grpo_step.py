@@ -21,7 +21,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from material import DATA_DIR, TINY_SHAPE, TRAINING_SHAPE, Shape, save_classifier, save_policy
+from material import (
+    DATA_DIR,
+    TINY_SHAPE,
+    TRAINING_SHAPE,
+    Shape,
+    save_classifier,
+    save_endless_policy,
+    save_policy,
+    save_pretrained_classifier,
+    shape_of,
+)
 from rounds import Worker, add_clock, machine, seconds_of, spread, table, write_json
 
 PROMPTS, GENERATIONS, NEW_TOKENS = 4, 8, 64
@@ -66,17 +76,12 @@ def main() -> None:
     options = read_options()
     if options.trl_python is None:
         print("no --trl-python: TRL is left out, there is no ratio to it", file=sys.stderr)
-    shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "options": vars(options),
-        "cases": {},
-        "linear_parameters": shape.linear_parameters,
-    }
+    result: dict[str, Any] = {"machine": machine(), "options": vars(options), "cases": {}}
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as scratch_dir:
         scratch = Path(scratch_dir)
-        settings, lengths = prepare(scratch, shape, options)
-        result["prompt_tokens"] = lengths
+        settings, lengths = prepare(scratch, options)
+        shape = shape_of(scratch / "policy")
+        result |= {"prompt_tokens": lengths, "linear_parameters": shape.linear_parameters}
         clock = TimeLeft(options)
         for case in options.cases:
             measured = measure(case, settings, options, scratch, clock)
@@ -106,6 +111,7 @@ def read_options() -> argparse.Namespace:
         metavar="NAME",
         help=f"programs: {', '.join(VARIANTS)}; the default is {', '.join(MAIN)}",
     )
+    add("--model", help="a directory or a hub name, in place of models of random weights")
     add("--rounds", type=int, default=2, help="measured steps of each")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
     add("--threads", type=int, default=2)
@@ -121,16 +127,22 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def prepare(
-    scratch: Path, shape: Shape, options: argparse.Namespace
-) -> tuple[dict[str, Any], list[int]]:
+def prepare(scratch: Path, options: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
     """Both models and the prompts on disk: the settings of every worker, and lengths of prompts."""
+    from transformers import AutoTokenizer
+
     from laurel.models.loading.pretrained import train_tokenizer
 
     solved = read_problems()
-    tokenizer = train_tokenizer(solved, vocab_size=shape.vocabulary)
-    save_policy(scratch / "policy", shape, tokenizer)
-    save_classifier(scratch / "reward", shape, tokenizer)
+    if options.model:
+        save_endless_policy(options.model, scratch / "policy", solved[:8])
+        save_pretrained_classifier(options.model, scratch / "reward")
+    else:
+        shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
+        trained = train_tokenizer(solved, vocab_size=shape.vocabulary)
+        save_policy(scratch / "policy", shape, trained)
+        save_classifier(scratch / "reward", shape, trained)
+    tokenizer: Any = AutoTokenizer.from_pretrained(scratch / "policy")
 
     def length(prompt: str) -> int:
         return len(

@@ -149,6 +149,63 @@ def save_classifier(directory: Path, shape: Shape, tokenizer: Any) -> None:
     tokenizer.save_pretrained(directory)
 
 
+def save_pretrained_classifier(name: str, directory: Path) -> None:
+    """A model of a hub name or a directory, with a head of one label from a fixed seed."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(0)
+    make: Any = AutoModelForSequenceClassification
+    model = make.from_pretrained(name, num_labels=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+
+
+def save_endless_policy(name: str, directory: Path, texts: Sequence[str]) -> None:
+    """A chat model of a hub name or a directory that writes as much as it may.
+
+    The embeddings of its special tokens, which the head multiplies with, are turned against what
+    its last hidden states have in common over some texts, so that it never draws one.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    make: Any = AutoModelForCausalLM
+    model = make.from_pretrained(name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    with torch.no_grad():
+        ids = tokenizer("\n".join(texts), return_tensors="pt")["input_ids"][:, :512]
+        hidden = model.model(input_ids=ids).last_hidden_state[0]
+        common = hidden.mean(0)
+        common *= 100 / common.square().sum()
+        if not (hidden @ common).min() > 0:
+            raise SystemExit(f"{name}: its hidden states have no direction in common")
+        head = model.get_output_embeddings().weight
+        for token in tokenizer.all_special_ids:
+            head[token] = -common
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)
+
+
+def shape_of(directory: Path) -> Shape:
+    """The sizes of a saved decoder."""
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(directory)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=size,
+        feed_forward=config.intermediate_size,
+        vocabulary=config.vocab_size,
+    )
+
+
 def save_policy(directory: Path, shape: Shape, tokenizer: Any) -> None:
     """A causal language model with random weights that never ends its turn.
 

@@ -21,7 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from material import DATA_SETS, choose, data_set, load_rows, write_conversational
+from material import (
+    DATA_SETS,
+    choose,
+    data_set,
+    load_rows,
+    save_pretrained_classifier,
+    write_conversational,
+)
 from rounds import machine, table, write_json
 
 HERE = Path(__file__).parent
@@ -38,7 +45,7 @@ def main() -> None:
         usable = [row for row in load_rows(dataset) if letters(row) <= options.letters]
         write_conversational(choose(usable, options.pairs * options.steps), rows)
     if not (model / "config.json").is_file():
-        save_classifier(options.model, model)
+        save_pretrained_classifier(options.model, model)
     ours = laurel_losses(model, rows, work, options)
     theirs = trl_losses(model, rows, work, options)
     differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
@@ -86,20 +93,6 @@ def letters(row: Any) -> int:
     group = row.group
     turns = [*group.prompt, *(m for one in group.completions_G for m in one.messages)]
     return sum(len(turn.content) for turn in turns)
-
-
-def save_classifier(name: str, directory: Path) -> None:
-    """Write the model with a head of one label, from a fixed seed."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    torch.manual_seed(0)
-    make: Any = AutoModelForSequenceClassification
-    model = make.from_pretrained(name, num_labels=1, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    tokenizer.save_pretrained(directory)
-    model.save_pretrained(directory)
 
 
 def laurel_losses(model: Path, rows: Path, work: Path, options: argparse.Namespace) -> list[float]:

@@ -27,6 +27,8 @@ from material import (
     load_rows,
     missing_data,
     save_model,
+    save_pretrained_classifier,
+    shape_of,
     texts_of,
     write_conversational,
 )
@@ -83,9 +85,13 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine(), "options": vars(options), "data": {}}
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as scratch:
         model_dir = Path(scratch) / "model"
-        shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
-        texts = (text for name in names for text in texts_of(DATA_SETS[name].path))
-        save_model(model_dir, shape, texts)
+        if options.model:
+            save_pretrained_classifier(options.model, model_dir)
+            shape = shape_of(model_dir)
+        else:
+            shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
+            texts = (text for name in names for text in texts_of(DATA_SETS[name].path))
+            save_model(model_dir, shape, texts)
         for name in names:
             measured = measure(DATA_SETS[name], options, model_dir, Path(scratch))
             result["data"][name] = measured
@@ -114,6 +120,7 @@ def read_options() -> argparse.Namespace:
         metavar="NAME",
         help=f"ways to train: {', '.join(VARIANTS)}; the default is {', '.join(MAIN)}",
     )
+    add("--model", help="a directory or a hub name, in place of a model of random weights")
     add("--own-variants", action="store_true", help="all of Laurel's ways, without the peer")
     add("--rounds", type=int, default=3, help="repeats of each; the others once")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])

@@ -185,8 +185,9 @@ def generator_of(
     generator = GeneratorReplicas(
         make,
         count,
-        transfer=WeightTransfer(name=way),
-        bucket_bytes=options.bucket_mib and options.bucket_mib << 20,
+        transfer=WeightTransfer(
+            name=way, bucket_bytes=options.bucket_mib and options.bucket_mib << 20
+        ),
     )
     stack.callback(generator.close)
     return generator, groups

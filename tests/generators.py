@@ -24,6 +24,7 @@ from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.replicas import GeneratorReplicas
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.generation.weights.probe import model_logprobs
+from laurel.generation.weights.routes import WeightTransfer
 from laurel.models.forest.policy import PolicyModel
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest, SamplingParams, Weights
@@ -149,7 +150,7 @@ def ray_replicas() -> Iterator[Setup]:
             ray_engines.groups(cluster, maker, 2),
             2,
             probe=functools.partial(model_logprobs, policy),
-            bucket_bytes=20_000,
+            transfer=WeightTransfer(name="object_store", bucket_bytes=20_000),
         )
         stack.callback(generator.close)
         yield Setup(

@@ -29,6 +29,7 @@ def labels(
     used: Sequence[bool] | None = None,
     old: Rows | None = None,
     reference: Rows | None = None,
+    teacher: Rows | None = None,
     rewards: Sequence[float | None] | None = None,
 ) -> PolicyLabels:
     """A group; without masks, every token is the policy's and every completion in use."""
@@ -40,6 +41,7 @@ def labels(
         behaviour_GL=streams(behaviour),
         old_GL=None if old is None else streams(old),
         reference_GL=None if reference is None else streams(reference),
+        teacher_GL=None if teacher is None else streams(teacher),
         rewards_G=tuple(rewards or (1.0,) * len(behaviour)),
     )
 

@@ -12,7 +12,7 @@ import torch
 
 from laurel.environments.interface import EnvironmentInterface
 from laurel.environments.math_environment import MathEnvironment
-from laurel.grpo.rollouts import Rollouts
+from laurel.grpo.rollouts import RolloutLimits, Rollouts
 from laurel.types import (
     Conversation,
     EnvironmentReturn,
@@ -138,7 +138,7 @@ class Judge(EnvironmentInterface):
     """Judges by a function of the latest answer and the metadata; remembers its calls.
 
     The verdict is a dictionary: `reward` (or `rewards`, named), `over`, `observation`, `stops`,
-    `metadata`, `failure`, `answer`, `note`, `steps`.
+    `metadata`, `failure`, `answer`, `note`, `steps`, `invalid`.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class Judge(EnvironmentInterface):
             failures=[v.get("failure") for v in verdicts],
             notes=[v.get("note") for v in verdicts],
             steps=[v.get("steps") for v in verdicts],
+            invalid_calls=[v.get("invalid", False) for v in verdicts],
         )
 
     def close_conversations(self, metadata: Sequence[Any]) -> None:
@@ -221,11 +222,19 @@ def rollout(text: str, reward: float | None, **changes: Any) -> Rollout:
 
 
 def rollout_group(
-    *rollouts: Rollout, prompt: str = "abc", name: str = "judge", **metadata: Any
+    *rollouts: Rollout,
+    prompt: str = "abc",
+    name: str = "judge",
+    greedy: Rollout | None = None,
+    **metadata: Any,
 ) -> RolloutGroup:
     asked = task(prompt, name=name, **metadata)
     return RolloutGroup(
-        id=f"g-{prompt}", task=asked, prompt_ids=ids_of(prompt), rollouts_G=rollouts
+        id=f"g-{prompt}",
+        task=asked,
+        prompt_ids=ids_of(prompt),
+        rollouts_G=rollouts,
+        greedy=greedy,
     )
 
 
@@ -233,9 +242,10 @@ def rollouts_of(generator: ScriptedGenerator, **options: Any) -> Rollouts:
     """With one environment called `judge`, unless `environments` are given."""
     judge = options.pop("judge", None)
     environments = options.pop("environments", None) or {"judge": judge or Judge()}
-    defaults: dict[str, Any] = {"max_turns": 1, "max_length": 64, "seed": 7}
     chat = options.pop("chat", None) or ByteChat()
-    return Rollouts(generator, environments, chat, **(defaults | options))
+    whole = {"seed": 7} | {k: options.pop(k) for k in ("seed", "per_step") if k in options}
+    limits = RolloutLimits(**({"max_turns": 1, "max_length": 64} | options))
+    return Rollouts(generator, environments, chat, limits, **whole)
 
 
 HOOKS: dict[str, Callable[[], None]] = {}

@@ -202,6 +202,17 @@ class House:
             and words[node.name] == 2
         ]
 
+    def functions(self) -> Iterator[tuple[str, int, int]]:
+        """Every function, with its lines and its parameters besides `self` and `cls`."""
+        for name, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    of = node.args
+                    known = [one.arg for one in (*of.posonlyargs, *of.args, *of.kwonlyargs)]
+                    parameters = [one for one in known if one not in ("self", "cls")]
+                    length = (node.end_lineno or node.lineno) - node.lineno + 1
+                    yield f"{name}:{node.lineno} {node.name}", length, len(parameters)
+
     def skips(self) -> list[str]:
         """Lines that the formatter leaves as they are."""
         return [
@@ -294,6 +305,8 @@ def bars(*, traced: bool = True) -> list[Bar]:
     strangers = [name for name in visited if name.split("/")[0] not in OF_RUNS]
     skips, twice = house.skips(), house.names_defined_twice()
     once = house.private_functions_named_once()
+    long = tuple(name for name, length, _ in house.functions() if length > 80)
+    wide = tuple(name for name, _, parameters in house.functions() if parameters > 8)
     thousands = lines(house.texts.values()) / 1000
     found = [
         Bar("circles of imports", len(circles), 0, held=True, where=tuple(map(" ".join, circles))),
@@ -301,6 +314,8 @@ def bars(*, traced: bool = True) -> list[Bar]:
         Bar("files a run's configuration visits", len(visited), 16, True, tuple(visited)),
         Bar("of these outside of the rooms of runs", len(strangers), 0, True, tuple(strangers)),
         Bar("public names defined more than once", len(twice), 10, True, tuple(twice)),
+        Bar("functions of more than 80 lines", len(long), 7, True, long),
+        Bar("functions of more than 8 parameters", len(wide), 12, True, wide),
         # At most 4 per 1,000 lines.
         Bar("private functions named once", len(once), int(4 * thousands), False, tuple(once)),
     ]

@@ -183,7 +183,7 @@ def main() -> None:
             optimizer=config.policy.optimizer.name.rpartition(".")[2],
         )
         steps, meter = Steps(training, position), Meter()
-        stack.enter_context(training.progress)
+        stack.enter_context(training.services.progress)
         while (command := channel.next_command())["do"] == "steps":
             meter.start()
             for _ in range(command["count"]):

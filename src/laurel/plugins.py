@@ -75,6 +75,9 @@ class Loss(Choice):
 
     clips: ClassVar[bool] = True
     """Whether `ratio_clip_min` and `ratio_clip_max` are read; then clipped ratios are counted."""
+    of_completions: ClassVar[bool] = False
+    """Whether all tokens of a completion have one loss. Then `token_level_loss: true` and
+    advantages of tokens are refused."""
 
     def unread(self, settings: Any) -> dict[str, str]:
         """Return the keys of `loss_fn` that are not read with this loss, with the reasons.
@@ -136,6 +139,15 @@ class Advantage(Choice):
     whitens: ClassVar[bool] = False
     """Whether it divides by the deviation of the whole batch, whatever `scale` says. Then a
     baseline is no must."""
+    divides: ClassVar[bool] = True
+    """Whether it divides by the deviation that `scale` names; otherwise `scale` is refused."""
+    baseline: ClassVar[Literal["mean", "own", "greedy"]] = "mean"
+    """What is subtracted from a reward:
+
+    - `mean`: the mean of the group, or of its other completions (`use_leave_one_out_baseline`)
+    - `own`: what the estimator makes of the group
+    - `greedy`: the reward of a completion that is sampled besides, at temperature 0
+    """
     keys: ClassVar[Collection[str]] = ()
     """What it reads of those keys of `grpo.adv_estimator` that not all estimators read."""
 

@@ -586,8 +586,8 @@ class _SixFields(NamedTuple):
 class EnvironmentReturn(_SixFields):
     """The results of an environment for a batch of conversations, in order.
 
-    It unpacks into the six fields that environments of NeMo RL return; `failures`, `notes`, `steps`
-    and `components` are attributes beside them.
+    It unpacks into the six fields that environments of NeMo RL return; `failures`, `notes`,
+    `steps`, `components` and `invalid_calls` are attributes beside them.
     """
 
     failures: list[str | None] | None = None
@@ -605,6 +605,9 @@ class EnvironmentReturn(_SixFields):
     """
     components: Sequence[Mapping[str, float]] | None = None
     """Named components of each reward, which GDPO compares, where `rewards` is not their sum."""
+    invalid_calls: Sequence[bool] | None = None
+    """Whether the last message of each conversation has a call of a tool that cannot be read, or
+    names no tool or wrong arguments (`grpo.invalid_tool_call_advantage`)."""
 
     def __new__(
         cls,
@@ -618,13 +621,14 @@ class EnvironmentReturn(_SixFields):
         notes: Sequence[Any] | None = None,
         steps: Sequence[Sequence[StepReward] | None] | None = None,
         components: Sequence[Mapping[str, float]] | None = None,
+        invalid_calls: Sequence[bool] | None = None,
     ) -> EnvironmentReturn:
         """Make the six fields, and the attributes beside them."""
         made = super().__new__(
             cls, observations, metadata, next_stop_strings, rewards, terminateds, answers
         )
         made.failures, made.notes, made.steps = failures, notes, steps
-        made.components = components
+        made.components, made.invalid_calls = components, invalid_calls
         return made
 
     @property
@@ -634,6 +638,7 @@ class EnvironmentReturn(_SixFields):
             "notes": self.notes,
             "steps": self.steps,
             "components": self.components,
+            "invalid_calls": self.invalid_calls,
         }
 
     def _replace(self, **changes: Any) -> EnvironmentReturn:
@@ -681,6 +686,8 @@ class Rollout:
     """Finding of the environment, as in `EnvironmentReturn.notes`."""
     steps: tuple[StepReward, ...] | None = None
     """Rewards of its steps; None where the environment gives none."""
+    invalid_turns: tuple[int, ...] = ()
+    """The policy's turns, from 0, whose calls of tools were invalid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -692,6 +699,9 @@ class RolloutGroup:
     task: Task
     prompt_ids: TokenIds
     rollouts_G: tuple[Rollout, ...]
+    greedy: Rollout | None = None
+    """The greedy completion, where an estimator of advantages compares with it; it is not learned
+    from."""
 
     def tokens(self) -> TokenGroup:
         """Convert the group to tokens for the learner: the prompt is the trunk."""

@@ -47,8 +47,7 @@ class Playing:
         self.generator = GeneratorReplicas(
             self.make,
             count,
-            transfer=WeightTransfer(name=way),
-            bucket_bytes=BUCKET,
+            transfer=WeightTransfer(name=way, bucket_bytes=BUCKET),
             patience=patience,
             say=self.said.append,
             **options,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import runs
-from laurel.cli.score import run_score
+from laurel.cli.score import RowsFile, run_score
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.rewards.open import load_scorer
@@ -36,7 +36,12 @@ def said_by_score(model, path, capsys):
     options = ScorerSpec(device="cpu")
     capsys.readouterr()
     code = run_score(
-        str(path), model=str(model), output=None, as_json=True, options=options, cpu_threads=1
+        RowsFile(file=str(path)),
+        model=str(model),
+        output=None,
+        as_json=True,
+        options=options,
+        cpu_threads=1,
     )
     assert code == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -18,6 +18,7 @@ from laurel.extensions.doctor.doctor import PROBES
 from laurel.extensions.doctor.machine import measure_products
 from laurel.extensions.server.replicas import ModelWorker
 from laurel.extensions.server.service import ServingSpec
+from laurel.extensions.starter.options import InitOptions
 from laurel.extensions.starter.starter import run_init
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.checkpoint.state import random_states, restore_random_states
@@ -63,7 +64,8 @@ def test_the_doctor_finds_the_gpus():
 
 def test_a_starter_counts_the_gpus(tmp_path):
     path = tmp_path / "starter.yaml"
-    run_init(task="rm", model="scratch", data="someone/preferences", output=path)
+    options = InitOptions(task="rm", model="scratch", data="someone/preferences", output=path)
+    run_init(options)
     config = load_config(RewardTrainingRun, path, []).config
     several = torch.cuda.device_count() if find_spec("ray") else 1
     assert config.cluster.gpus_per_node == several

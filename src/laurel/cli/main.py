@@ -129,7 +129,7 @@ def score_command(
 
     Example: laurel score rows.jsonl -m results/rm/best data.prompt_key=question
     """
-    from laurel.cli.score import run_score
+    from laurel.cli.score import RowsFile, run_score
     from laurel.config.overrides import column_overrides
 
     # Words that set a key may stand before the file, or without one.
@@ -142,11 +142,9 @@ def score_command(
     )
     is_skip = columns.pop("on_bad_row", "error") == "skip"
     exit_code = run_score(
-        file,
+        RowsFile(file=file, columns=columns, on_bad_row="skip" if is_skip else "error"),
         model=model,
         judge_file=judge,
-        columns=columns,
-        on_bad_row="skip" if is_skip else "error",
         output=output,
         as_json=as_json,
         options=options.spec(),

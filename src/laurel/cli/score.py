@@ -35,19 +35,60 @@ ScoreRows = Callable[["Sequence[Group]", Advance], "list[tuple[Score, ...]]"]
 Write = Callable[[ScoredRows], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsFile:
+    """The rows to score, as `data.conversations` reads them."""
+
+    file: str
+    """`-` is standard input."""
+    columns: Mapping[str, str] | None = None
+    """Keys of `data` and the names of their columns."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Whether a row that cannot be read is an error, or gets a failure for a score."""
+    stdin: IO[bytes] | None = None
+    """A stream that is read in place of this process's standard input."""
+
+    def _read(self, notes: ColumnNotes | None) -> Iterator[ScoringRow]:
+        return read_scoring_rows(
+            self.file,
+            columns=self.columns,
+            on_bad_row=self.on_bad_row,
+            stdin=self.stdin,
+            notes=notes,
+        )
+
+    def open(self, notes: ColumnNotes, say: Say) -> tuple[Iterator[ScoringRow], int | None]:
+        """Open the rows, and count them if that is possible."""
+        if self.file != STDIN and Path(self.file).expanduser().is_file():
+            # One pass before anything is scored: a bad row at the end is reported now, not in
+            # hours.
+            problems = [row.problem for row in self._read(notes)]
+            if problems and all(problems):
+                count = counted(len(problems), "row")
+                raise DataError(
+                    f"{self.file}: none of its {count} can be read; the first: {problems[0]}"
+                )
+            return self._read(None), len(problems)
+        if self.file == STDIN and self.stdin is None and sys.stdin.isatty():
+            say(
+                "reading conversations from the terminal, one JSON object per line; Ctrl-D ends "
+                "them"
+            )
+        rows = self._read(notes)
+        first = next(rows)  # raises a DataError if there are no rows
+        return chain([first], rows), None
+
+
 def run_score(
-    file: str,
+    rows_file: RowsFile,
     *,
     model: str,
     judge_file: Path | None = None,
-    columns: Mapping[str, str] | None = None,
-    on_bad_row: Literal["error", "skip"] = "error",
     output: Path | None,
     as_json: bool,
     options: ScorerSpec,
     settings: Sequence[str] = (),
     cpu_threads: int | None = None,
-    stdin: IO[bytes] | None = None,
 ) -> int:
     """Score every row of a file or of standard input, in order.
 
@@ -55,17 +96,14 @@ def run_score(
     not at all; messages go to standard error. Everything that needs no model is checked first.
 
     Args:
-        file: The rows, as `data.conversations` reads them; `-` is standard input.
+        rows_file: The rows, and how they are read.
         model: A directory or a hub name, as `rewards.spec.find_model` reads it.
         judge_file: The file of a judge that scores in place of a model.
-        columns: Keys of `data` and the names of their columns.
-        on_bad_row: Whether a row that cannot be read is an error, or gets a failure for a score.
         output: The file that JSON lines are written to.
         as_json: Print JSON lines.
         options: How the model is loaded and scores.
         settings: The settings of `--set`, as `policy_of_settings` reads them.
         cpu_threads: The number of threads on a CPU; None is one per core.
-        stdin: A stream that is read in place of this process's standard input.
 
     Returns:
         The exit code: 1 if a completion has no score, or none could be read; otherwise 0.
@@ -81,15 +119,9 @@ def run_score(
     spec = options if judge is not None else asked_scorer(model, options)
     # Before the model is loaded: that it cannot be written is known at once.
     if output is not None:
-        check_output(output, read_from=file)
+        check_output(output, read_from=rows_file.file)
     notes = ColumnNotes()
-
-    def opened(notes: ColumnNotes | None) -> Iterator[ScoringRow]:
-        return read_scoring_rows(
-            file, columns=columns, on_bad_row=on_bad_row, stdin=stdin, notes=notes
-        )
-
-    rows, num_rows = _open_rows(opened, notes, file, stdin, say)
+    rows, num_rows = rows_file.open(notes, say)
     tally = Tally()
     with if_interrupted(lambda: tally.kept(output)), ExitStack() as stack:
         has_values = False
@@ -110,7 +142,7 @@ def run_score(
             tally.contract = scorer.contract
             if rules.steps is not None:
                 separator = rules.steps.separator
-                rows = (with_steps_joined(row, separator, on_bad_row) for row in rows)
+                rows = (with_steps_joined(row, separator, rows_file.on_bad_row) for row in rows)
         write = _writer(stack, output, as_json=as_json, has_values=has_values)
         shares_screen = (as_json or output is None) and json_stream().isatty()
         progress = RowProgress(messages, num_rows, chunk=CHUNK, shares_screen=shares_screen)
@@ -125,28 +157,6 @@ def run_score(
         say(f"wrote the scores to {output}")
     is_all_bad = tally.num_bad_rows > 0 and not tally.num_completions
     return 1 if tally.num_failed or is_all_bad else 0
-
-
-def _open_rows(
-    opened: Callable[[ColumnNotes | None], Iterator[ScoringRow]],
-    notes: ColumnNotes,
-    file: str,
-    stdin: IO[bytes] | None,
-    say: Say,
-) -> tuple[Iterator[ScoringRow], int | None]:
-    """Open the rows, and count them if that is possible."""
-    if file != STDIN and Path(file).expanduser().is_file():
-        # One pass before anything is scored: a bad row at the end is reported now, not in hours.
-        problems = [row.problem for row in opened(notes)]
-        if problems and all(problems):
-            count = counted(len(problems), "row")
-            raise DataError(f"{file}: none of its {count} can be read; the first: {problems[0]}")
-        return opened(None), len(problems)
-    if file == STDIN and stdin is None and sys.stdin.isatty():
-        say("reading conversations from the terminal, one JSON object per line; Ctrl-D ends them")
-    rows = opened(notes)
-    first = next(rows)  # raises a DataError if there are no rows
-    return chain([first], rows), None
 
 
 def _scored(

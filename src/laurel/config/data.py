@@ -32,6 +32,9 @@ class SetConfig(Section):
     """Text file with `{}` where the first user message goes."""
     system_prompt_file: Annotated[str | None, MAY_CHANGE] = None
     """Text file put before every conversation as a system message."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of your own class. Keys of its block that Laurel does not know are added,
+    as in NeMo RL."""
     system_key: str | None = None
     """Column of the system message of a conversation that has none of its own. Null: `system`,
     `system_prompt` or `system_message`, where a row has a text there; `""`: none."""

@@ -146,6 +146,37 @@ class GenerationConfig(OpenSection):
 # The `loss_fn` section: what a policy's update minimises. Names follow NeMo RL's files.
 
 
+class DistillationConfig(Section):
+    """A teacher, from whose probabilities of the policy's own completions it learns.
+
+    Each token's advantage gets `weight` times how much likelier the teacher finds it than the
+    policy does: the gradient of the KL divergence of the policy from the teacher (on-policy
+    distillation, arXiv 2306.13649).
+    """
+
+    model_name: str | None = None
+    """Hub name or directory of the teacher, a causal language model with the policy's vocabulary;
+    it is computed beside the policy, on the same devices. Null: there is none."""
+    weight: float = Field(default=1.0, gt=0)
+    """Weight of the teacher's part of an advantage. Default: the divergence as it is."""
+    clamp_value: float | None = Field(default=20.0, gt=0)
+    """Largest difference of log-probabilities that counts. Default: that of
+    `kl_input_clamp_value`."""
+    rewards: bool = True
+    """Learn from rewards as well; false: from the teacher alone. Default: beside rewards."""
+
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> DistillationConfig:
+        fields = type(self).model_fields
+        changed = [key for key in fields if getattr(self, key) != fields[key].default]
+        if self.model_name is None and changed:
+            raise ValueError(
+                f"distillation.{changed[0]} has no effect without a teacher; set "
+                "distillation.model_name, or leave it out"
+            )
+        return self
+
+
 class PolicyLossConfig(OpenSection):
     """The loss of an update. Formulas: `laurel/training/policy_loss.py`."""
 
@@ -177,7 +208,8 @@ class PolicyLossConfig(OpenSection):
     ratios of 1."""
     loss_type: Annotated[str, NameOf("losses")] = "ppo"
     """`ppo`: the clipped ratio; `cispo`: its detached value times the log-probability; `reinforce`:
-    the log-probability. Default: GRPO's own."""
+    the log-probability; `gmpo`: the geometric mean of a completion's ratios; `sapo`: a smooth gate
+    in place of clipping; `dppo`: clipped by a divergence. Default: GRPO's own."""
     sequence_level_importance_ratios: bool = False
     """GSPO: one ratio per completion, the geometric mean over its tokens. Needs `token_level_loss:
     false`. Default: GRPO's ratios are those of tokens."""
@@ -205,6 +237,7 @@ class PolicyLossConfig(OpenSection):
     positive_example_nll_weight: float = Field(default=0.0, ge=0)
     """VAPO: weight of the negative log-likelihood of completions with positive rewards. Default: no
     part of GRPO."""
+    distillation: DistillationConfig = DistillationConfig()
     entropy: Annotated[bool, MAY_CHANGE] = True
     """Measure the policy's entropy over the tokens it wrote. Default: a collapse is first seen in
     it."""
@@ -216,7 +249,23 @@ class PolicyLossConfig(OpenSection):
                 "sequence_level_importance_ratios needs token_level_loss: false (GSPO)"
             )
         if self.model_fields_set:  # else the defaults, which stand in the schema
-            self.settings_of(plugins.Loss, self.loss_type)[0].check(self)
+            loss = self.settings_of(plugins.Loss, self.loss_type)[0]
+            loss.check(self)
+            if loss.of_completions and (self.token_level_loss or self.normalizer == "tokens"):
+                raise ValueError(
+                    f"loss_type={self.loss_type} is a loss of completions, which the mean over "
+                    "tokens would weigh by their length; set token_level_loss: false"
+                )
+        if self.distillation.model_name is not None and (
+            self.sequence_level_importance_ratios
+            or plugins.find(plugins.Loss, self.loss_type).of_completions
+        ):
+            key = "sequence_level_importance_ratios"
+            key = key if getattr(self, key) else f"loss_type={self.loss_type}"
+            raise ValueError(
+                f"{key} gives all tokens of a completion the same weight, and distillation has an "
+                "advantage for each; use one of them"
+            )
         for key, why in self._unread().items():
             default = type(self).model_fields[key].default
             if getattr(self, key) != default:
@@ -332,8 +381,10 @@ class AdvantageConfig(OpenSection):
 
     name: Annotated[str, NameOf("advantages")] = "grpo"
     """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
-    normalised over the batch; `reinforce_plus_plus`: over the batch. Default: the method the
-    command is named after."""
+    normalised over the batch; `reinforce_plus_plus`: over the batch; `gpg`: against the group, and
+    scaled up where groups have no signal; `opo`: longer completions weigh more in the group's mean;
+    `pass_at_k`: what a completion adds to the best of k; `remax`: against a greedy completion.
+    Default: the method the command is named after."""
     normalize_rewards: bool | None = None
     """Null is `grpo.normalize_rewards`."""
     use_leave_one_out_baseline: bool | None = None
@@ -512,6 +563,18 @@ class GRPOConfig(Section):
     """Lowest advantage. Default: nothing is cut."""
     advantage_clip_high: float | None = None
     """Highest advantage."""
+    malformed_thinking_advantage: float | None = None
+    """The advantage of every token of a turn whose `<think>` and `</think>` are not one pair in
+    order (the first may stand in the prompt), instead of its own. Below 0 it is unlearned, such as
+    -5. Default: rewards alone teach."""
+    invalid_tool_call_advantage: float | None = None
+    """The same of a turn with an invalid call of a tool, as environments say (`env.tools`: unread,
+    of no tool, with wrong arguments); it goes before the other."""
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
+    """Leave a completion out of the loss if the mean over its tokens of `e^|difference of
+    log-probabilities|` between generator and learner is larger, such as 2. Default: it costs
+    another pass where a batch has one update; `loss_fn.truncated_importance_sampling_type` needs
+    none."""
     overlong_filtering: bool = False
     """Leave cut-off completions out of the loss and of their group's statistics. Default: an answer
     without an end has its reward like any other."""
@@ -594,6 +657,17 @@ class GRPOConfig(Section):
             )
         if own.whitens:
             self._divides_by_nothing_else()
+        if not own.divides and (given.scale not in (None, "none") or given.normalize_rewards):
+            key = "normalize_rewards=true" if given.scale is None else f"scale={given.scale}"
+            raise ValueError(
+                f"adv_estimator.{key} has no effect: {given.name} divides by no deviation; leave "
+                "it out, or use adv_estimator.name=grpo"
+            )
+        if own.baseline != "mean" and given.use_leave_one_out_baseline:
+            raise ValueError(
+                f"adv_estimator.use_leave_one_out_baseline=true has no effect: {given.name} has a "
+                "baseline of its own; leave it out, or use adv_estimator.name=grpo"
+            )
         own.check(self)
         return self
 
@@ -653,11 +727,16 @@ class GRPOConfig(Section):
             if given.use_leave_one_out_baseline is None and not self.use_leave_one_out_baseline:
                 why = f"the baseline of {given.name} is the mean of the whole group"
                 found["use_leave_one_out_baseline"] = why
+        elif not own.divides:
+            if not self.normalize_rewards:
+                found["normalize_rewards"] = f"{given.name} divides by no deviation"
         elif given.scale is not None:
             if not self.normalize_rewards:
                 found["normalize_rewards"] = "adv_estimator.scale decides"
             if given.normalize_rewards is not None:
                 found["adv_estimator.normalize_rewards"] = "scale decides"
+        if own.baseline != "mean" and not self.use_leave_one_out_baseline:
+            found["use_leave_one_out_baseline"] = f"{given.name} has a baseline of its own"
         found |= own.without_effect(self)
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
             found["batch_multiplier"] = "use_dynamic_sampling is off"
@@ -672,15 +751,17 @@ class GRPOConfig(Section):
             normalize = self.normalize_rewards
         if self._estimator.whitens:
             return "batch"
+        if not self._estimator.divides:
+            return "none"
         return given.scale or ("group" if normalize else "none")
 
     @property
     def compares_within_groups(self) -> bool:
-        """Report whether a completion's baseline is a mean reward over its own group.
-
-        The mean may include the completion itself or not.
-        """
-        return not self._estimator.whitens or self.adv_estimator.minus_baseline
+        """Report whether a completion's baseline comes from the rewards of its own group."""
+        own = self._estimator
+        if own.baseline == "greedy":
+            return False
+        return not own.whitens or self.adv_estimator.minus_baseline
 
     @property
     def leaves_one_out(self) -> bool:
@@ -690,6 +771,8 @@ class GRPOConfig(Section):
         one that whitens, whose baseline is then the mean of the whole group.
         """
         chosen = self.adv_estimator
+        if self._estimator.baseline != "mean":
+            return False
         if chosen.use_leave_one_out_baseline is not None:
             return chosen.use_leave_one_out_baseline
         return self.use_leave_one_out_baseline and not self._estimator.whitens

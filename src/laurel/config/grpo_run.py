@@ -78,6 +78,15 @@ class GRPORun(Section):
                 "same weight in the gradient, so grpo.adv_estimator.per_step=true would have no "
                 "effect on which of them are learned; use one of them"
             )
+        if (
+            grpo.adv_estimator.per_step
+            and plugins.find(plugins.Loss, self.loss_fn.loss_type).of_completions
+        ):
+            raise ValueError(
+                f"loss_fn.loss_type={self.loss_fn.loss_type} has one loss for all tokens of a "
+                "completion, and grpo.adv_estimator.per_step=true an advantage for each; use one "
+                "of them"
+            )
         transform = self.env.reward_model.transform
         if grpo.adv_estimator.per_step and transform.clip and transform.normalize != "none":
             raise ValueError(

@@ -11,12 +11,19 @@ The tables of these keys and features are in `nemo_rl.yaml`.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.schema_info import Kinds, is_mapping, kind_that_fits, step_into
+from laurel.config.schema_info import (
+    Kinds,
+    is_mapping,
+    kind_that_fits,
+    sections_of,
+    step_into,
+)
 from laurel.config.yaml_tree import (
     MISSING,
     KeyPath,
@@ -27,6 +34,7 @@ from laurel.config.yaml_tree import (
     find_node,
     foreign,
     graft,
+    nearest,
     nemo_rl_tables,
     overlay,
     plain_values,
@@ -190,6 +198,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
     if "data" in schema.model_fields:
         _name_validation_sets(work, schema, values, problems)
         _fill_sets(work, schema, values, problems)
+        _give_own_keywords(work, schema, values)
     problems += _heads_out_of_place(schema, values)
     if "policy" in schema.model_fields:
         _take_budget_of_padded_rows(work, values)
@@ -547,6 +556,36 @@ def _fill_sets(work: Adapted, schema: type[Section], values: _Values, problems: 
         is_unknown = step_into(of_sets, key).standing == "unknown"  # reported where it is put
         if (is_field or is_unknown) and not is_of_all and _at(work.tree, f"data.{key}") is None:
             work.tree = with_key(work.tree, ["data", key], value)
+
+
+def _give_own_keywords(work: Adapted, schema: type[Section], values: _Values) -> None:
+    """Move what Laurel does not know in the block of a class of the user's own to `kwargs`."""
+    for name in ("train", "validation"):
+        if (block := _block_at(work, values, f"data.{name}")) is not None:
+            kinds = _kinds_of_sets(schema, name)
+            work.tree = with_key(work.tree, ["data", name], _with_keywords(block, kinds, kinds))
+
+
+def _with_keywords(block: YamlNode, kinds: Kinds, of_sets: Kinds) -> YamlNode:
+    if isinstance(block.value, list):
+        return YamlNode([_with_keywords(one, (), of_sets) for one in block.value], block.place)
+    if _are_named(block, kinds):
+        named = {name: _with_keywords(one, (), of_sets) for name, one in block.value.items()}
+        return YamlNode(named, block.place)
+    said = block.value.get("dataset_name") if isinstance(block.value, dict) else None
+    if said is None or not re.search(r"[.:]", str(said.value)):
+        return block
+    known = [key for one in sections_of(of_sets) for key in (*one.model_fields, *one.foreign_keys)]
+    own = {
+        key: value
+        for key, value in block.value.items()
+        if key not in known and nearest(key, known) is None
+    }
+    if not own:
+        return block
+    kept = {key: value for key, value in block.value.items() if key not in own}
+    given = kept.get("kwargs", YamlNode({}, block.place))
+    return YamlNode({**kept, "kwargs": overlay(YamlNode(own, block.place), given)}, block.place)
 
 
 def _block_at(work: Adapted, values: _Values, key: str) -> YamlNode | None:

@@ -39,21 +39,22 @@ from laurel.data.reading import (
     LeftOutRow,
     OpenedSet,
     UnusualRoles,
-    held_out_prompts,
+    hold_out_of_sets,
     open_set,
     read_sets,
-    split,
 )
-from laurel.data.report import TextReport, conversation_fingerprint, no_rows_left
+from laurel.data.report import TextReport, no_rows_left
 from laurel.data.sources import (
     Row,
     UnusableRow,
     answer,
     as_row,
+    is_import_path,
     is_list,
     json_lines,
     locate,
     messages,
+    own_validation_split,
     read_rows,
     required,
     text,
@@ -429,16 +430,25 @@ def load_demonstration_data(data: DemonstrationDataConfig) -> DemonstrationData:
         sets, name="train", on_bad_row=data.on_bad_row, limit=data.max_samples
     )
     loaded = DemonstrationData(train, [], {"train": report})
-    if data.validation_sets():
+    validation_sets = data.validation_sets()
+    asks_share = any(block.split_validation_size for block in sets) or (
+        bool(data.split_validation_size) and "split_validation_size" in data.model_fields_set
+    )
+    if not validation_sets and not asks_share:
+        validation_sets = [
+            block.model_copy(update={"split": split})
+            for block in sets
+            if is_import_path(block.dataset_name or "")
+            and (split := own_validation_split(block)) is not None
+        ]
+    if validation_sets:
         validation, loaded.reports["validation"] = load_demonstrations(
-            data.validation_sets(), name="validation", on_bad_row=data.on_bad_row
+            validation_sets, name="validation", on_bad_row=data.on_bad_row
         )
         return loaded._replace(validation=validation)
-    said = [block for block in sets if block.split_validation_size]
-    share = max((block.split_validation_size for block in said), default=data.split_validation_size)
-    if not share:
+    kept, held = hold_out_of_sets(train, sets, data)
+    if not held:
         return loaded
-    kept, held = hold_out_dialogues(train, share=share, seed=said[0].seed if said else data.seed)
     loaded.reports["validation"] = report.move_out(kept=kept, held_out=held, name="validation")
     return loaded._replace(train=kept, validation=held)
 
@@ -462,20 +472,6 @@ def load_demonstrations(
         DataError: A file or a row cannot be used, or no row of a set is left.
     """
     return read_sets(sets, partial(_load, on_bad_row=on_bad_row), name=name, limit=limit)
-
-
-def hold_out_dialogues(
-    dialogues: Sequence[Dialogue], *, share: float, seed: int
-) -> tuple[list[Dialogue], list[Dialogue]]:
-    """Split conversations into (train, validation), with about `share` of them held out.
-
-    Conversations with equal prompts stay on one side.
-
-    Raises:
-        DataError: There are fewer than two different prompts.
-    """
-    prompts = [conversation_fingerprint(dialogue.prompt) for dialogue in dialogues]
-    return split(dialogues, prompts, held_out_prompts(prompts, share=share, seed=seed))
 
 
 def _load(

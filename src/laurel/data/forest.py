@@ -158,7 +158,8 @@ def shared_parts(
     """
     whose = [index for index, group in enumerate(groups) for _ in group.branches_ids_G]
     runs = prefix_trees(whole_sequences(groups), least_shared)
-    tree, tree_of = -1, {}
+    tree = -1
+    tree_of: dict[int, int] = {}
     for run in runs:
         tree += run.parent < 0
         for sequence in run.ended:

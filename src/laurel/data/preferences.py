@@ -37,7 +37,6 @@ from laurel.data.sources import (
     Row,
     UnusableRow,
     answer,
-    has_own_split,
     integer,
     is_import_path,
     is_list,
@@ -47,6 +46,7 @@ from laurel.data.sources import (
     messages,
     number,
     number_at,
+    own_validation_split,
     parse_transcript,
     required,
     speaker,
@@ -129,17 +129,18 @@ def load_preferences(
 def own_validation_preferences(config: DatasetConfig) -> DatasetConfig | None:
     """Return the validation set that comes with the data set; None if there is none.
 
-    HelpSteer3 on the hub has one, and so has a class of the user's own whose `formatted_ds` holds a
-    `validation` split.
+    HelpSteer3 on the hub has one, and so may a class of the user's own have
+    (`own_validation_split`).
     """
     name = config.dataset_name
     if name is None:
         return None
     if name in DATASET_CLASSES:
         has_one = DATASET_CLASSES[name].has_validation and config.data_path is None
+        split = "validation" if has_one else None
     else:
-        has_one = is_import_path(name) and has_own_split(config, "validation")
-    return config.model_copy(update={"split": "validation"}) if has_one else None
+        split = own_validation_split(config) if is_import_path(name) else None
+    return None if split is None else config.model_copy(update={"split": split})
 
 
 def hold_out(

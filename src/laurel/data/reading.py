@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from laurel.data.report import Reason, RowReport, origin_of
+from laurel.config.data import TextDataConfig, TextSetConfig
+from laurel.data.report import Reason, RowReport, conversation_fingerprint, origin_of
 from laurel.data.sources import (
     LEAVE_OUT,
     Row,
@@ -248,6 +249,11 @@ def open_set(
             parts=(),
             rows=own.rows,
         )
+    if config.kwargs:
+        raise DataError(
+            f"data set '{report.name}': kwargs ({', '.join(config.kwargs)}) are for a class of "
+            "your own, whose import path is data.dataset_name; leave them out"
+        )
     path = config.data_path
     parts: HubParts = ((config.subset, config.split),)
     if path is None:
@@ -474,6 +480,52 @@ def held_out_prompts(prompts: Sequence[bytes], *, share: float, seed: int) -> se
     if not held_out:
         held_out.add(min(shuffled, key=lambda prompt: counts[prompt]))
     return held_out
+
+
+class _Prompted(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def prompt(self) -> Conversation: ...
+
+
+P = TypeVar("P", bound=_Prompted)
+
+
+def hold_out_of_sets(
+    items: Sequence[P], sets: Sequence[TextSetConfig], data: TextDataConfig
+) -> tuple[list[P], list[P]]:
+    """Split the items of training sets into (train, validation).
+
+    The share and the seed are those of each set, or else those of `data`. Items with equal prompts
+    stay on one side.
+
+    Raises:
+        DataError: A set has fewer than two different prompts.
+    """
+    by_split: dict[tuple[float, int], list[int]] = {}
+    for index, config in enumerate(sets):
+        said = config.model_fields_set
+        share = (config if "split_validation_size" in said else data).split_validation_size
+        seed = (config if "seed" in said else data).seed
+        if share:
+            by_split.setdefault((share, seed), []).append(index)
+    if not by_split:
+        return list(items), []
+    prompts = [conversation_fingerprint(item.prompt) for item in items]
+    held_out: set[bytes] = set()
+    for (share, seed), indices in by_split.items():
+        # With the colon: train-1 is also how train-10 begins.
+        starts = tuple(f"train-{index + 1}:" for index in indices)
+        of_these_sets = [
+            prompt
+            for item, prompt in zip(items, prompts, strict=True)
+            if len(sets) == 1 or item.id.startswith(starts)
+        ]
+        if of_these_sets:
+            held_out |= held_out_prompts(of_these_sets, share=share, seed=seed)
+    return split(items, prompts, held_out)
 
 
 def prompts_of_folds(prompts: Sequence[bytes], num_folds: int, seed: int) -> list[set[bytes]]:

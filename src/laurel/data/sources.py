@@ -1134,6 +1134,8 @@ def _quiet() -> Iterator[None]:
 
 SetConfig = TypeVar("SetConfig", DatasetConfig, TaskSetConfig, DemonstrationSetConfig)
 
+_HELD_OUT = ":val_dataset"
+"""Ends the name of a split for the rows that the user's class holds out of it."""
 _ACTED_ON_HERE = frozenset(
     {
         "split",
@@ -1172,8 +1174,9 @@ def open_own(config: SetConfig) -> OwnRows[SetConfig]:
     """Call the class or function that the configuration names, and open the configured split.
 
     The split is `train` by default. A class is called with those values of the configuration that
-    are set and that it accepts; it has `formatted_ds` (rows, or rows by split) and optionally
-    `task_spec`. A function returns the rows, or rows by split, itself.
+    are set and that it accepts; it has `formatted_ds` (rows, or rows by split) or, as a class for
+    NeMo RL since 2026, `dataset`, `val_dataset` and `task_name`; optionally `task_spec`, or
+    `set_task_spec`, which makes it. A function returns the rows, or rows by split, itself.
 
     Raises:
         DataError: The object cannot be imported or called, or has no such split.
@@ -1187,18 +1190,22 @@ def open_own(config: SetConfig) -> OwnRows[SetConfig]:
         config=type(config)(
             **config.model_dump(exclude_unset=True, exclude=set(filter(_is_column, accepted)))
         ),
-        task_name=getattr(task, "task_name", None),
+        task_name=getattr(task, "task_name", None) or getattr(made, "task_name", None),
         prompt_file=getattr(task, "prompt_file", None),
         system_prompt_file=getattr(task, "system_prompt_file", None),
         notes=[f"{path} takes no {key}, so data.{key} has no effect" for key in ignored],
     )
 
 
-def has_own_split(config: SetConfig, split: str) -> bool:
-    """Report whether the user's class or function supplies rows by split and has the given one."""
+def own_validation_split(config: SetConfig) -> str | None:
+    """Return the split with the validation rows of the user's class or function, if it has any."""
     made, _, _ = _make(config.dataset_name or "", config)
-    rows = getattr(made, "formatted_ds", made)
-    return isinstance(rows, Mapping) and rows.get(split) is not None
+    rows = _rows_of(made)
+    if isinstance(rows, Mapping) and rows.get("validation") is not None:
+        return "validation"
+    return (
+        None if getattr(made, "val_dataset", None) is None else f"{config.split or ''}{_HELD_OUT}"
+    )
 
 
 def _is_column(key: str) -> bool:
@@ -1212,20 +1219,31 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
     if not callable(maker):
         raise DataError(
             f"{setting_of('data.dataset_name', path)} is a {type(maker).__name__}; "
-            "it must be a class with formatted_ds, or a function that yields rows"
+            "it must be a class with dataset or formatted_ds, or a function that yields rows"
         )
-    values = config.model_dump(exclude_defaults=True, exclude={"dataset_name", "max_samples"})
+    values = config.model_dump(
+        exclude_defaults=True, exclude={"dataset_name", "max_samples", "kwargs"}
+    )
+    if str(values.get("split", "")).endswith(_HELD_OUT):
+        values["split"] = values["split"].removesuffix(_HELD_OUT) or None
+    values = {key: value for key, value in values.items() if value is not None}
+    section = {"dataset_name": path, **values, **config.kwargs}
     try:
         parameters = dict(inspect.signature(maker).parameters)
     except (TypeError, ValueError):
         parameters = {}
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     accepted = {key: value for key, value in values.items() if takes_all or key in parameters}
+    if "split_validation_size" in accepted:  # Laurel holds out, by prompts
+        accepted["split_validation_size"] = 0.0
+    accepted |= config.kwargs
     others = values.keys() - accepted.keys() - _ACTED_ON_HERE
     ignored = sorted(key for key in others if not _is_column(key))
     try:
         with ForkGuard():
             made = maker(**accepted)
+            if hasattr(made, "set_task_spec"):
+                made.set_task_spec(section)
     except Exception as problem:
         # The user's code may raise anything; all of it means that there are no rows.
         given = ", ".join(f"{key}={value!r}" for key, value in accepted.items())
@@ -1236,8 +1254,13 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
     return made, values.keys() & parameters.keys(), ignored
 
 
+def _rows_of(made: Any) -> Any:
+    """Return the rows, or the rows by split, of what a class or function of the user gave."""
+    return getattr(made, "formatted_ds", getattr(made, "dataset", made))
+
+
 def _split_of(made: Any, path: str, split: str) -> Iterable[Any]:
-    rows = made.formatted_ds if hasattr(made, "formatted_ds") else made
+    rows = made.val_dataset if split.endswith(_HELD_OUT) else _rows_of(made)
     if isinstance(rows, Mapping):
         present = [str(name) for name, value in rows.items() if value is not None]
         if split not in present:
@@ -1249,7 +1272,8 @@ def _split_of(made: Any, path: str, split: str) -> Iterable[Any]:
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
         raise DataError(
             f"{setting_of('data.dataset_name', path)} gives a {type(rows).__name__} "
-            "where rows are expected: a class must carry formatted_ds, a function must yield rows"
+            "where rows are expected: a class must carry dataset or formatted_ds, a function must "
+            "yield rows"
         )
     return rows
 

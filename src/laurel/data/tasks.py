@@ -25,21 +25,20 @@ from laurel.data.reading import (
     LeftOutRow,
     OpenedSet,
     UnusualRoles,
-    held_out_prompts,
+    hold_out_of_sets,
     open_set,
     read_prompt_frame,
     read_sets,
-    split,
 )
-from laurel.data.report import TaskReport, conversation_fingerprint, no_rows_left
+from laurel.data.report import TaskReport, no_rows_left
 from laurel.data.sources import (
     Row,
     UnusableRow,
     complaint,
-    has_own_split,
     is_import_path,
     is_list,
     json_kind,
+    own_validation_split,
     required,
     text,
 )
@@ -507,7 +506,7 @@ def load_task_data(
         )
     if endless:
         return TaskData(train=train, validation=[], reports=reports, endless=endless[0])
-    kept, validation = _hold_out(train, train_sets, data)
+    kept, validation = hold_out_of_sets(train, train_sets, data)
     if not validation:
         return TaskData(train=train, validation=[], reports=reports)
     if not kept:
@@ -673,37 +672,8 @@ def own_validation_tasks(config: TaskSetConfig) -> TaskSetConfig | None:
             return None
         kept = {"prompt_file", "system_prompt_file", "env_name"}
         return known.validation.model_copy(update=config.model_dump(include=kept))
-    if name is None or not is_import_path(name) or not has_own_split(config, "validation"):
-        return None
-    return config.model_copy(update={"split": "validation"})
-
-
-def _hold_out(
-    tasks: Sequence[Task], sets: Sequence[TaskSetConfig], data: TaskDataConfig
-) -> tuple[list[Task], list[Task]]:
-    """Split tasks into (train, validation), by the share and seed of each set or else of all."""
-    by_split: dict[tuple[float, int], list[int]] = {}
-    for index, config in enumerate(sets):
-        said = config.model_fields_set
-        share = (config if "split_validation_size" in said else data).split_validation_size
-        seed = (config if "seed" in said else data).seed
-        if share:
-            by_split.setdefault((share, seed), []).append(index)
-    if not by_split:
-        return list(tasks), []
-    prompts = [conversation_fingerprint(task.prompt) for task in tasks]
-    held_out: set[bytes] = set()
-    for (share, seed), indices in by_split.items():
-        # With the colon: train-1 is also how train-10 begins.
-        starts = tuple(f"train-{index + 1}:" for index in indices)
-        of_these_sets = [
-            prompt
-            for task, prompt in zip(tasks, prompts, strict=True)
-            if len(sets) == 1 or task.id.startswith(starts)
-        ]
-        if of_these_sets:
-            held_out |= held_out_prompts(of_these_sets, share=share, seed=seed)
-    return split(tasks, prompts, held_out)
+    split = own_validation_split(config) if name and is_import_path(name) else None
+    return None if split is None else config.model_copy(update={"split": split})
 
 
 @dataclass(slots=True, kw_only=True)

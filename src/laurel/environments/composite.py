@@ -158,6 +158,13 @@ class CompositeEnvironment(EnvironmentInterface):
             terminateds=terminateds,
             answers=[answer_of(returns, index) for index in range(len(message_log_batch))],
             failures=self._join_failures(failed, len(message_log_batch)),
+            invalid_calls=[
+                any(
+                    one.invalid_calls is not None and one.invalid_calls[i]
+                    for one in returns.values()
+                )
+                for i in range(len(message_log_batch))
+            ],
             # The parts' own rewards: a gate is no component, and a weight may be 0.
             notes=[
                 {
@@ -210,7 +217,8 @@ class CompositeEnvironment(EnvironmentInterface):
         for name, future in futures.items():
             try:
                 step = environments[name].step
-                returns[name] = checked_return(step, future.result()(), len(message_log_batch))
+                checked = checked_return(step, future.result()(), len(message_log_batch))
+                returns[name] = checked.returned
             except Exception as error:
                 error.add_note(f"in the part '{name}' of a composite environment")
                 raise
@@ -454,6 +462,7 @@ def scatter_return(
         answers=filled(scored and scored.answers, None),
         failures=filled(scored and scored.failures, None),
         notes=filled(scored and scored.notes, None),
+        invalid_calls=filled(scored and scored.invalid_calls, False),
     )
 
 

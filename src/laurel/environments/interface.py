@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import check_tree
@@ -319,7 +319,7 @@ class Memory(Generic[T]):
 # the file and the line of the one that returned something else.
 
 FIELDS = ("observations", "metadata", "next_stop_strings")
-MAY_MISS = ("answers", "failures", "notes", "steps", "components")
+MAY_MISS = ("answers", "failures", "notes", "steps", "components", "invalid_calls")
 
 
 def source_of(called: Callable[..., Any]) -> tuple[str, int] | None:
@@ -347,8 +347,17 @@ def invalid_return(
     )
 
 
-def checked_return(step: Callable[..., Any], returned: Any, size: int) -> EnvironmentReturn:
-    """Validate what `step` returned for `size` conversations.
+class CheckedReturn(NamedTuple):
+    """What `step` returned, with its numbers as plain ones."""
+
+    returned: EnvironmentReturn
+    rewards: dict[str, list[float]]
+    """The rewards by component; one column called "" where they have no components."""
+    terminateds: list[Any]
+
+
+def checked_return(step: Callable[..., Any], returned: Any, size: int) -> CheckedReturn:
+    """Validate what `step` returned for `size` conversations, and convert its numbers.
 
     Raises:
         EnvironmentFailedError: The value is invalid; the message names the method, the value, and
@@ -376,22 +385,18 @@ def checked_return(step: Callable[..., Any], returned: Any, size: int) -> Enviro
             raise invalid_return(step, count, f"a list, {of_each}")
     # Whether each reward is finite is not checked: a reward that is not is the failure of its
     # sample.
-    for name, values in reward_columns(returned).items():
-        column_of(step, values, size, name)
-    return returned
+    rewards = returned.rewards if isinstance(returned.rewards, Mapping) else {"": returned.rewards}
+    return CheckedReturn(
+        returned,
+        {
+            name: _column(step, values, size, f"rewards[{name!r}]" if name else "rewards")
+            for name, values in rewards.items()
+        },
+        _column(step, returned.terminateds, size, "terminateds"),
+    )
 
 
-def reward_columns(returned: EnvironmentReturn) -> dict[str, Any]:
-    """Return the numeric columns of a return value: rewards or their components, and the ends."""
-    rewards = returned.rewards
-    if isinstance(rewards, Mapping):
-        named = {f"rewards[{name!r}]": values for name, values in rewards.items()}
-    else:
-        named = {"rewards": rewards}
-    return {**named, "terminateds": returned.terminateds}
-
-
-def column_of(step: Callable[..., Any], values: Any, size: int, name: str) -> list[Any]:
+def _column(step: Callable[..., Any], values: Any, size: int, name: str) -> list[Any]:
     """Convert a column to one plain number for each conversation.
 
     Raises:

@@ -54,6 +54,7 @@ from laurel.rewards.open import (
     open_scorer,
     read_statistics,
 )
+from laurel.rewards.preparing import is_text
 from laurel.rewards.replicas import ROLE
 from laurel.rewards.scorer import ContractScorer, ModelScorer, conversation_group
 from laurel.rewards.spec import Device, MemberSpec, NamedSource, Say, ScorerSpec, ScoringEngine
@@ -536,7 +537,7 @@ def read_case(message_log: MessageLog) -> Case:
         role, content = fields.get("role"), fields.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             return Case(failure=f"message {number} has no role or no content that is text")
-        if not _is_text(content):
+        if not is_text(content):
             return Case(failure=f"message {number} contains an unpaired UTF-16 surrogate")
         messages.append(Message(role, content))
     if not messages or messages[-1].role != "assistant":
@@ -548,18 +549,10 @@ def read_case(message_log: MessageLog) -> Case:
     return Case(conversation=tuple(messages))
 
 
-def _is_text(content: str) -> bool:
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def reference_of(info: Mapping[str, Any] | None) -> str | None:
     """Return the reference answer in a task's metadata, if it has one."""
     answer = (info or {}).get(REFERENCE)
-    return answer if isinstance(answer, str) and _is_text(answer) else None
+    return answer if isinstance(answer, str) and is_text(answer) else None
 
 
 def score_cases(

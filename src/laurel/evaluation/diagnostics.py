@@ -741,15 +741,7 @@ def diagnostics_report(
         DataError: Two pairs have the same id, or the number of scores or translated pairs differs
             from the number of pairs.
     """
-    for name, count in Counter(pair.id for pair in pairs).most_common(1):
-        if count > 1:
-            raise DataError(f"'{name}' is the id of {count} pairs; give each an id of its own")
-    for name, column in (members or {}).items():
-        if len(column) != len(pairs):
-            raise DataError(
-                f"member '{name}' has scores of {len(column)} pairs, but there are {len(pairs)}; "
-                "give one row a pair, (None, None) where it has no scores"
-            )
+    _check_pairs(pairs, members or {})
     baselines: dict[str, Credits] = {"longer wins": longer_wins(pairs)}
     if training:
         baselines["bag of words"] = BagOfWords.train(training).credits(pairs)
@@ -797,6 +789,18 @@ def diagnostics_report(
         else None,
     }
     return {key: found for key, value in report.items() if (found := _plain(value)) is not None}
+
+
+def _check_pairs(pairs: Sequence[ScoredPair], members: Mapping[str, Column]) -> None:
+    for name, count in Counter(pair.id for pair in pairs).most_common(1):
+        if count > 1:
+            raise DataError(f"'{name}' is the id of {count} pairs; give each an id of its own")
+    for name, column in members.items():
+        if len(column) != len(pairs):
+            raise DataError(
+                f"member '{name}' has scores of {len(column)} pairs, but there are {len(pairs)}; "
+                "give one row a pair, (None, None) where it has no scores"
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -206,11 +206,8 @@ def write_reward_model(
         f"tested  plain transformers gives the same scores of {len(probes)} conversations in "
         f"padded batches (max difference {worst:.1e}, allowed {tolerance:.0e})"
     )
-    again = load_scorer(
-        ModelPlace(name=str(directory)),
-        replace(spec, model=ModelSpec()),
-        say=lambda text: None,
-    )
+    whole = replace(spec, model=ModelSpec())
+    again = load_scorer(ModelPlace(name=str(directory)), whole, say=lambda text: None)
     worst = _compare("Laurel", _scores(again, probes), expected_NK, tolerance)
     say(f"tested  Laurel gives the same, from what was written (max difference {worst:.1e})")
     return agreement

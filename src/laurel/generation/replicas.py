@@ -67,7 +67,6 @@ class GeneratorReplicas:
         say: Callable[[str], None] = _log.warning,
         max_restarts: int = 3,
         transfer: WeightTransfer = THROUGH_RAY,
-        bucket_bytes: int | None = None,
         patience: float = PATIENCE,
     ) -> None:
         """Start all replicas concurrently.
@@ -87,7 +86,6 @@ class GeneratorReplicas:
             max_restarts: Most restarts of all replicas together in the life of this generator.
             transfer: The route of new weights. With `broadcast`, `update_weights` accepts only the
                 weights of a `LearnerGroup`.
-            bucket_bytes: Bytes of weights that are sent at a time; None: the default of the route.
             patience: Seconds without an answer after which a replica counts as dead.
 
         Raises:
@@ -98,7 +96,7 @@ class GeneratorReplicas:
         """The route of new weights, as passed to the constructor."""
         self.weight_version = 0
         """Version of the weights that every ready replica has."""
-        self._route = route_of(transfer, bucket_bytes=bucket_bytes, patience=patience, say=say)
+        self._route = route_of(transfer, patience=patience, say=say)
         self._make_group = make_group
         self._current_weights = current_weights
         self._probe = probe

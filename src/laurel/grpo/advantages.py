@@ -35,6 +35,8 @@ and `s` the standard deviation of those of the group (or of all groups, or 1). T
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -134,6 +136,8 @@ def compute_advantages(
     *,
     noise: float | Sequence[float] = 0.0,
     components_BG: Sequence[Sequence[Mapping[str, float]]] | None = None,
+    lengths_BG: Sequence[Sequence[int]] | None = None,
+    greedy_B: Sequence[float | None] = (),
 ) -> Advantages:
     """Compute the advantages of a batch of groups.
 
@@ -151,6 +155,9 @@ def compute_advantages(
         noise: The standard deviation of the errors of rewards (such as rounding), in units of the
             reward: one number, or one per group. It bounds divisors from below.
         components_BG: The named components of each reward; only GDPO uses them.
+        lengths_BG: The number of tokens that the policy wrote in each completion; None: all have
+            the same.
+        greedy_B: The reward of each group's greedy completion, where the estimator reads it.
 
     Raises:
         ConfigError: GDPO is chosen, and rewards have no components, or the number of components is
@@ -169,8 +176,20 @@ def compute_advantages(
         )
     ]
     rule = estimator.rule
+    lengths = [
+        np.array(row_G, np.float64)[used_G]
+        for row_G, used_G in zip(
+            lengths_BG or [[1] * len(used_G) for used_G in used_BG], used_BG, strict=True
+        )
+    ]
     compared = estimator.compare(
-        Rewards(values_B=rewards, components_B=components, noise_B=noise_B)
+        Rewards(
+            values_B=rewards,
+            components_B=components,
+            noise_B=noise_B,
+            lengths_B=lengths,
+            greedy_B=greedy_B,
+        )
     )
     shapes = [[len(row) for row in rows] for rows in (compared.values, rewards)]
     assert shapes[0] == shapes[1], (
@@ -285,6 +304,11 @@ class Rewards:
     """The named components of each reward."""
     noise_B: Sequence[float]
     """The standard deviation of the errors of each group's rewards."""
+    lengths_B: list[Floats] = field(default_factory=list)
+    """The number of tokens that the policy wrote in each completion."""
+    greedy_B: Sequence[float | None] = ()
+    """The reward of each group's greedy completion, if the estimator's `baseline` is `greedy`; None
+    if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -314,12 +338,12 @@ def whitened(rule: AdvantageRule, given: Rewards) -> Compared:
         compared = _against_groups(rewards, replace(rule, scale="none"), noise_B)
         return _over_batch(compared, _spread(compared.values, rule), rule)
     # What rounding leaves of the mean after one subtraction is not yet small beside a small spread.
-    centred = _centred(np.concatenate([*rewards, np.zeros(0)]))
+    ahead = centred(np.concatenate([*rewards, np.zeros(0)]))
     ends = np.cumsum([len(row) for row in rewards])
-    values = [centred[end - len(row) : end] for row, end in zip(rewards, ends, strict=True)]
+    values = [ahead[end - len(row) : end] for row, end in zip(rewards, ends, strict=True)]
     noises = [np.full(len(row), n) for row, n in zip(rewards, noise_B, strict=True)]
     compared = Compared(values=values, noise=noises, at_floor=[False] * len(rewards))
-    return _over_batch(compared, float(_deviation(centred, rule.estimator.std_ddof)), rule)
+    return _over_batch(compared, float(_deviation(ahead, rule.estimator.std_ddof)), rule)
 
 
 def by_component(rule: AdvantageRule, given: Rewards) -> Compared:
@@ -398,13 +422,13 @@ def _against_groups(
     centred_B = list[Floats]()
     for row in rewards:
         n = len(row)
-        centred = _centred(row)
+        values = centred(row)
         if n < 2:
-            centred = np.zeros(n)
+            values = np.zeros(n)
         elif rule.leave_one_out:
-            centred = centred * (n / (n - 1))  # r_i minus the mean of the others
-        centred_B.append(centred)
-    return _scaled(centred_B, rewards, rule, noise_B)
+            values = values * (n / (n - 1))  # r_i minus the mean of the others
+        centred_B.append(values)
+    return divided(centred_B, rewards, rule, noise_B)
 
 
 def _steps_against_groups(
@@ -415,32 +439,36 @@ def _steps_against_groups(
     centred_B, compared_B = list[Floats](), list[Floats]()
     for row_G, steps in zip(rows_BG, steps_B, strict=True):
         counts_G = np.array([len(row) for row in row_G])
-        centred = np.zeros(len(steps))
+        values = np.zeros(len(steps))
         is_compared = np.count_nonzero(counts_G) >= 2
         if is_compared:
-            centred = _centred(steps)
+            values = centred(steps)
             if rule.leave_one_out:
-                sums_G = np.array([float(np.sort(c).sum()) for c in _split(centred, counts_G)])
-                others_G = (np.sort(centred).sum() - sums_G) / (len(steps) - counts_G)
-                centred = centred - np.repeat(others_G, counts_G)
-        centred_B.append(centred)
+                sums_G = np.array([float(np.sort(c).sum()) for c in _split(values, counts_G)])
+                others_G = (np.sort(values).sum() - sums_G) / (len(steps) - counts_G)
+                values = values - np.repeat(others_G, counts_G)
+        centred_B.append(values)
         # Without a spread nothing is divided, and no noise floor counts.
-        compared_B.append(steps if is_compared else centred)
-    compared = _scaled(centred_B, compared_B, rule, noise_B)
+        compared_B.append(steps if is_compared else values)
+    compared = divided(centred_B, compared_B, rule, noise_B)
     if rule.scale == "batch":
         std = _deviation(np.concatenate([*steps_B, np.zeros(0)]), rule.estimator.std_ddof)
         compared = _over_batch(compared, float(std), rule)
     return compared
 
 
-def _scaled(
+def divided(
     centred_B: Sequence[Floats],
     rewards_B: Sequence[Floats],
     rule: AdvantageRule,
     noise_B: Sequence[float],
 ) -> Compared:
+    """Divide the values of each group by the deviation of its rewards, or by its noise floor.
+
+    With another `scale` than `group` they stay as they are.
+    """
     values, noises, at_floor = list[Floats](), list[Floats](), list[bool]()
-    for centred, row, noise in zip(centred_B, rewards_B, noise_B, strict=True):
+    for ahead, row, noise in zip(centred_B, rewards_B, noise_B, strict=True):
         n = len(row)
         divisors, is_floor = np.ones(n), False
         if rule.scale == "group" and n >= 2:
@@ -451,7 +479,7 @@ def _scaled(
                 stds = np.full(n, _deviation(row, rule.estimator.std_ddof))
             of_others = rule.estimator.leave_one_out_std
             divisors, is_floor = _divisors(stds, rule, noise, of_others=of_others)
-        values.append(centred / divisors)
+        values.append(ahead / divisors)
         noises.append(noise / divisors)
         at_floor.append(is_floor)
     return Compared(values=values, noise=noises, at_floor=at_floor)
@@ -489,15 +517,15 @@ def _divisors(
     return np.where(is_spread, divisors, 1.0), is_floor
 
 
-def _centred(rows: Floats) -> Floats:
-    # Exactly 0 where all are equal. Sums run over sorted values, so the order of the samples
-    # changes no bit.
+def centred(rows: Floats) -> Floats:
+    """Return the values minus the mean of each row, exactly 0 where all are equal."""
+    # Sums run over sorted values, so the order of the samples changes no bit.
     ordered = np.sort(rows, axis=-1)
     if rows.shape[-1] == 0:
         return ordered
     pivot = ordered[..., rows.shape[-1] // 2, None]
-    centred: Floats = (rows - pivot) - (ordered - pivot).mean(axis=-1, keepdims=True)
-    return centred
+    values: Floats = (rows - pivot) - (ordered - pivot).mean(axis=-1, keepdims=True)
+    return values
 
 
 def _mean(row: Floats) -> float:
@@ -510,7 +538,7 @@ def _deviation(rows: Floats, ddof: int) -> Floats:
     n = rows.shape[-1]
     if n < 2:
         return np.zeros(rows.shape[:-1])
-    squares = np.square(_centred(np.sort(rows, axis=-1)))
+    squares = np.square(centred(np.sort(rows, axis=-1)))
     return np.asarray(np.sqrt(squares.sum(axis=-1) / (n - ddof)), np.float64)
 
 
@@ -551,6 +579,101 @@ def _metrics(
         metrics["baseline_reward/pct_1"] = all_1
         metrics["baseline_reward/pct_mixed"] = 100.0 - all_0 - all_1
     return metrics
+
+
+# What replaces the advantages of turns, and what leaves completions out of the loss.
+
+_THOUGHT = re.compile(r"</?think>")
+
+
+def is_malformed_thinking(text: str) -> bool:
+    """Report whether the `<think>` and `</think>` of a turn are not one pair in order.
+
+    A turn without any is well-formed, and so is one that only closes what its prompt has opened.
+    """
+    tags = _THOUGHT.findall(text)
+    return tags not in ([], ["</think>"], ["<think>", "</think>"])
+
+
+def penalize_turns(
+    advantages: Advantages, groups: Sequence[RolloutGroup], config: GRPOConfig
+) -> Advantages:
+    """Return advantages in which malformed turns have those of the configuration.
+
+    These are `malformed_thinking_advantage` and `invalid_tool_call_advantage`, clipped like others.
+    The metrics `turns/malformed_thinking` and `turns/invalid_tool_call` are shares of the turns.
+    """
+    thinking, calling = config.malformed_thinking_advantage, config.invalid_tool_call_advantage
+    if thinking is None and calling is None:
+        return advantages
+    low, high = config.advantage_clip_low, config.advantage_clip_high
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    tokens_BGL, values_BG = list[list[Floats]](), list[Floats]()
+    counts = Counter[str]()
+    for b, (group, values_G) in enumerate(zip(groups, advantages.values_BG, strict=True)):
+        values_G, tokens_GL = values_G.copy(), list[Floats]()
+        for g, rollout in enumerate(group.rollouts_G):
+            if advantages.tokens_BGL is None:
+                values_L = np.full(len(rollout.mask_L), values_G[g])
+            else:
+                values_L = advantages.tokens_BGL[b][g].copy()
+            for turn, (text, own_L) in enumerate(_turns(rollout)):
+                is_malformed, is_invalid = (
+                    is_malformed_thinking(text),
+                    turn in rollout.invalid_turns,
+                )
+                counts.update(turns=1, thinking=is_malformed, calling=is_invalid)
+                instead = calling if is_invalid and calling is not None else None
+                if instead is None and is_malformed:
+                    instead = thinking
+                if instead is not None:
+                    values_L[own_L] = np.clip(instead, low, high)
+            tokens_GL.append(values_L)
+            if rollout.mask_L.any():
+                values_G[g] = values_L[rollout.mask_L].mean()
+        tokens_BGL.append(tokens_GL)
+        values_BG.append(values_G)
+    shares = {"malformed_thinking": counts["thinking"], "invalid_tool_call": counts["calling"]}
+    metrics = {f"turns/{name}": n / max(counts["turns"], 1) for name, n in shares.items()}
+    return Advantages(
+        values_BG=values_BG, tokens_BGL=tokens_BGL, metrics=advantages.metrics | metrics
+    )
+
+
+def _turns(rollout: Rollout) -> list[tuple[str, Mask]]:
+    # The text of each of the policy's turns, and which of all tokens it sampled in it.
+    said = [message.content for message in rollout.messages if message.role == "assistant"]
+    begins_L = np.diff(rollout.mask_L.astype(np.int8), prepend=0) == 1
+    turn_L = np.cumsum(begins_L) - 1
+    if int(begins_L.sum()) != len(said):  # a message of the environment without a token
+        return [("".join(said), rollout.mask_L)]
+    return [(text, rollout.mask_L & (turn_L == turn)) for turn, text in enumerate(said)]
+
+
+def sequence_errors(
+    groups: Sequence[RolloutGroup], old_BG: Sequence[Sequence[LogProbs]]
+) -> list[list[float]]:
+    """Return how far generator and learner are apart about each completion, 1 where they agree.
+
+    It is the mean of `e^|old - behaviour|` over the policy's tokens, as of
+    `grpo.seq_logprob_error_threshold`; NaN if a log-probability is not finite, 1 without a token.
+    """
+    return [
+        [
+            _error(rollout.logprobs_L[rollout.mask_L], old_L[rollout.mask_L])
+            for rollout, old_L in zip(group.rollouts_G, old_GL, strict=True)
+        ]
+        for group, old_GL in zip(groups, old_BG, strict=True)
+    ]
+
+
+def _error(behaviour_U: LogProbs, old_U: LogProbs) -> float:
+    if not len(old_U):
+        return 1.0
+    apart_U = np.abs(old_U.astype(np.float64) - behaviour_U.astype(np.float64))
+    if not np.isfinite(apart_U).all():
+        return math.nan
+    return float(np.exp(np.minimum(apart_U, 20.0)).mean())  # `policy_loss.LIMIT`, without torch
 
 
 # What happens to a reward between the environment and the advantages.
@@ -666,6 +789,21 @@ def shape_rewards(
         metrics["reward_shaping/penalty_mean"] = float(np.mean(penalties))
         metrics["reward_shaping/penalized_fraction"] = float(np.mean(np.array(penalties) > 0.0))
     return ShapedRewards(rewards_BG=rewards_BG, metrics=metrics)
+
+
+def greedy_rewards(
+    groups: Sequence[RolloutGroup], config: GRPOConfig, *, longest: int
+) -> list[float | None]:
+    """Return the reward of each group's greedy completion, scaled and shaped like the others'.
+
+    It is None where there is none, or it failed or is left out.
+    """
+    alone = [
+        replace(group, rollouts_G=() if group.greedy is None else (group.greedy,))
+        for group in groups
+    ]
+    shaped = shape_rewards(alone, config, longest=longest).rewards_BG
+    return [row[0] if row else None for row in shaped]
 
 
 def completion_divergence(

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from laurel.grpo.advantages import AdvantageRule, Compared, Rewards
 
 
+def undivided(settings: GRPOConfig) -> dict[str, str]:
+    """Return the keys about a deviation that are set where nothing is divided by one."""
+    if settings.scale != "none":
+        return {}
+    keys = ["std_eps", "std_ddof"]
+    keys += [] if settings.use_dynamic_sampling else ["noise_floor_factor"]
+    given = settings.adv_estimator
+    fields = type(given).model_fields
+    changed = [key for key in keys if getattr(given, key) != fields[key].default]
+    why = "nothing is divided by a deviation"
+    return dict.fromkeys([f"adv_estimator.{key}" for key in changed], why)
+
+
 class Grpo(Advantage):
     """Against the group."""
 
@@ -24,15 +37,7 @@ class Grpo(Advantage):
 
     def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
         """Return the keys about a deviation where nothing is divided by one."""
-        if settings.scale != "none":
-            return {}
-        keys = ["std_eps", "std_ddof"]
-        keys += [] if settings.use_dynamic_sampling else ["noise_floor_factor"]
-        given = settings.adv_estimator
-        fields = type(given).model_fields
-        changed = [key for key in keys if getattr(given, key) != fields[key].default]
-        why = "nothing is divided by a deviation"
-        return dict.fromkeys([f"adv_estimator.{key}" for key in changed], why)
+        return undivided(settings)
 
     def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:
         """Return the comparison within groups."""

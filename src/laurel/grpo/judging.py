@@ -24,7 +24,6 @@ from laurel.environments.interface import (
     EnvironmentInterface,
     checked_return,
     close_quietly,
-    column_of,
     invalid_return,
     method_name,
     source_of,
@@ -63,6 +62,8 @@ class RolloutInProgress:
     """The id of the group that the completion belongs to."""
     num_prompt_messages: int = 0
     is_validation: bool = False
+    is_greedy: bool = False
+    """Whether the likeliest token is taken each time: a baseline, which is not learned from."""
     id: str = field(default_factory=lambda: uuid4().hex)
     """An id that the rollouts of a discarded batch, played anew, do not have."""
     messages: list[Message] = field(default_factory=list)
@@ -81,6 +82,7 @@ class RolloutInProgress:
     weight_version: int | None = None
     answer: str | None = None
     note: Any = None
+    invalid_turns: list[int] = field(default_factory=list)
     new_steps: Sequence[StepReward] | None = None
     """Rewards of steps of the last turn, as the environment gave them."""
     steps: list[StepReward] | None = None
@@ -168,6 +170,7 @@ class RolloutInProgress:
             answer=self.answer,
             note=self.note,
             steps=None if self.steps is None else tuple(self.steps),
+            invalid_turns=tuple(self.invalid_turns),
         )
 
 
@@ -202,11 +205,7 @@ def take_verdict(
     Raises:
         EnvironmentFailedError: The value does not have one entry for each conversation.
     """
-    size = len(rollouts)
-    verdict = checked_return(step, returned, size)
-    parts = verdict.rewards if isinstance(verdict.rewards, dict) else {"": verdict.rewards}
-    columns = {name: column_of(step, part, size, "rewards") for name, part in parts.items()}
-    over = column_of(step, verdict.terminateds, size, "terminateds")
+    verdict, columns, over = checked_return(step, returned, len(rollouts))
     for i, rollout in enumerate(rollouts):
         rollout.is_open = not over[i]
         failure = verdict.failures[i] if verdict.failures is not None else None
@@ -236,6 +235,8 @@ def take_verdict(
         rollout.stop_strings = rollout.stop_strings if stops is None else tuple(stops)
         rollout.answer = verdict.answers[i] if verdict.answers is not None else None
         rollout.note = verdict.notes[i] if verdict.notes is not None else None
+        if verdict.invalid_calls is not None and verdict.invalid_calls[i]:
+            rollout.invalid_turns.append(rollout.num_turns - 1)
         rollout.new_steps = verdict.steps[i] if verdict.steps is not None else None
         rollout.observation = observation
 

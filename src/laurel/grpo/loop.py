@@ -7,17 +7,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import LoggerConfig
-from laurel.data.forest import pack_evenly, pack_padded, to_forest, to_padded
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -25,9 +25,12 @@ from laurel.grpo.advantages import (
     compute_advantages,
     compute_step_advantages,
     fail_without_divergence,
+    greedy_rewards,
     lacks_divergences,
     mean_divergence,
+    penalize_turns,
     resolve,
+    sequence_errors,
     shape_rewards,
     slope,
     subtract_divergences,
@@ -58,7 +61,7 @@ from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase, Timers
 from laurel.observe.report.findings import accuracy_words
 from laurel.protocols import Environment, Generator
-from laurel.training.batches import Batcher, global_batches, select_completions, shares
+from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import Learner, ModelRole, Update
 from laurel.training.loop import RunOutcome, RunServices, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
@@ -105,7 +108,7 @@ class GRPO(TrainingLoop):
         self.loss = PolicyLoss(settings.loss, max_length=settings.longest_completion)
         self._noted_unended = False
         self.health = HealthWatch(
-            self.state.alarms, run_dir=self.state.run_dir, say=self.progress.message
+            self.state.alarms, run_dir=self.state.run_dir, say=self.services.progress.message
         )
 
     def run(self, position: Position) -> RunOutcome:
@@ -134,27 +137,30 @@ class GRPO(TrainingLoop):
             with (
                 time("generation"),
                 self.parts.learner_at_rest(),
-                self.progress.phase("generating groups", num_groups, timed=True) as phase,
+                self.services.progress.phase("generating groups", num_groups, timed=True) as phase,
             ):
                 batch = self.parts.source.take(
                     position.step, while_waiting=partial(self._waited, phase)
                 )
             with self.parts.generator_at_rest(self.timers):
                 with time("policy_and_reference_logprobs"):
-                    old, reference = self._logprobs(batch.groups)
+                    old, reference, teacher = self._logprobs(batch.groups)
                 with time("reward_calculation"):
-                    labels, advantages, figures = self._judge(batch, old, reference)
+                    labels, advantages, figures = self._judge(batch, old, reference, teacher)
                 with (
                     time("policy_training"),
                     self.parts.judges_at_rest(),
-                    self.progress.phase("updating", timed=True),
+                    self.services.progress.phase("updating", timed=True),
                 ):
                     updates = self._learn(batch.groups, labels)
-            with time("exposed_generation"), self.progress.phase("generating ahead", timed=True):
+            with (
+                time("exposed_generation"),
+                self.services.progress.phase("generating ahead", timed=True),
+            ):
                 # A signal leaves little time to wait for what is ahead.
                 patience = grpo.stop_patience_seconds
-                self.parts.source.settle(is_patient=lambda: self.stop.seconds <= patience)
-            if self.stop.signal is None:  # else no further batch is sampled
+                self.parts.source.settle(is_patient=lambda: self.services.stop.seconds <= patience)
+            if self.services.stop.signal is None:  # else no further batch is sampled
                 with time("prepare_for_generation/transfer_and_update_weights"):
                     has_changed = any(update.failure is None for update in updates)
                     self._hand_over(position.step + 1, has_changed=has_changed)
@@ -170,6 +176,7 @@ class GRPO(TrainingLoop):
         batch: Batch,
         old: list[list[LogProbs]] | None,
         reference: list[list[LogProbs]] | None,
+        teacher: list[list[LogProbs]] | None,
     ) -> tuple[list[PolicyLabels], Advantages, dict[str, float]]:
         settings, kl_BG = self.settings, list[list[float]]()
         if settings.loss.use_kl_in_reward and reference is not None:
@@ -192,55 +199,74 @@ class GRPO(TrainingLoop):
         # Noise is measured of the rewards that environments give.
         by_reward = slope(settings.grpo.reward_scaling)
         asked = {group.task.environment for group in groups}
-        noises = {name: by_reward * self.parts.noise_of(name) for name in asked}
+        noises = {name: by_reward * self.parts.noise_floor_of(name) for name in asked}
         noise_B = [noises[group.task.environment] for group in groups]
         if settings.grpo.adv_estimator.per_step:
             advantages = compute_step_advantages(groups, rewards_BG, self.estimator, noise=noise_B)
         else:
+            greedy_B = greedy_rewards(groups, settings.grpo, longest=settings.max_length)
             advantages = compute_advantages(
                 rewards_BG,
                 self.estimator,
                 noise=noise_B,
                 components_BG=[[r.components for r in g.rollouts_G] for g in groups],
+                lengths_BG=[[int(r.mask_L.sum()) for r in g.rollouts_G] for g in groups],
+                greedy_B=greedy_B,
             )
+            if baselines := [reward for reward in greedy_B if reward is not None]:
+                figures["reward_greedy"] = sum(baselines) / len(baselines)
+        advantages = penalize_turns(advantages, groups, settings.grpo)
+        used_BG = [[reward is not None for reward in row] for row in rewards_BG]
+        threshold = settings.grpo.seq_logprob_error_threshold
+        if threshold is not None:
+            assert old is not None
+            errors_BG = sequence_errors(groups, old)
+            # An error that is no number is no reason to learn from a completion.
+            within_BG = [[error <= threshold for error in row] for row in errors_BG]
+            if finite := [e for row in errors_BG for e in row if math.isfinite(e)]:
+                figures["max_seq_mult_prob_error"] = max(finite)
+            figures["num_masked_seqs_by_logprob_error"] = float(
+                sum(not within for row in within_BG for within in row)
+            )
+            used_BG = [
+                [a and b for a, b in zip(used, within, strict=True)]
+                for used, within in zip(used_BG, within_BG, strict=True)
+            ]
         tokens_BGL = advantages.tokens_BGL
         labels = [
             PolicyLabels(
                 masks_GL=tuple(r.mask_L for r in group.rollouts_G),
                 advantages_G=tuple(advantages.values_BG[b].tolist()),
                 advantages_GL=None if tokens_BGL is None else tuple(tokens_BGL[b]),
-                used_G=tuple(reward is not None for reward in rewards_BG[b]),
+                used_G=tuple(used_BG[b]),
                 behaviour_GL=tuple(r.logprobs_L for r in group.rollouts_G),
                 old_GL=None if old is None else tuple(old[b]),
                 reference_GL=None if reference is None else tuple(reference[b]),
+                teacher_GL=None if teacher is None else tuple(teacher[b]),
                 rewards_G=tuple(r.reward for r in group.rollouts_G),
             )
             for b, group in enumerate(groups)
         ]
         return labels, advantages, figures
 
-    def _logprobs(
-        self, groups: Sequence[RolloutGroup]
-    ) -> tuple[list[list[LogProbs]] | None, list[list[LogProbs]] | None]:
-        # A single update needs no old log-probabilities: those that it computes itself are the old
-        # ones.
+    def _logprobs(self, groups: Sequence[RolloutGroup]) -> tuple[list[list[LogProbs]] | None, ...]:
+        # Of the policy before its updates, of the reference and of the teacher. A single update
+        # needs no old log-probabilities: those that it computes itself are the old ones.
         parts, settings = self.parts, self.settings
 
         def of(asked: ModelRole) -> list[list[LogProbs]]:
             return policy_logprobs(
                 partial(parts.learner.outputs, of=asked),
                 [group.tokens() for group in groups],
-                path=parts.batcher.path,
-                batch_tokens=parts.batcher.limits.forest_tokens,
-                pad_id=parts.pad_id,
-                share_prompts=parts.batcher.limits.share_prompts,
-                dp_size=parts.learner.dp_size,
+                parts.batcher,
             )
 
         is_repeated = settings.updates_per_rollout > 1
         is_needed = is_repeated and not settings.loss.force_on_policy_ratio
+        is_needed |= settings.grpo.seq_logprob_error_threshold is not None
         old = of("model") if is_needed else None
-        return old, of("reference") if parts.has_reference else None
+        reference = of("reference") if parts.has_reference else None
+        return old, reference, of("teacher") if parts.has_teacher else None
 
     def _learn(
         self, groups: Sequence[RolloutGroup], labels: Sequence[PolicyLabels]
@@ -275,7 +301,7 @@ class GRPO(TrainingLoop):
         validation = self.parts.validation
         assert validation is not None
         with (
-            self.progress.phase("validating", len(validation.chosen)) as phase,
+            self.services.progress.phase("validating", len(validation.chosen)) as phase,
             self.timers.time("total_validation_time"),
             self.parts.learner_at_rest(),
         ):
@@ -288,9 +314,13 @@ class GRPO(TrainingLoop):
         if count:
             is_whole = shows_whole_samples(self.settings.logging)
             title = f"validation, step {step}"
-            print_completions(self.progress.console, title, rows[:count], is_brief=not is_whole)
+            print_completions(
+                self.services.progress.console, title, rows[:count], is_brief=not is_whole
+            )
         table = [row.cells for row in rows[: max(count, NUM_LOGGED)]]
-        self.logger.log_table("validation/completions", CompletionRow.columns(), table, step=step)
+        self.services.logger.log_table(
+            "validation/completions", CompletionRow.columns(), table, step=step
+        )
         # Metrics of environments have the same names in training and validation.
         logged = {f"validation/{k}": v for k, v in figures.items()}
         self.health.validated(step, groups, logged)
@@ -312,7 +342,7 @@ class GRPO(TrainingLoop):
             for key, value in figures.items()
             if (key in SHOWN or "/acc" in key) and (value or key not in SHOWN_IF_ANY)
         )
-        self.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
+        self.services.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
 
     def _report(
         self,
@@ -323,7 +353,7 @@ class GRPO(TrainingLoop):
         figures: dict[str, float],
     ) -> Position:
         step, timing = position.step + 1, self.timers.collect()
-        self.deadline.took("step", timing["total_step_time"])
+        self.services.deadline.took("step", timing["total_step_time"])
         groups = batch.groups
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
         rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
@@ -333,7 +363,7 @@ class GRPO(TrainingLoop):
         note = unended_note(batch.stats, max_turns=self.settings.grpo.max_rollout_turns)
         if note is not None and not self._noted_unended:
             self._noted_unended = True
-            self.progress.message(f"step {step}: {note}")
+            self.services.progress.message(f"step {step}: {note}")
         train.setdefault("lr", self.parts.learner.learning_rate)  # missing without an update
         train["bad_steps_in_a_row"] = float(bad_steps)
         train["optimizer_steps"] = float(sum(u.failure is None for u in updates))
@@ -366,8 +396,8 @@ class GRPO(TrainingLoop):
         divided = _over_updates([update.performance for update in updates])
         logged |= {f"performance/{name}": value for name, value in divided.items()}
         logged |= self.health.step(step, groups, logged)
-        self.logger.log(logged, step=step)
-        self.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
+        self.services.logger.log(logged, step=step)
+        self.services.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
         if self.settings.logging.write_completions:
             path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
             rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
@@ -375,7 +405,7 @@ class GRPO(TrainingLoop):
                 write_completions(path, rows)
             except OSError as error:  # a full disk must not cost the step that was taken
                 said = f"step {step}: its completions could not be written: {error}"
-                self.progress.message(said)
+                self.services.progress.message(said)
         train_metrics = {f"train_{name}": value for name, value in train.items()}
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
 
@@ -389,9 +419,11 @@ class GRPO(TrainingLoop):
         kept = f"Its rollouts are in {path}"
         if len(reasons) < len(updates):
             share = f"{len(reasons)} of its {len(updates)} updates"
-            self.progress.message(f"step {step}: {share} not applied: {reasons[0]}. {kept}")
+            self.services.progress.message(
+                f"step {step}: {share} not applied: {reasons[0]}. {kept}"
+            )
             return 0
-        self.progress.message(f"step {step} not applied: {reasons[0]}. {kept}")
+        self.services.progress.message(f"step {step} not applied: {reasons[0]}. {kept}")
         update = Update(metrics={}, failure=reasons[0])
         return self.bad_steps(update, before, where=f"step {step}", kept=kept)
 
@@ -423,14 +455,15 @@ class PolicyParts:
     learner: Learner
     has_reference: bool = False
     """Whether the learner has a reference policy, because the KL divergence has a weight."""
+    has_teacher: bool = False
+    """Whether it has a teacher, from which the policy learns besides."""
     batcher: Batcher
     generator: Generator
     source: RolloutSource
     environments: dict[str, Environment]
-    noise_of: Callable[[str], float]
+    noise_floor_of: Callable[[str], float]
     """Returns the noise floor of an environment: of the rewards that advantages compare."""
     validation: PolicyValidation | None
-    pad_id: int
     generator_rests: bool = False
     """Whether the generator releases device memory while the learner works on the same device."""
     learner_rests: bool = False
@@ -444,7 +477,7 @@ class PolicyParts:
 
         A noise floor is the standard deviation of the errors of rewards, such as those by rounding.
         """
-        return max(map(self.noise_of, self.environments), default=0.0)
+        return max(map(self.noise_floor_of, self.environments), default=0.0)
 
     def transfer_figures(self) -> dict[str, float]:
         """Return the metric that counts weight broadcasts to the generator that failed.
@@ -492,54 +525,26 @@ Logprobs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[TokenOutputs]
 
 
 def policy_logprobs(
-    outputs: Logprobs,
-    groups: Sequence[TokenGroup],
-    *,
-    path: Literal["forest", "padded"],
-    batch_tokens: int,
-    pad_id: int,
-    share_prompts: bool = True,
-    dp_size: int = 1,
+    outputs: Logprobs, groups: Sequence[TokenGroup], batcher: Batcher
 ) -> list[list[LogProbs]]:
     """Compute the log-probability of every token of every completion, without gradients.
 
     Args:
         outputs: Computes log-probabilities under the policy, or under the reference policy.
         groups: Prompts of at least one token, with their completions.
-        path: The layout of batches: token forests or padded rows.
-        batch_tokens: The token budget of one forward pass; larger groups are divided.
-        pad_id: The padding token, for padded rows.
-        share_prompts: Whether a prompt is computed once for all its completions.
-        dp_size: The number of data-parallel ranks, over which batches are balanced.
+        batcher: Divides groups into micro-batches of its budget of tokens.
 
     Returns:
         For each group, an array float32 [L] for each completion, in order.
     """
-    is_forest = path == "forest"
-    budget = batch_tokens if is_forest and share_prompts else None
-    places = [
-        (g, indices) for g, group in enumerate(groups) for indices in shares(group, budget=budget)
-    ]
-    parts = [select_completions(groups[g], indices) for g, indices in places]
-    if is_forest:
-        sizes = [part.num_tokens for part in parts]
-        packed = pack_evenly(sizes, batch_tokens, dp_size=dp_size)
-    else:
-        packed = pack_padded([part.lengths_G for part in parts], batch_tokens)
-    chosen = [[parts[number] for number in numbers] for numbers in packed]
-    batches = [
-        to_forest(some, share_prompts=share_prompts)
-        if is_forest
-        else to_padded(some, pad_id=pad_id)
-        for some in chosen
-    ]
+    every = [[(g, b) for b in range(len(group.branches_ids_G))] for g, group in enumerate(groups)]
+    parts, labels = batcher.divide(groups, every, lambda of, some: [of[i] for i in some])
+    micro_batches = batcher.filled().cut(parts, labels)
+    computed = outputs([one.inputs for one in micro_batches])
     found: dict[tuple[int, int], LogProbs] = {}
-    for numbers, computed in zip(packed, outputs(batches), strict=True):
-        logprobs_M = computed.logprobs_M.float().cpu().numpy()
-        whose = [(places[n][0], branch) for n in numbers for branch in places[n][1]]
+    for micro_batch, its_outputs in zip(micro_batches, computed, strict=True):
+        logprobs_M = its_outputs.logprobs_M.float().cpu().numpy()
+        whose = [one for label in micro_batch.labels for one in label]
         ends = np.cumsum([len(groups[g].branches_ids_G[branch]) for g, branch in whose])
         found |= zip(whose, np.split(logprobs_M, ends[:-1]), strict=True)
-    return [
-        [found[g, branch] for branch in range(len(group.branches_ids_G))]
-        for g, group in enumerate(groups)
-    ]
+    return [[found[one] for one in of_group] for of_group in every]

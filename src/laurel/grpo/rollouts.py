@@ -102,6 +102,7 @@ class Chat(Protocol):
 class _Batch:
     numbers: tuple[int, ...]
     num_generations: int
+    with_greedy: bool
     sampling: SamplingParams
     calls: Calls
     # The groups of an environment that scores a whole batch wait here for each other.
@@ -134,6 +135,24 @@ CLOSING_SECONDS = 10.0
 conversations."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLimits:
+    """What a run allows its rollouts."""
+
+    max_turns: int
+    """The maximum number of the policy's turns in a conversation."""
+    max_length: int
+    """The maximum number of tokens of a whole conversation."""
+    environment_timeout: float = 600.0
+    """The maximum seconds of a call of an environment."""
+    generation_timeout: float = 1800.0
+    """The maximum seconds without a new completion; then generation fails."""
+    max_failed_share: float = 0.5
+    """The share of failed completions that `check_failures` allows."""
+    num_threads: int = 16
+    """The maximum number of concurrent calls of environments."""
+
+
 class Rollouts:
     """Runs rollouts with one generator and the environments of a run."""
 
@@ -142,14 +161,9 @@ class Rollouts:
         generator: Generator,
         environments: Mapping[str, Environment],
         chat: Chat,
+        limits: RolloutLimits,
         *,
-        max_turns: int,
-        max_length: int,
         seed: int,
-        environment_timeout: float = 600.0,
-        generation_timeout: float = 1800.0,
-        max_failed_share: float = 0.5,
-        num_threads: int = 16,
         per_step: bool = False,
     ) -> None:
         """Set the components and limits that stay the same during a run.
@@ -158,30 +172,22 @@ class Rollouts:
             generator: Samples the completions.
             environments: The environments by the names that tasks give.
             chat: The policy's chat format.
-            max_turns: The maximum number of the policy's turns in a conversation.
-            max_length: The maximum number of tokens of a whole conversation.
+            limits: What conversations and calls may take.
             seed: The seed of the run. The seed of each turn is derived from it and from the
                 numbers of the batch, task, completion and turn.
-            environment_timeout: The maximum seconds of a call of an environment.
-            generation_timeout: The maximum seconds without a new completion; then generation fails.
-            max_failed_share: The share of failed completions that `check_failures` allows.
-            num_threads: The maximum number of concurrent calls of environments.
             per_step: Whether rollouts get the rewards of their steps.
         """
         self.generator = generator
         self.environments = environments
         self.chat = chat
-        self.max_turns = max_turns
-        self.max_length = max_length
+        self.limits = limits
         # 32 bits each, as `SeedSequence` divides numbers.
         self._seed_words = [
             seed >> bit & 0xFFFF_FFFF for bit in range(0, max(1, seed.bit_length()), 32)
         ]
-        self.generation_timeout = generation_timeout
-        self._max_failed_share = max_failed_share
         self._judges = Judges(
-            timeout=environment_timeout,
-            num_threads=num_threads,
+            timeout=limits.environment_timeout,
+            num_threads=limits.num_threads,
             ends_of=chat.token_ends if per_step else None,
         )
 
@@ -196,6 +202,7 @@ class Rollouts:
         num_generations: int,
         sampling: SamplingParams,
         batch: tuple[int, ...],
+        with_greedy: bool = False,
         stats: RolloutStats | None = None,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
     ) -> list[RolloutGroup]:
@@ -207,6 +214,8 @@ class Rollouts:
             sampling: The sampling parameters. Each turn's `max_new_tokens` is reduced to the tokens
                 that `max_length` leaves.
             batch: Numbers that identify this batch within the run; the seeds depend on them.
+            with_greedy: Whether each group gets a `greedy` completion besides, which is scored in
+                the same calls.
             stats: Accumulates the seconds and counts of these rollouts.
             on_group: Called with each group as soon as it is finished, in any order.
 
@@ -221,7 +230,8 @@ class Rollouts:
         names = Counter(task.environment for task in tasks)
         played = _Batch(
             numbers=batch,
-            num_generations=num_generations,
+            num_generations=num_generations + with_greedy,
+            with_greedy=with_greedy,
             sampling=sampling,
             calls=self._judges.begin(stats),
             barriers={
@@ -248,7 +258,7 @@ class Rollouts:
 
     async def _watch(self, batch: _Batch) -> list[RolloutGroup]:
         # A generator that is stuck gives no error by itself.
-        limit = self.generation_timeout
+        limit = self.limits.generation_timeout
         while True:
             quiet = time.monotonic() - batch.last_news if batch.num_open else 0.0
             if quiet > limit:
@@ -277,6 +287,7 @@ class Rollouts:
                 num_prompt_messages=len(task.prompt),
                 is_validation=batch.numbers[:1] == (VALIDATION,),
                 stop_strings=environment.spec.stop_strings,
+                is_greedy=batch.with_greedy and i == batch.num_generations - 1,
             )
             for i in range(batch.num_generations)
         ]
@@ -292,11 +303,13 @@ class Rollouts:
         if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
         level_rounding(rollouts)
+        finished = tuple(rollout.finished() for rollout in rollouts)
         group = RolloutGroup(
             id=context.group_id,
             task=task,
             prompt_ids=context.prompt_ids,
-            rollouts_G=tuple(rollout.finished() for rollout in rollouts),
+            rollouts_G=finished[:-1] if batch.with_greedy else finished,
+            greedy=finished[-1] if batch.with_greedy else None,
         )
         on_group(group)
         return group
@@ -363,7 +376,7 @@ class Rollouts:
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> tuple[str, ...]:
         # A name for each where there may be several turns.
-        if self.max_turns == 1:
+        if self.limits.max_turns == 1:
             return ()
         return tuple(f"{context.group_id}-{rollout.index}" for rollout in rollouts)
 
@@ -387,14 +400,47 @@ class Rollouts:
     async def _sample_turn(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> AsyncGenerator[RolloutInProgress, None]:
-        # One turn of the policy in conversations that are equal so far, each as it ends.
+        # One turn of the policy in conversations that are equal so far, each as it ends. A greedy
+        # one among others takes a request of its own, at the same time.
+        parts = [[r for r in rollouts if r.is_greedy is wanted] for wanted in (False, True)]
+        if not all(parts):
+            async with aclosing(self._request_turn(context, rollouts)) as sampled:
+                async for rollout in sampled:
+                    yield rollout
+            return
+        ended = asyncio.Queue[RolloutInProgress | None]()
+
+        async def sample(part: Sequence[RolloutInProgress]) -> None:
+            try:
+                async with aclosing(self._request_turn(context, part)) as sampled:
+                    async for rollout in sampled:
+                        ended.put_nowait(rollout)
+            finally:
+                ended.put_nowait(None)
+
+        requests = [asyncio.ensure_future(sample(part)) for part in parts]
+        try:
+            num_open = len(requests)
+            while num_open:
+                if (one := await ended.get()) is not None:
+                    yield one
+                else:
+                    num_open -= 1
+            await asyncio.gather(*requests)
+        finally:
+            await end_all(requests)
+
+    async def _request_turn(
+        self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
+    ) -> AsyncGenerator[RolloutInProgress, None]:
         first, batch = rollouts[0], context.batch
         so_far = np.concatenate((context.prompt_ids, *first.ids))
-        turn = f"-{first.index}-{first.num_turns}" if first.num_turns else ""
+        turn = f"-{first.index}-{first.num_turns}" if first.num_turns or first.is_greedy else ""
         sampling = replace(
             batch.sampling,
-            max_new_tokens=min(batch.sampling.max_new_tokens, self.max_length - len(so_far)),
+            max_new_tokens=min(batch.sampling.max_new_tokens, self.limits.max_length - len(so_far)),
             stop_strings=tuple(dict.fromkeys((*batch.sampling.stop_strings, *first.stop_strings))),
+            temperature=0.0 if first.is_greedy else batch.sampling.temperature,
         )
         request = GenerationRequest(
             id=context.group_id + turn,
@@ -428,7 +474,7 @@ class Rollouts:
                         )
                     missing.remove(generated.index)
                     batch.calls.stats.num_tokens += len(generated.ids_L)
-                    if turn:
+                    if first.num_turns:
                         batch.calls.stats.num_repeated += len(so_far)
                         batch.calls.stats.num_cached += generated.num_cached
                     rollouts[generated.index].add_turn(generated)
@@ -444,8 +490,10 @@ class Rollouts:
         if rollout.is_over:
             return
         stats = context.batch.calls.stats
-        if rollout.truncated or rollout.num_turns >= self.max_turns:
-            stats.end_unfinished(rollout, is_out_of_turns=rollout.num_turns >= self.max_turns)
+        if rollout.truncated or rollout.num_turns >= self.limits.max_turns:
+            stats.end_unfinished(
+                rollout, is_out_of_turns=rollout.num_turns >= self.limits.max_turns
+            )
             return
         history = (*context.task.prompt, *rollout.messages[:-1])
         try:
@@ -459,7 +507,7 @@ class Rollouts:
             rollout.fail(str(error))
             return
         length = len(context.prompt_ids) + sum(map(len, rollout.ids)) + len(ids)
-        if length >= self.max_length:
+        if length >= self.limits.max_length:
             stats.end_unfinished(rollout, is_out_of_turns=False)
             return
         rollout.add_observation(rollout.observation, ids)
@@ -480,10 +528,11 @@ class Rollouts:
         for name in self.environments:
             samples = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
             failed = [r.failure for r in samples if r.failure is not None]
-            if failed and len(failed) > self._max_failed_share * len(samples):
+            if failed and len(failed) > self.limits.max_failed_share * len(samples):
                 raise EnvironmentFailedError(
                     f"the environment {name!r} could not judge {len(failed)} of {len(samples)} "
-                    f"samples, more than env.max_failed_share={self._max_failed_share:g} allows. "
+                    f"samples, more than env.max_failed_share={self.limits.max_failed_share:g} "
+                    "allows. "
                     f"The first reason: {failed[0].removeprefix('error: ')}"
                 )
 

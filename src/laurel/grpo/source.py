@@ -88,8 +88,9 @@ class BatchCollector:
         self._sampling = sampling
         self._stream = Stream(len(tasks), shuffle=shuffle, seed=config.seed)
         self._noise = noise
-        chosen = config.adv_estimator.name
-        self._reads_components = plugins.find(plugins.Advantage, chosen).reads_components
+        estimator = plugins.find(plugins.Advantage, config.adv_estimator.name)
+        self._reads_components = estimator.reads_components
+        self._with_greedy = estimator.baseline == "greedy"
 
     async def play(self, step: int, *, on_group: Callable[[RolloutGroup], None]) -> Batch:
         """Generate the batch of a step.
@@ -112,6 +113,7 @@ class BatchCollector:
                 num_generations=config.num_generations_per_prompt,
                 sampling=self._sampling,
                 batch=(TRAINING, step, number),
+                with_greedy=self._with_greedy,
                 stats=batch.stats,
                 on_group=on_group,
             )
@@ -147,6 +149,7 @@ class BatchCollector:
                 num_generations=config.num_generations_per_prompt,
                 sampling=self._sampling,
                 batch=(TRAINING, batch.step, number),
+                with_greedy=self._with_greedy,
                 stats=batch.stats,
                 on_group=on_group,
             )
@@ -165,6 +168,8 @@ class BatchCollector:
         raise AssertionError("a batch has at least one try")
 
     def _is_valid(self, group: RolloutGroup) -> bool:
+        if self._with_greedy and (group.greedy is None or group.greedy.reward is None):
+            return False
         num_valid = sum(rollout.reward is not None for rollout in group.rollouts_G)
         return num_valid >= min(self._config.min_valid_per_group, len(group.rollouts_G))
 
@@ -414,7 +419,7 @@ class RolloutSource:
         Raises:
             EngineError: The coroutine did not end within the time limit of generation.
         """
-        limit = self._rollouts.generation_timeout
+        limit = self._rollouts.limits.generation_timeout
 
         async def bounded() -> T:
             try:

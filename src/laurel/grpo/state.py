@@ -18,7 +18,7 @@ from laurel.grpo.source import Batch, RolloutSource
 from laurel.observe.health import Alarms
 from laurel.protocols import Environment
 from laurel.training.learner import Learner
-from laurel.training.state import PolicyRunState, hash_of, write_bad_rows
+from laurel.training.state import CheckpointParts, PolicyRunState, hash_of, write_bad_rows
 from laurel.types import Message, Rollout, RolloutGroup, StepReward, Task
 
 
@@ -32,13 +32,14 @@ class GRPORunState(PolicyRunState):
     def __init__(
         self,
         learner: Learner,
+        parts: CheckpointParts,
+        rows: Mapping[str, str],
         *,
         source: RolloutSource,
         environments: Mapping[str, Environment],
         alarms: Alarms | None = None,
-        **others: Any,
     ) -> None:
-        super().__init__(learner, **others)
+        super().__init__(learner, parts, rows)
         self._source = source
         self._environments = environments
         self.alarms = alarms or Alarms(HealthConfig(enabled=False))
@@ -102,21 +103,20 @@ def batch_to_dict(batch: Batch) -> dict[str, Any]:
                 "id": group.id,
                 "task": group.task.id,
                 "prompt_ids": torch.from_numpy(np.array(group.prompt_ids)),
-                "rollouts": [
-                    {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__}
-                    | {
-                        "messages": [[m.role, m.content] for m in rollout.messages],
-                        "components": dict(rollout.components),
-                        "steps": None
-                        if rollout.steps is None
-                        else [list(s) for s in rollout.steps],
-                        **{k: torch.from_numpy(np.array(getattr(rollout, k))) for k in _ARRAYS},
-                    }
-                    for rollout in group.rollouts_G
-                ],
+                "rollouts": [_rollout_to_dict(rollout) for rollout in group.rollouts_G],
+                "greedy": None if group.greedy is None else _rollout_to_dict(group.greedy),
             }
             for group in batch.groups
         ],
+    }
+
+
+def _rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
+    return {name: getattr(rollout, name) for name in Rollout.__dataclass_fields__} | {
+        "messages": [[m.role, m.content] for m in rollout.messages],
+        "components": dict(rollout.components),
+        "steps": None if rollout.steps is None else [list(s) for s in rollout.steps],
+        **{k: torch.from_numpy(np.array(getattr(rollout, k))) for k in _ARRAYS},
     }
 
 
@@ -140,18 +140,23 @@ def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batc
                 id=group["id"],
                 task=tasks[group["task"]],
                 prompt_ids=group["prompt_ids"].numpy(),
-                rollouts_G=tuple(
-                    Rollout(
-                        **rollout
-                        | {"messages": tuple(Message(*said) for said in rollout["messages"])}
-                        | {"steps": _steps_from(rollout.get("steps"))}
-                        | {name: rollout[name].numpy() for name in _ARRAYS}
-                    )
-                    for rollout in group["rollouts"]
-                ),
+                rollouts_G=tuple(map(_rollout_from_dict, group["rollouts"])),
+                greedy=_rollout_from_dict(group["greedy"]) if group.get("greedy") else None,
             )
             for group in saved["groups"]
         ],
+    )
+
+
+def _rollout_from_dict(saved: Mapping[str, Any]) -> Rollout:
+    return Rollout(
+        **{
+            **saved,
+            "messages": tuple(Message(*said) for said in saved["messages"]),
+            "steps": _steps_from(saved.get("steps")),
+            "invalid_turns": tuple(saved.get("invalid_turns", ())),
+            **{name: saved[name].numpy() for name in _ARRAYS},
+        }
     )
 
 

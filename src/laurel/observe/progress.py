@@ -64,6 +64,18 @@ class ProgressPhase:
         self._on_change(self)
 
 
+class ProgressWords(NamedTuple):
+    """What the display of a program says that it counts and does."""
+
+    unit: str = "pairs"
+    """What a step's throughput is counted in."""
+    counted: str = "step"
+    doing: str = "training"
+
+
+TRAINING = ProgressWords()
+
+
 class TrainingProgress:
     """Shows the step, the time left, the rate and the latest metrics of a training run.
 
@@ -89,9 +101,7 @@ class TrainingProgress:
         console: Console,
         *,
         live: bool | None = None,
-        unit: str = "pairs",
-        counted: str = "step",
-        doing: str = "training",
+        words: ProgressWords = TRAINING,
         side_by_side: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,9 +109,7 @@ class TrainingProgress:
         self._start_step = start_step
         self._step = start_step
         self._console = console
-        self._unit = unit
-        self._counted = counted
-        self._doing = doing
+        self._words = words
         self._side_by_side = side_by_side
         self._clock = clock
         self._metrics: dict[str, float] = {}
@@ -195,7 +203,7 @@ class TrainingProgress:
         bars.add_column(ratio=1)
         bars.add_column(no_wrap=True, justify="right")
         counts = f"{self._step}/{self._total_steps} {self._percentage()}"
-        bars.add_row(Text(self._doing), _bar(self._step, self._total_steps), Text(counts))
+        bars.add_row(Text(self._words.doing), _bar(self._step, self._total_steps), Text(counts))
         phase = self._phase
         if phase is not None:
             bars.add_row(
@@ -221,7 +229,7 @@ class TrainingProgress:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _step_line(self) -> str:
-        head = f"{self._counted} {self._step}/{self._total_steps} ({self._percentage()})"
+        head = f"{self._words.counted} {self._step}/{self._total_steps} ({self._percentage()})"
         return "  ".join([head, *self._numbers(), *self._rates(), self._times()])
 
     def _numbers(self) -> list[str]:
@@ -236,7 +244,7 @@ class TrainingProgress:
             return []
         first, last = self._history[0], self._history[-1]
         seconds = max(last.seconds - first.seconds, 1e-9)
-        done = {self._unit: last.pairs - first.pairs, "tokens": last.tokens - first.tokens}
+        done = {self._words.unit: last.pairs - first.pairs, "tokens": last.tokens - first.tokens}
         return [
             f"{_rate(n / seconds)} {unit}/s" for unit, n in done.items() if n or unit != "tokens"
         ]

@@ -90,7 +90,6 @@ def decoder_shape(
     vocab_size: int,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
-    num_parameters: int | None = None,
     has_language_head: bool = True,
 ) -> ModelShape:
     """Return the shape of a Llama-like decoder; compute the sizes that are not given.
@@ -103,9 +102,10 @@ def decoder_shape(
         vocab_size: Number of rows of the embedding.
         num_kv_heads: Number of key and value heads; None: as many as attention heads.
         head_dim: Width of a head; None: `hidden_size` divided by `num_heads`.
-        num_parameters: Number of all parameters; None: counted with two norms a layer, no biases,
-            and an embedding that is not tied to the language head.
         has_language_head: False for a reward model, whose head is one row.
+
+    Its parameters are counted with two norms a layer, no biases, and an embedding that is not tied
+    to the language head.
     """
     num_kv_heads = num_kv_heads or num_heads
     head_dim = head_dim or hidden_size // num_heads
@@ -122,7 +122,7 @@ def decoder_shape(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=vocab_size,
-        num_parameters=num_parameters or counted,
+        num_parameters=counted,
         layer_parameters=layer,
     )
 
@@ -131,7 +131,8 @@ def parse_shape(text: str, *, has_language_head: bool) -> ModelShape:
     """Parse a shape from the command line, such as `hidden_size=8192,num_layers=80,...`.
 
     Args:
-        text: Sizes as `key=value`, separated by commas; the keys are arguments of `decoder_shape`.
+        text: Sizes as `key=value`, separated by commas; the keys are `num_parameters` and
+            arguments of `decoder_shape`.
         has_language_head: False for a reward model, whose head is one row.
 
     Raises:
@@ -148,7 +149,9 @@ def parse_shape(text: str, *, has_language_head: bool) -> ModelShape:
     missing = [key for key in required if key not in measures]
     if missing:
         raise ConfigError(f"the shape {text!r} lacks {', '.join(missing)}")
-    return decoder_shape(**measures, has_language_head=has_language_head)
+    num_parameters = measures.pop("num_parameters", None)
+    shape = decoder_shape(**measures, has_language_head=has_language_head)
+    return shape if num_parameters is None else replace(shape, num_parameters=num_parameters)
 
 
 def parse_count(text: str) -> int:
@@ -265,6 +268,8 @@ class Shapes:
     policy: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
     """Shapes of the loaded reward models, in order; empty if any of them is unknown."""
+    teacher: ModelShape | None = None
+    """That of the model from which the policy learns besides."""
 
 
 def estimate(
@@ -309,10 +314,14 @@ def _on_policy(
         tokens=tokens,
         device="cpu" if request.device == "cpu" else "cuda",
     )
+    if shapes.teacher is not None:
+        own["teacher"] = MASTER_BYTES * shapes.teacher.num_parameters // role.mesh.size
     judge = _judging(request, plan, shapes, shares_with="policy")
     guest = {"reward model": judge["weights"]} if judge else {}
     yield MemoryPhase(name="training", slots_of="policy", parts={**own, **guest})
-    stays = {n: size for n, size in own.items() if n in ("weights", "optimizer", "reference")}
+    stays = {
+        n: size for n, size in own.items() if n in ("weights", "optimizer", "reference", "teacher")
+    }
     taken = _drawing(request, plan, shapes, device_memory, shares_with="policy")
     if drawing is not None and taken:
         copy = {"engine's weights": taken.pop("weights")}

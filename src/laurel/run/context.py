@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -20,7 +21,7 @@ from laurel.errors import CheckpointError, ConfigError, counted
 from laurel.models.checkpoint.store import LOCK_NAME, CheckpointStore
 from laurel.observe.console import visible
 from laurel.observe.loggers import next_run_dir, open_loggers
-from laurel.observe.progress import TrainingProgress
+from laurel.observe.progress import ProgressWords, TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES
 from laurel.planning.request import optimizer_states
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
     from laurel.config.schemas import Run
     from laurel.environments.reward_model_environment import RewardModelEnvironment
     from laurel.evaluation.benchmarks import BenchmarkSet
+    from laurel.models.checkpoint.card import CardFacts
     from laurel.protocols import Environment
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import OnValidation, RunServices, Schedule
-    from laurel.training.state import RunState
+    from laurel.training.state import CheckpointParts, RunState
     from laurel.types import Score
 
 R = TypeVar("R", bound="Run")
@@ -60,6 +62,10 @@ class RunContext(Generic[R]):
     """The checkpoint that the run resumes from; None if it starts anew."""
     day: date = field(default_factory=date.today)
     """The day on which the run began: templates print it instead of the current one."""
+    deadline: Deadline = field(default_factory=partial(Deadline, None))
+    """The deadline by which the run must have been saved."""
+    selection: Selection = field(default_factory=partial(Selection, key=None))
+    """How the best checkpoint is chosen."""
 
     def with_store(self, selection: Selection) -> RunContext[R]:
         """Return this context with the locked checkpoint store and the checkpoint to resume from.
@@ -67,9 +73,9 @@ class RunContext(Generic[R]):
         Raises:
             CheckpointError: `checkpointing.resume` does not allow the existing checkpoints.
         """
-        saving = self.config.checkpointing
+        saving, context = self.config.checkpointing, replace(self, selection=selection)
         if not saving.enabled:
-            return self
+            return context
         store = CheckpointStore(
             saving.checkpoint_dir,
             keep_top_k=saving.keep_top_k,
@@ -89,7 +95,7 @@ class RunContext(Generic[R]):
                     f"{counted(len(store.steps()), 'step')}; choose another checkpoint_dir or "
                     "resume=auto"
                 )
-            return replace(self, store=store)
+            return replace(context, store=store)
         newest = store.newest_whole()
         for skipped in newest.skipped:
             self.console.print(f"warning: skipped a checkpoint: {skipped}")
@@ -100,11 +106,11 @@ class RunContext(Generic[R]):
                 + "; start with checkpointing.resume=auto in an empty directory"
             )
         if newest.path is None:
-            return replace(self, store=store)
+            return replace(context, store=store)
         from laurel.training.state import read_day
 
         day = read_day(newest.path) or self.day
-        return replace(self, store=store, resume_from=newest.path, day=day)
+        return replace(context, store=store, resume_from=newest.path, day=day)
 
     def with_slots(self, planned: PlannedAllocation) -> RunContext[R]:
         """Return this context with all planned slots reserved.
@@ -146,6 +152,23 @@ def choose_run_dir(context: RunContext[R]) -> Path:
             soft_wrap=True,
         )
     return before
+
+
+def checkpoint_parts(
+    context: RunContext[R], facts: ModelFacts, card: CardFacts, *, day: date | None = None
+) -> CheckpointParts:
+    """Choose the log directory, and return what the checkpoints of the run hold."""
+    from laurel.training.state import CheckpointParts
+
+    saving = context.config.checkpointing
+    return CheckpointParts(
+        card=card,
+        run_dir=choose_run_dir(context),
+        config_yaml=to_yaml(context.config),
+        save_optimizer=saving.save_optimizer,
+        saves_in_background=saving.saves_in_background(facts.device),
+        day=day,
+    )
 
 
 def describe_data(reports: Mapping[str, Any], run_dir: Path, console: Console) -> None:
@@ -198,8 +221,6 @@ def make_services(
     state: RunState,
     position: Position,
     facts: ModelFacts,
-    selection: Selection,
-    deadline: Deadline,
     reports: Mapping[str, Any],
     unit: str = "pairs",
     on_validation: OnValidation | None = None,
@@ -214,6 +235,8 @@ def make_services(
     from laurel.training.loop import RunServices
 
     config, console, run_dir = context.config, context.console, state.run_dir
+    if context.resume_from:
+        console.print(f"resuming from {context.resume_from}, after step {position.step}")
     num_saves = _num_saves(config.checkpointing, position.step, schedule.total_steps)
     if context.store is not None and num_saves:
         size = _checkpoint_bytes(context, facts)
@@ -225,7 +248,9 @@ def make_services(
             raise
         if warning is not None:
             console.print(f"warning: {warning}", soft_wrap=True)
-    progress = TrainingProgress(schedule.total_steps, position.step, console, unit=unit)
+    progress = TrainingProgress(
+        schedule.total_steps, position.step, console, words=ProgressWords(unit)
+    )
     logger = open_loggers(
         config.logger,
         run_dir=run_dir,
@@ -244,11 +269,11 @@ def make_services(
         schedule=schedule,
         state=state,
         store=context.store,
-        selection=selection,
+        selection=context.selection,
         logger=logger,
         progress=progress,
         stop=stop,
-        deadline=deadline,
+        deadline=context.deadline,
         on_validation=on_validation,
     )
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import plugins
 from laurel.config.grpo_run import GRPORun
-from laurel.config.load import to_yaml
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
@@ -18,7 +17,7 @@ from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy, settings_of_grpo
 from laurel.run.context import (
     RunContext,
-    choose_run_dir,
+    checkpoint_parts,
     judge_figures,
     make_services,
 )
@@ -72,7 +71,8 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     notes = judge_notes(config, on_cluster=planned.are_remote)
     for note in [*notes, *sampling_notes(config)]:
         console.print(f"note    {note}", soft_wrap=True)
-    context = RunContext(config=config, console=console, stack=stack).with_store(selection)
+    context = RunContext(config=config, console=console, stack=stack, deadline=deadline)
+    context = context.with_store(selection)
     data = _load_data(config)
     benchmarks: list[BenchmarkSet] = []
     if named := config.env.reward_model.benchmarks:
@@ -87,9 +87,9 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     check_answers(data, environments, console)
     # A resumed run has measured these at its beginning.
     facts = judge_figures([] if context.resume_from else benchmarks, environments, console)
-    training, position = _with_policy(context, data, environments, selection, deadline)
+    training, position = _with_policy(context, data, environments)
     if facts:
-        training.logger.log(facts, step=position.step)
+        training.services.logger.log(facts, step=position.step)
     return training, position
 
 
@@ -271,6 +271,7 @@ def load_policy_bundle(
         texts=texts,
         temperature=config.policy.generation.temperature,
         needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+        teacher=config.loss_fn.distillation.model_name,
         samples_from_copy=config.grpo.max_staleness > 0,
         with_entropy=config.loss_fn.entropy,
     )
@@ -290,11 +291,7 @@ def load_policy_bundle(
 
 
 def _with_policy(
-    context: RunContext[GRPORun],
-    data: TaskData,
-    environments: dict[str, Environment],
-    selection: Selection,
-    deadline: Deadline,
+    context: RunContext[GRPORun], data: TaskData, environments: dict[str, Environment]
 ) -> tuple[GRPO, Position]:
     """Load the policy, and build everything that depends on it."""
     config, console, resume_from = context.config, context.console, context.resume_from
@@ -310,40 +307,34 @@ def _with_policy(
     from laurel.training.state import TRAINING_DATA, VALIDATION_DATA
 
     model, parts = found.model, found.parts
-    run_dir = choose_run_dir(context)
+    card = facts_of_policy(
+        context,
+        model.facts,
+        data.reports,
+        method="GRPO",
+        settings=settings_of_grpo(config, environments),
+    )
+    rows = {
+        TRAINING_DATA: fingerprint_of_tasks(data.train),
+        VALIDATION_DATA: fingerprint_of_tasks(data.validation),
+    }
     state = GRPORunState(
         parts.learner,
+        checkpoint_parts(context, model.facts, card, day=context.day),
+        rows,
         source=parts.source,
         environments=environments,
         alarms=Alarms(
             config.grpo.health, members=members_of(config.env), settings=config.model_dump()
         ),
-        rows={
-            TRAINING_DATA: fingerprint_of_tasks(data.train),
-            VALIDATION_DATA: fingerprint_of_tasks(data.validation),
-        },
-        config_yaml=to_yaml(config),
-        card=facts_of_policy(
-            context,
-            model.facts,
-            data.reports,
-            method="GRPO",
-            settings=settings_of_grpo(config, environments),
-        ),
-        run_dir=run_dir,
-        save_optimizer=config.checkpointing.save_optimizer,
-        saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
-        day=context.day,
     )
     position = state.restore(resume_from) if resume_from else Position()
-    describe_policy(context, model.facts, data.reports, run_dir)
+    describe_policy(context, model.facts, data.reports, state.run_dir)
     _describe_step(config, found.chat, parts, console)
     size, tasks = config.grpo.num_prompts_per_step, data.train
     if data.endless is None:
         for note in batch_notes("grpo.num_prompts_per_step", size, len(tasks), unit="task"):
             console.print(f"note    {note}")
-    if resume_from:
-        console.print(f"resuming from {resume_from}, after step {position.step}")
     has_validation = parts.validation is not None
     schedule = Schedule(
         section=config.grpo,
@@ -360,8 +351,6 @@ def _with_policy(
         state=state,
         position=position,
         facts=model.facts,
-        selection=selection,
-        deadline=deadline,
         reports=data.reports,
         unit="completions",
     )
@@ -413,24 +402,20 @@ def _parts(
     num_steps: int,
 ) -> PolicyParts:
     from laurel.grpo.loop import PolicyParts
-    from laurel.grpo.rollouts import Rollouts
+    from laurel.grpo.rollouts import RolloutLimits, Rollouts
     from laurel.grpo.source import RolloutSource
     from laurel.grpo.validation import PolicyValidation
     from laurel.training.batches import Batcher
 
     config, grpo, allocation = context.config, context.config.grpo, context.allocation
 
-    def noise_of(name: str) -> float:
+    def noise_floor_of(name: str) -> float:
         one = environments[name]
         return one.step_noise_floor() if grpo.adv_estimator.per_step else one.noise_floor()
 
-    rollouts = Rollouts(
-        generator,
-        environments,
-        chat,
+    limits = RolloutLimits(
         max_turns=grpo.max_rollout_turns,
         max_length=config.policy.max_total_sequence_length,
-        seed=grpo.seed,
         environment_timeout=config.env.timeout_seconds,
         generation_timeout=config.policy.generation.timeout_seconds,
         max_failed_share=config.env.max_failed_share,
@@ -438,8 +423,9 @@ def _parts(
         num_threads=64
         if any(one.spec.judges == "completion" for one in environments.values())
         else 16,
-        per_step=grpo.adv_estimator.per_step,
     )
+    per_step = grpo.adv_estimator.per_step
+    rollouts = Rollouts(generator, environments, chat, limits, seed=grpo.seed, per_step=per_step)
     source = RolloutSource(
         rollouts,
         data.endless or data.train,
@@ -448,7 +434,7 @@ def _parts(
         # Rows without end are made in a random order.
         shuffle=config.data.shuffle and data.endless is None,
         total_steps=num_steps,
-        noise=noise_of,
+        noise=noise_floor_of,
     )
     context.stack.callback(source.close)
     validation = None
@@ -459,19 +445,23 @@ def _parts(
             sampling=sampling_of(config, is_validation=True),
             set_of=data.validation_set_of,
         )
-    pad_id = model.facts.tokenizer.pad_token_id or 0
     take_turns = _take_turns(context, generator)
-    limits = config.policy.batch_limits
+    batcher = Batcher(
+        model.facts.path,
+        config.policy.batch_limits,
+        pad_id=model.facts.tokenizer.pad_token_id or 0,
+        dp_size=model.learner.dp_size,
+    )
     return PolicyParts(
         learner=model.learner,
         has_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        batcher=Batcher(model.facts.path, limits, pad_id=pad_id, dp_size=model.learner.dp_size),
+        has_teacher=config.loss_fn.distillation.model_name is not None,
+        batcher=batcher,
         generator=generator,
         source=source,
         environments=environments,
-        noise_of=noise_of,
+        noise_floor_of=noise_floor_of,
         validation=validation,
-        pad_id=pad_id,
         generator_rests=take_turns,
         learner_rests=take_turns,
         judges_rest=allocation.take_turns("reward_model") and grpo.max_staleness == 0,

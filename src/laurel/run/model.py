@@ -41,6 +41,7 @@ def load_trained_model(
     load: Load,
     seed: int,
     load_reference: Load | None = None,
+    load_teacher: Load | None = None,
     with_entropy: bool = False,
     check_room: Callable[[torch.device], None] | None = None,
 ) -> TrainedModel:
@@ -51,6 +52,7 @@ def load_trained_model(
         load: A function that loads the model, as `LearnerWorker` takes it.
         seed: The seed of dropout.
         load_reference: A function that loads the frozen reference model, if there is one.
+        load_teacher: A function that loads the teacher, if there is one.
         with_entropy: Whether the learner also measures entropies.
         check_room: A function that checks, given the device, that the model fits there; it is
             called before a model is loaded into this process.
@@ -82,6 +84,7 @@ def load_trained_model(
             "cluster": cluster,
             "seed": seed,
             "load_reference": load_reference,
+            "load_teacher": load_teacher,
             "with_entropy": with_entropy,
         }
         if not context.allocation.are_remote:

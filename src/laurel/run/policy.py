@@ -13,7 +13,7 @@ from laurel.errors import ModelError
 from laurel.planning.memory import GIB
 from laurel.run.context import R, RunContext, describe_data, describe_output
 from laurel.run.model import TrainedModel, describe_model, load_trained_model
-from laurel.run.specs import model_spec
+from laurel.run.specs import model_spec, teacher_spec
 from laurel.sandbox.limits import available_memory
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def load_policy_to_train(
     texts: Iterable[str],
     temperature: float = 1.0,
     needs_reference: bool = False,
+    teacher: str | None = None,
     samples_from_copy: bool = False,
     with_entropy: bool = False,
 ) -> TrainedModel:
@@ -40,6 +41,7 @@ def load_policy_to_train(
         texts: The texts on which a tokenizer from scratch is trained.
         temperature: The temperature at which completions are sampled.
         needs_reference: Whether a frozen copy of the policy before training is kept.
+        teacher: The name of a model that the learner computes besides.
         samples_from_copy: Whether the generator keeps a copy of the weights.
         with_entropy: Whether the learner also measures entropies.
     """
@@ -56,14 +58,28 @@ def load_policy_to_train(
     )
     resumed = partial(load, resume_from=resume_from) if resume_from else load
     check_room = partial(
-        check_memory, policy, needs_reference=needs_reference, samples_from_copy=samples_from_copy
+        check_memory,
+        policy,
+        needs_reference=needs_reference,
+        samples_from_copy=samples_from_copy,
+        teacher=teacher,
     )
+    load_teacher = None
+    if teacher is not None:
+        load_teacher = partial(
+            load_policy,
+            teacher_spec(policy, teacher),
+            seed=seed,
+            max_length=policy.max_total_sequence_length,
+            temperature=temperature,
+        )
     return load_trained_model(
         context,
         load=resumed,
         seed=seed,
         check_room=check_room,
         load_reference=load if needs_reference else None,
+        load_teacher=load_teacher,
         with_entropy=with_entropy,
     )
 
@@ -81,7 +97,12 @@ def describe_policy(
 
 
 def check_memory(
-    policy: PolicyConfig, device: torch.device, *, needs_reference: bool, samples_from_copy: bool
+    policy: PolicyConfig,
+    device: torch.device,
+    *,
+    needs_reference: bool,
+    samples_from_copy: bool,
+    teacher: str | None = None,
 ) -> None:
     """Check that a policy's weights, gradients and optimizer state fit into the free memory.
 
@@ -102,6 +123,8 @@ def check_memory(
         copies |= {"reference": 1} if needs_reference else {}
     copies |= {"generator's copy": 1} if samples_from_copy else {}
     needed = {what: 4 * count * num_parameters for what, count in copies.items()}
+    if teacher is not None:
+        needed["teacher"] = 4 * count_parameters(teacher_spec(policy, teacher))
     free = _free_bytes(device)
     if free is None or sum(needed.values()) <= free:
         return
@@ -111,6 +134,8 @@ def check_memory(
         advice += "; policy.dtensor_cfg.lora_cfg.enabled=true, which trains adapters only"
         if needs_reference:
             advice += "; loss_fn.reference_policy_kl_penalty=0, which needs no reference"
+    if teacher is not None:
+        advice += "; a smaller teacher (loss_fn.distillation.model_name)"
     raise ModelError(
         f"policy.model_name={policy.model_name} has {num_parameters / 1e9:.2f}G parameters: to "
         f"train it takes {sum(needed.values()) / GIB:.1f} GiB ({parts}) besides activations, and "

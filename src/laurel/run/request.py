@@ -66,9 +66,14 @@ def request_of(config: Run) -> ClusterRequest:
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,
-            # The reference's, and the old policy's where several updates move away from it.
+            # The reference's, the teacher's, as if it were of the policy's size, and the old
+            # policy's where several updates move away from it or its difference is bounded.
             logprob_passes=(config.loss_fn.reference_policy_kl_penalty > 0)
-            + (config.updates_per_rollout > 1 and not config.loss_fn.force_on_policy_ratio),
+            + (config.loss_fn.distillation.model_name is not None)
+            + (
+                (config.updates_per_rollout > 1 and not config.loss_fn.force_on_policy_ratio)
+                or config.grpo.seq_logprob_error_threshold is not None
+            ),
         ),
     )
 

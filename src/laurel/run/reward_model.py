@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from laurel.config.data import DatasetConfig
-from laurel.config.load import to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.preferences import Fold, hold_out, load_preferences, own_validation_preferences
 from laurel.data.reading import encoded
@@ -21,7 +20,7 @@ from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_reward_model
 from laurel.run.context import (
     RunContext,
-    choose_run_dir,
+    checkpoint_parts,
     describe_benchmark,
     describe_data,
     describe_output,
@@ -70,13 +69,14 @@ def train_reward_model(
     selection, early_stopping = check_reward_run(config)
     planned = plan_allocation(config)
     with ExitStack() as stack:
-        context = RunContext(config=config, console=console, stack=stack).with_store(selection)
+        context = RunContext(config=config, console=console, stack=stack, deadline=deadline)
+        context = context.with_store(selection)
         data = load_data(config, fold=fold)
         check_figure("checkpointing.metric_name", selection.key, data.benchmarks)
         if early_stopping is not None:
             check_figure("rm.early_stopping.metric_name", early_stopping.key, data.benchmarks)
         context = resolve_micro_batches(context.with_slots(planned))
-        return _train(context, data, selection, early_stopping, deadline, on_validation)
+        return _train(context, data, early_stopping, on_validation)
 
 
 def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStopping | None]:
@@ -177,9 +177,7 @@ def check_figure(setting: str, key: str | None, benchmarks: Mapping[str, Benchma
 def _train(
     context: RunContext[RewardTrainingRun],
     data: PreferenceData,
-    selection: Selection,
     early_stopping: EarlyStopping | None,
-    deadline: Deadline,
     on_validation: OnValidation | None,
 ) -> RunOutcome:
     """Load the model, tokenize, and run the loop; nothing is written before all is checked."""
@@ -191,7 +189,7 @@ def _train(
     from laurel.training.loop import Schedule
     from laurel.training.losses import RewardLoss
     from laurel.training.reward_model import RewardTraining
-    from laurel.training.state import NUM_GOLDEN_GROUPS, RewardRunState
+    from laurel.training.state import RewardRunState
 
     contract = model.facts.contract
     assert contract is not None
@@ -214,34 +212,19 @@ def _train(
             "ties, or have none of the ratings that it reads. Choose another rm.loss.type, or "
             "give rows in which one answer is better"
         )
-    run_dir = choose_run_dir(context)
-    golden_set = next(iter(validation.values()), train)
+    card = facts_of_reward_model(
+        context, config.rm, data.reports, data.benchmarks, model.facts, ties=config.data.ties
+    )
     state = RewardRunState(
         model.learner,
-        contract=contract,
-        path=model.facts.path,
-        weights_dtype=model.facts.weights_dtype,
+        checkpoint_parts(context, model.facts, card),
+        model.facts,
         train=train,
-        validation=[sample for some in validation.values() for sample in some],
-        golden=[sample.preference.group for sample in golden_set[:NUM_GOLDEN_GROUPS]],
-        config_yaml=to_yaml(config),
-        card=facts_of_reward_model(
-            context,
-            config.rm,
-            data.reports,
-            data.benchmarks,
-            model.facts,
-            ties=config.data.ties,
-        ),
-        run_dir=run_dir,
-        save_optimizer=config.checkpointing.save_optimizer,
-        saves_in_background=config.checkpointing.saves_in_background(model.facts.device),
+        validation=list(validation.values()),
         batch_tokens=config.policy.batch_limits.forest_tokens,
     )
     position = state.restore(context.resume_from) if context.resume_from else Position()
-    _describe(context, data, model.facts, run_dir)
-    if context.resume_from:
-        console.print(f"resuming from {context.resume_from}, after step {position.step}")
+    _describe(context, data, model.facts, state.run_dir)
     limits, units = config.policy.batch_limits, None
     if config.data.group_by_prefix:
         limits, units = replace(limits, least_shared=LEAST_SHARED), rows_of_dialogues(train)
@@ -270,8 +253,6 @@ def _train(
         state=state,
         position=position,
         facts=model.facts,
-        selection=selection,
-        deadline=deadline,
         reports=data.all_reports,
         on_validation=on_validation,
         unit="rows" if config.policy.reward_model_cfg.reward_model_type == "process" else "pairs",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from laurel.config.load import to_yaml
 from laurel.config.sft import SFTRun
 from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
 from laurel.data.reading import encoded
@@ -15,7 +14,7 @@ from laurel.errors import DataError
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy
-from laurel.run.context import RunContext, choose_run_dir, make_services
+from laurel.run.context import RunContext, checkpoint_parts, make_services
 from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
@@ -39,7 +38,8 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
     planned = plan_allocation(config)
     selection = demonstration_selection(config)
     with ExitStack() as stack:
-        context = RunContext(config=config, console=console, stack=stack).with_store(selection)
+        context = RunContext(config=config, console=console, stack=stack, deadline=deadline)
+        context = context.with_store(selection)
         data = load_demonstration_data(config.data)
         context = resolve_micro_batches(context.with_slots(planned))
         config = context.config
@@ -48,7 +48,7 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
             seed=config.sft.seed,
             texts=[text for dialogue in data.train for text in dialogue.texts],
         )
-        facts, resume_from = model.facts, context.resume_from
+        facts = model.facts
         from laurel.models.chat import ChatFormat
         from laurel.training.batches import Batcher
         from laurel.training.epochs import EpochParts, total_steps
@@ -60,32 +60,18 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         train = tokenise_dialogues(config, data, "train", chat, console)
         validation = {"default": tokenise_dialogues(config, data, "validation", chat, console)}
         validation = {name: rows for name, rows in validation.items() if rows}
-        run_dir = choose_run_dir(context)
         rows = {
             TRAINING_DATA: _fingerprint(train, data.train),
             VALIDATION_DATA: _fingerprint(
                 [row for some in validation.values() for row in some], data.validation
             ),
         }
-        state = PolicyRunState(
-            model.learner,
-            rows=rows,
-            config_yaml=to_yaml(config),
-            card=facts_of_policy(
-                context,
-                facts,
-                data.reports,
-                method="fine-tuning",
-                settings={"seed": config.sft.seed},
-            ),
-            run_dir=run_dir,
-            save_optimizer=config.checkpointing.save_optimizer,
-            saves_in_background=config.checkpointing.saves_in_background(facts.device),
+        card = facts_of_policy(
+            context, facts, data.reports, method="fine-tuning", settings={"seed": config.sft.seed}
         )
-        position = state.restore(resume_from) if resume_from else Position()
-        describe_policy(context, facts, data.reports, run_dir)
-        if resume_from:
-            console.print(f"resuming from {resume_from}, after step {position.step}")
+        state = PolicyRunState(model.learner, checkpoint_parts(context, facts, card), rows)
+        position = state.restore(context.resume_from) if context.resume_from else Position()
+        describe_policy(context, facts, data.reports, state.run_dir)
         order = step_order(config, len(train))
         num_steps = total_steps(config.sft, order)
         for note in (
@@ -105,8 +91,6 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
             state=state,
             position=position,
             facts=facts,
-            selection=selection,
-            deadline=deadline,
             reports=data.reports,
             unit="rows",
         )

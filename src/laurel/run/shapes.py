@@ -14,7 +14,7 @@ from laurel.models.spec import ModelSpec
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shape
 from laurel.planning.request import RoleName
 from laurel.run.request import uses_reward_model
-from laurel.run.specs import model_spec
+from laurel.run.specs import model_spec, teacher_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,13 @@ def read_shapes(
             judges = tuple(_judge_shape(judge, split, reward_shape) for judge in loaded)
         except (ModelError, CheckpointError) as error:
             unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
-    shapes = Shapes(policy=policy, reward_models=judges)
+    teacher: ModelShape | None = None
+    if isinstance(config, GRPORun) and (name := config.loss_fn.distillation.model_name) is not None:
+        try:
+            teacher = _read(teacher_spec(config.policy, name), True)
+        except (ModelError, CheckpointError) as error:
+            notes.append(f"the teacher is left out of memory: {error}")
+    shapes = Shapes(policy=policy, reward_models=judges, teacher=teacher)
     return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
 
 

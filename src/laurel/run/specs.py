@@ -14,7 +14,12 @@ from pydantic import ValidationError
 from laurel import plugins
 from laurel.config.load import load_config
 from laurel.config.overrides import parse_override
-from laurel.config.policy import PolicyConfig, RewardModelConfig, RewardPolicyConfig
+from laurel.config.policy import (
+    PolicyConfig,
+    RewardModelConfig,
+    RewardPolicyConfig,
+    TokenizerConfig,
+)
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, Terms, counted, key_of, setting_of, speaking
@@ -60,6 +65,19 @@ def model_spec(policy: PolicyConfig) -> ModelSpec:
         sequence_parallel=parallel.sequence_parallel,
         cpu_offload=parallel.cpu_offload,
         parallel_plan=parallel.custom_parallel_plan,
+    )
+
+
+def teacher_spec(policy: PolicyConfig, name: str) -> ModelSpec:
+    """Return the spec of the model from which a policy learns besides, spread as the policy is."""
+    return replace(
+        model_spec(policy),
+        name=name,
+        revision=None,
+        config_overrides={},
+        scratch=None,
+        tokenizer=TokenizerConfig(),
+        lora=None,
     )
 
 

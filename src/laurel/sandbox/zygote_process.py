@@ -45,8 +45,8 @@ for name in ("laurel", "laurel.sandbox"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = []
 sys.modules[name].__path__ = [{room!r}]
-from laurel.sandbox.inside.zygote import main
-main({control})
+from laurel.sandbox.inside.{module} import main
+main({arguments})
 """
 
 
@@ -309,11 +309,9 @@ class ZygoteProcess:
     def _start(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._scratch = tempfile.mkdtemp(prefix="laurel-sandbox-", dir=self._parent_of_scratch)
-        boot = _BOOT.format(room=str(Path(__file__).parent), control=there.fileno())
         with tempfile.TemporaryFile() as output, there:
             self._process = subprocess.Popen(
-                # Like -I, but with our hash seed: there are no variables but ours.
-                [self._interpreter, "-P", "-s", "-S", "-B", "-c", boot],
+                inside_command(self._interpreter, "zygote", str(there.fileno())),
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -420,6 +418,19 @@ class BoundedZygote:
     def _check(self, is_shorter: bool, *outcomes: ProcessOutcome) -> None:
         if is_shorter and any(outcome.ended_by == "wall" for outcome in outcomes):
             raise TimeIsUpError
+
+
+def inside_command(interpreter: str, module: str, arguments: str) -> list[str]:
+    """Return the command that runs a module of `inside` by itself, without the rest of Laurel.
+
+    Args:
+        interpreter: The Python that runs it.
+        module: The name of the module.
+        arguments: The arguments of its `main`, in Python.
+    """
+    boot = _BOOT.format(room=str(Path(__file__).parent), module=module, arguments=arguments)
+    # Like -I, but with the caller's hash seed: there are no variables but the caller's.
+    return [interpreter, "-P", "-s", "-S", "-B", "-c", boot]
 
 
 def own_interpreter() -> str:

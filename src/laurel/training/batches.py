@@ -80,6 +80,11 @@ class Batcher:
         packed = pack_evenly(sizes, limits.forest_tokens, dp_size=self._dp_size)
         return [sorted(i for number in numbers for i in units[number]) for numbers in packed]
 
+    def filled(self) -> Batcher:
+        """Return one that fills padded batches too, where no gradients are kept."""
+        limits = replace(self.limits, padded_tokens=self.limits.forest_tokens)
+        return Batcher(self.path, limits, pad_id=self._pad_id, dp_size=self._dp_size)
+
     @property
     def _is_forest(self) -> bool:
         return self.path == "forest"

@@ -203,7 +203,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
             micro_batches = self._cut(samples)
             update = self.learner.update(micro_batches, self.loss)
         seconds = self.timers.collect()["total_step_time"]
-        self.deadline.took("step", seconds)
+        self.services.deadline.took("step", seconds)
         return StepResult(
             samples=samples,
             update=update,
@@ -239,8 +239,8 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
             **(figures or {}),
         }
         step = position.step + 1
-        self.logger.log(metrics, step=step)
-        self.progress.step(step, metrics, pairs=len(taken.samples), tokens=num_tokens)
+        self.services.logger.log(metrics, step=step)
+        self.services.progress.step(step, metrics, pairs=len(taken.samples), tokens=num_tokens)
         train_metrics = {f"train_{name}": value for name, value in taken.update.metrics.items()}
         return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
 
@@ -250,7 +250,7 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
         keyed: dict[str, float] = {}
         for name, samples in self.validation.items():
             with (
-                self.progress.phase(f"validating {name}", len(samples)) as phase,
+                self.services.progress.phase(f"validating {name}", len(samples)) as phase,
                 self.timers.time("total_validation_time"),
             ):
                 micro_batches = self._cut(samples)

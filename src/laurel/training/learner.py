@@ -41,7 +41,7 @@ Label = TypeVar("Label")
 LabelIn = TypeVar("LabelIn", contravariant=True)
 
 Inputs = TokenForest | PaddedRows
-ModelRole = Literal["model", "reference"]
+ModelRole = Literal["model", "reference", "teacher"]
 
 NOTHING_TO_LEARN = "no row of the batch teaches this loss anything"
 ELSEWHERE = "the loss of another rank is not finite"
@@ -134,7 +134,7 @@ class Learner(Protocol):
 
         Args:
             batches: Any number of inputs, as in `MicroBatch`.
-            of: The model, or the reference policy.
+            of: The model, the reference policy, or the teacher.
             in_full_precision: Whether to compute in the dtype of the weights.
             temperature: The temperature of log-probabilities; None: that of the run.
         """
@@ -275,6 +275,7 @@ class LocalLearner:
         max_grad_norm: float | None = None,
         products: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
         reference: Reference | None = None,
+        teacher: Reference | None = None,
         tokenizer: Any = None,
         ranks: AcrossRanks | None = None,
     ) -> None:
@@ -287,6 +288,7 @@ class LocalLearner:
             max_grad_norm: The norm to which larger gradients are clipped.
             products: A context for forward and backward passes, such as `cpu_matmul.fast_matmul`.
             reference: The reference policy.
+            teacher: The model from which a policy learns besides.
             tokenizer: The tokenizer that is saved with a policy.
             ranks: The ranks over which the model is sharded; None for a single process.
 
@@ -295,6 +297,7 @@ class LocalLearner:
         """
         self.model = model
         self.reference = reference
+        self.teacher = teacher
         self.tokenizer = tokenizer
         self.max_grad_norm = max_grad_norm
         self.ranks = ranks
@@ -306,6 +309,8 @@ class LocalLearner:
         models = [model]
         if reference is not None and reference.model is not model:
             models.append(reference.model)
+        if teacher is not None:
+            models.append(teacher.model)
         self._resting = Offloader(models, self.optimizer)
         self._writing = Background("laurel-writing")
 
@@ -410,8 +415,8 @@ class LocalLearner:
         temperature: float | None = None,
     ) -> Iterator[Any]:
         """Compute the outputs of the model for each batch, as `Learner.outputs` describes."""
-        asked: Any = self.model if of == "model" else self.reference
-        assert asked is not None, "this run has no reference policy"
+        asked: Any = getattr(self, of)
+        assert asked is not None, f"this run has no {of}"
         network: Any = asked.model if isinstance(asked, Reference) else asked
         for batch in batches:
             # No context stays open between two batches, because other code computes then.

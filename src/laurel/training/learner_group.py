@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.policy import ClusterConfig, Milestones, NamedCall
-from laurel.errors import BroadcastError, CheckpointError, WorkerError
+from laurel.errors import (
+    BroadcastError,
+    CheckpointError,
+    ModelError,
+    Terms,
+    WorkerError,
+    speaking,
+)
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.policy import Reference
 from laurel.models.loading.adapters import adapted_layers
@@ -494,6 +501,7 @@ class LearnerWorker(WeightExporter):
         cluster: ClusterConfig,
         seed: int,
         load_reference: Load | None = None,
+        load_teacher: Load | None = None,
         with_entropy: bool = False,
     ) -> None:
         """Load this rank's shard of the model, check it, and build its optimizer.
@@ -511,6 +519,7 @@ class LearnerWorker(WeightExporter):
             load_reference: Loads the reference policy if the run needs one; it is `load` itself if
                 that loads the same weights. With adapters it is not called, because the policy
                 without its adapters is the reference.
+            load_teacher: Loads the model from which a policy learns besides.
             with_entropy: Whether updates measure a policy's entropy.
 
         Raises:
@@ -546,6 +555,9 @@ class LearnerWorker(WeightExporter):
         reference = None
         if load_reference is not None:
             reference = _reference(loaded, load, load_reference, device=device, mesh=mesh)
+        teacher = None
+        if load_teacher is not None:
+            teacher = _teacher(loaded, load_teacher, device=device, mesh=mesh)
         self._learner = LocalLearner(
             loaded.model,
             optimizer=optimizer,
@@ -553,6 +565,7 @@ class LearnerWorker(WeightExporter):
             max_grad_norm=max_grad_norm,
             products=products,
             reference=reference,
+            teacher=teacher,
             tokenizer=self._facts.tokenizer,
             ranks=None if mesh is None else AcrossRanks(mesh, cp=shape.cp),
         )
@@ -681,6 +694,30 @@ def _reference(
     if load_reference is load and mesh is None:
         return Reference.of(model)
     return Reference(load_reference(device=device, mesh=mesh).model)  # type: ignore[arg-type]
+
+
+def _teacher(
+    loaded: Loaded, load: Load, *, device: torch.device, mesh: DeviceMesh | None
+) -> Reference:
+    where = "loss_fn.distillation.model_name"
+    with speaking(Terms({"policy.model_name": where})):
+        teacher: Any = load(device=device, mesh=mesh)
+        check_policy_paths(teacher.model)
+    policy: Any = loaded
+    known = teacher.tokenizer.get_vocab()
+    others = [t for t, i in policy.tokenizer.get_vocab().items() if known.get(t) != i]
+    if others:
+        raise ModelError(
+            f"{where}: {teacher.base_model} has another vocabulary than the policy, of whose "
+            f"tokens it lacks {len(others)} at their places, such as {min(others)!r}: their "
+            "probabilities cannot be compared. Name a teacher of the policy's own family"
+        )
+    if teacher.model.path != loaded.model.path:
+        raise ModelError(
+            f"{where}: {teacher.base_model} is computed in {teacher.model.path} batches and the "
+            f"policy in {loaded.model.path} ones; set policy.sequence_packing.enabled=false"
+        )
+    return Reference(teacher.model)
 
 
 def _for_the_way(value: Any) -> Any:

@@ -128,26 +128,13 @@ class TrainingLoop(ABC):
     """Runs the training of one algorithm; subclasses define a step and a validation."""
 
     def __init__(self, services: RunServices) -> None:
+        self.services = services
         self.schedule = services.schedule
         self.state = services.state
-        self.store = services.store
-        self.selection = services.selection
-        self.logger = services.logger
-        self.progress = services.progress
-        self.stop = services.stop
-        self.deadline = services.deadline
-        self.on_validation = services.on_validation
         self.timers = Timers()
         self.latest_metrics: dict[str, float] = {}
         self._ended_by_alarm = self._is_early = False
-        self.saving = Saving(
-            self.state,
-            self.store,
-            selection=self.selection,
-            logger=self.logger,
-            progress=self.progress,
-            deadline=self.deadline,
-        )
+        self.saving = Saving(services)
 
     @abstractmethod
     def step(self, position: Position) -> Position:
@@ -177,22 +164,22 @@ class TrainingLoop(ABC):
     def run(self, position: Position) -> RunOutcome:
         """Train from a position to the end, a signal or the deadline."""
         started = time.monotonic()
-        with self.progress, long_lived_objects():
+        with self.services.progress, long_lived_objects():
             position, ended = self._train(position)
         outcome = RunOutcome(
             step=position.step,
             ended=ended,
-            signal=None if self.stop.signal is None else self.stop.signal.name,
+            signal=None if self.services.stop.signal is None else self.services.stop.signal.name,
             latest=self.saving.latest,
-            best=None if self.store is None else self.store.best(),
-            best_by=self.selection.key,
+            best=None if self.services.store is None else self.services.store.best(),
+            best_by=self.services.selection.key,
             metrics=self.latest_metrics,
             seconds=time.monotonic() - started,
             is_early=self._is_early,
             run_dir=self.state.run_dir,
         )
         # The weights end with this process: a run whose last save failed is no success.
-        if self.store is None or not self.saving.num_missed:
+        if self.services.store is None or not self.saving.num_missed:
             return outcome
         if self.saving.latest is not None:
             raise UnsavedError(
@@ -208,7 +195,7 @@ class TrainingLoop(ABC):
     def _train(self, position: Position) -> tuple[Position, Ending]:
         try:
             position = self._begin(position)
-            ended: Ending = "finished" if self.stop.signal is None else "signal"
+            ended: Ending = "finished" if self.services.stop.signal is None else "signal"
             while position.step < self.schedule.total_steps and ended == "finished":
                 try:
                     position = self.step(position)
@@ -234,7 +221,7 @@ class TrainingLoop(ABC):
 
     def check_stop(self) -> None:
         """Raise `Interrupted` if a signal has arrived; called in phases that can be repeated."""
-        if self.stop.signal is not None:
+        if self.services.stop.signal is not None:
             raise Interrupted
 
     def bad_steps(self, update: Update, bad_steps: int, *, where: str, kept: str) -> int:
@@ -261,11 +248,11 @@ class TrainingLoop(ABC):
         # A validation precedes the first step if it is configured, or if a signal interrupted one
         # that was due. The checkpoint that was saved without its metrics then gets them.
         step = position.step
-        if self.store is not None and step > 0:
-            self.saving.latest = self.store.path_of(step)
+        if self.services.store is not None and step > 0:
+            self.saving.latest = self.services.store.path_of(step)
         if self._validation_is_missing(position):
             position = self._validate(position)
-            if self.store is not None and step > 0 and position.validated_at == step:
+            if self.services.store is not None and step > 0 and position.validated_at == step:
                 self._save(position, goes_on=step < self.schedule.total_steps)
         self._check_validation(position)
         self._check_alarm(position)
@@ -280,9 +267,11 @@ class TrainingLoop(ABC):
             position = self._validate(position)
             self._check_validation(position)
             self._check_alarm(position)
-            if self.stop.signal is not None:
+            if self.services.stop.signal is not None:
                 ended = self._reason_to_end(position)
-        if self.store is not None and (self._save_due(position.step) or ended != "finished"):
+        if self.services.store is not None and (
+            self._save_due(position.step) or ended != "finished"
+        ):
             goes_on = ended == "finished" and position.step < self.schedule.total_steps
             self._save(position, goes_on=goes_on)
         return position, ended
@@ -315,15 +304,15 @@ class TrainingLoop(ABC):
                 f"step {position.step} is the last: {stopping.key} was {best} in "
                 f"{counted(position.num_stale, 'validation')} (rm.early_stopping.patience)",
             )
-        if self.on_validation is not None:
-            why = self.on_validation(position.step, position.metrics)
+        if self.services.on_validation is not None:
+            why = self.services.on_validation(position.step, position.metrics)
             if why is not None and position.step < self.schedule.total_steps:
                 self._make_last(position, f"step {position.step} is the last: {why}")
         if goal is None:
             return
         value = position.metrics.get(goal.key)
         if value is None:
-            self.progress.message(f"step {position.step}: no {goal.key} to end the run by")
+            self.services.progress.message(f"step {position.step}: no {goal.key} to end the run by")
         elif value >= goal.threshold:
             self._make_last(
                 position,
@@ -339,33 +328,35 @@ class TrainingLoop(ABC):
             self._make_last(position, f"step {position.step} is the last: {why}")
 
     def _make_last(self, position: Position, why: str) -> None:
-        self.progress.message(why)
+        self.services.progress.message(why)
         self._is_early = True
         self.schedule = replace(self.schedule, total_steps=position.step)
 
     def _reason_to_end(self, position: Position) -> Ending:
         # Returns why the run ends after this step although there is more to do.
         is_last = position.step >= self.schedule.total_steps
-        if self.stop.signal is not None:
+        if self.services.stop.signal is not None:
             return "finished" if is_last and not self._validation_is_missing(position) else "signal"
         if is_last:
             return "finished"
         before: list[Work] = ["validation"] if self._validation_due(position.step) else []
         before += ["save"] if self._save_due(position.step) else []
         before += ["save"] if self.saving.is_under_way else []  # the next one waits for it
-        return "deadline" if self.deadline.is_near(before=before) else "finished"
+        return "deadline" if self.services.deadline.is_near(before=before) else "finished"
 
     def _save_due(self, step: int) -> bool:
         is_last = step >= self.schedule.total_steps
         periodic = step % self.schedule.saving.save_period == 0
-        return self.store is not None and (is_last or periodic)
+        return self.services.store is not None and (is_last or periodic)
 
     def _validation_due(self, step: int) -> bool:
         schedule, section = self.schedule, self.schedule.section
         periodic = section.val_period > 0 and step % section.val_period == 0
         at_end = section.val_at_end and step >= schedule.total_steps
         # Without the metric a checkpoint could not become the best one.
-        ranks_save = self._save_due(step) and (self.selection.key or "").startswith("validation")
+        ranks_save = self._save_due(step) and (self.services.selection.key or "").startswith(
+            "validation"
+        )
         return schedule.has_validation and (periodic or at_end or ranks_save)
 
     def _validation_is_missing(self, position: Position) -> bool:
@@ -382,16 +373,16 @@ class TrainingLoop(ABC):
         except Interrupted:
             self.timers.collect()
             self.state.hurries = True
-            self.progress.message(
+            self.services.progress.message(
                 f"the validation of step {position.step} was broken off, and nothing of it is "
                 "recorded; the resumed run makes it anew"
             )
             return position
         total = "timing/validation/total_validation_time"
         logged[total] = math.fsum(v for k, v in logged.items() if k.startswith("timing/"))
-        self.logger.log(logged, step=position.step)
+        self.services.logger.log(logged, step=position.step)
         self.latest_metrics = {k: v for k, v in logged.items() if not k.startswith("timing/")}
-        self.deadline.took("validation", time.monotonic() - started)
+        self.services.deadline.took("validation", time.monotonic() - started)
         position = position.validated(keyed)
         stopping = self.schedule.early_stopping
         # A validation that is only due to a save, or to a limit of steps that is raised later,
@@ -431,29 +422,14 @@ class Saving:
     polled between steps; the next save and the end of the run wait for them.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        store: CheckpointStore | None,
-        *,
-        selection: Selection,
-        logger: MetricLogger,
-        progress: TrainingProgress,
-        deadline: Deadline,
-    ) -> None:
-        """Take the store and its writer; nothing is saved yet."""
+    def __init__(self, services: RunServices) -> None:
         self.latest: Path | None = None
         """The newest complete checkpoint."""
         self.num_missed = 0
         """The number of consecutive failed saves."""
         self.failure: CheckpointError | None = None
         """The error of the last failed save."""
-        self._state = state
-        self._store = store
-        self._selection = selection
-        self._logger = logger
-        self._progress = progress
-        self._deadline = deadline
+        self._services = services
         self._begun: _Begun | None = None
 
     @property
@@ -470,33 +446,37 @@ class Saving:
             goes_on: Whether training goes on meanwhile. Otherwise the checkpoint is complete or
                 missed when this returns, and nothing is copied for it.
         """
-        assert self._store is not None
+        assert self._services.store is not None
         started = time.monotonic()
-        in_background = goes_on and self._state.saves_in_background
-        metric = position.metrics.get(self._selection.key or "")
-        with self._progress.phase("saving"):
+        in_background = goes_on and self._services.state.saves_in_background
+        metric = position.metrics.get(self._services.selection.key or "")
+        with self._services.progress.phase("saving"):
             self.finish(position.step)
             try:
-                save = self._store.begin(
+                save = self._services.store.begin(
                     position.step,
-                    partial(self._state.write, position=position, in_background=in_background),
+                    partial(
+                        self._services.state.write, position=position, in_background=in_background
+                    ),
                     metric=metric,
                     info=info,
                 )
             except CheckpointError as error:
                 self._miss(error)
                 return
-            unranked = self._selection.key is not None and metric is None
+            unranked = self._services.selection.key is not None and metric is None
             self._begun = _Begun(
                 step=position.step,
                 save=save,
                 seconds=save.seconds,
                 in_background=in_background,
-                remark=f"; without {self._selection.key} it cannot be the best" if unranked else "",
+                remark=f"; without {self._services.selection.key} it cannot be the best"
+                if unranked
+                else "",
             )
             if not in_background:
                 self.finish(position.step)
-        self._logger.log({WAITED: time.monotonic() - started}, step=position.step)
+        self._services.logger.log({WAITED: time.monotonic() - started}, step=position.step)
 
     def look(self, step: int) -> None:
         """Check on a background save without waiting, and log its outcome once it has finished."""
@@ -515,10 +495,10 @@ class Saving:
             return
         self.latest = path
         self.num_missed = 0
-        self._deadline.took("save", begun.save.seconds)
+        self._services.deadline.took("save", begun.save.seconds)
         if begun.in_background:
-            self._logger.log({BEHIND: begun.save.seconds - begun.seconds}, step=step)
-        self._progress.message(f"saved {path}{begun.remark}", is_routine=True)
+            self._services.logger.log({BEHIND: begun.save.seconds - begun.seconds}, step=step)
+        self._services.progress.message(f"saved {path}{begun.remark}", is_routine=True)
 
     def salvage(self, step: int) -> None:
         """Finish a background save, if possible, after the run has failed at `step`."""
@@ -530,10 +510,12 @@ class Saving:
         """Report whether a step is saved or needs no save; wait for a save in progress."""
         if self._begun is not None and self._begun.step == step:
             self.finish(step)
-        return self._store is None or self.latest == self._store.path_of(step)
+        return self._services.store is None or self.latest == self._services.store.path_of(step)
 
     def _miss(self, error: CheckpointError) -> None:
         self.num_missed += 1
         self.failure = error
         alarm = "ALARM: " if self.num_missed >= ALARM_AFTER_MISSES else ""
-        self._progress.message(f"{alarm}{error} (missed saves in a row: {self.num_missed})")
+        self._services.progress.message(
+            f"{alarm}{error} (missed saves in a row: {self.num_missed})"
+        )

@@ -17,6 +17,10 @@ ratio_clip_max]`, and `sg(x)` the value of x without a gradient. The loss of a t
     nll    -log current, for completions with a positive reward (VAPO, arXiv 2504.05118, which
            divides by the tokens of these completions; here it is divided by those of all)
 
+With `distillation` (arXiv 2306.13649) the advantage of a token is `A + weight * (teacher - old)`,
+the difference of its log-probabilities under the teacher and the policy, clamped; A is 0 without
+`rewards`. For r = 1 that is the gradient of the KL divergence of the policy from the teacher.
+
 With GSPO (arXiv 2507.18071) all tokens of a completion share one `r`, the exponential of their mean
 log ratio. `normalizer` combines the token losses: `tokens` divides their sum by the number of
 tokens; `sequences` averages the means of the completions; `max_length` divides the sum by the
@@ -82,8 +86,15 @@ class PolicyLoss:
         """Whether labels must carry the log-probabilities of the reference policy."""
         return self._config.reference_policy_kl_penalty > 0 and not self._config.use_kl_in_reward
 
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether labels must carry the log-probabilities of the teacher."""
+        return self._config.distillation.model_name is not None
+
     def has_signal(self, labels: PolicyLabels) -> bool:
         """Report whether the loss without its KL term has a nonzero gradient for any token."""
+        if self.needs_teacher:
+            return labels.num_samples > 0
         imitates = self._config.positive_example_nll_weight > 0.0
         return any(
             used and (teaches or (imitates and reward is not None and reward > 0.0))
@@ -121,13 +132,18 @@ class PolicyLoss:
         if config.sequence_level_importance_ratios:
             log_ratio_U = tokens.spread(tokens.means(log_ratio_U))
         ratio_U = ratio_of(log_ratio_U)
+        advantages_U, gap_U = tokens.advantages_U, None
+        if self.needs_teacher:
+            gap_U = self._behind_teacher(old_U, tokens)
+            learned_U = advantages_U if config.distillation.rewards else 0.0
+            advantages_U = learned_U + config.distillation.weight * gap_U
         corrected = correction(old_U, tokens, config)
         loss_U = self._term(
             TokenValues(
                 ratio_U=ratio_U,
                 current_U=current_U,
                 old_U=old_U,
-                advantages_U=tokens.advantages_U,
+                advantages_U=advantages_U,
                 tokens=tokens,
             )
         )
@@ -153,7 +169,10 @@ class PolicyLoss:
         if outputs.entropy_M is not None:
             entropy_U = _full_precision(outputs.entropy_M).index_select(0, tokens.place_U)
             sums["entropy"] = entropy_U.detach().sum()
-        sums |= self._figures(current_U.detach(), old_U, log_ratio_U.detach(), tokens)
+        if gap_U is not None:
+            sums["teacher_gap"] = gap_U.sum()
+        log_ratio_U = log_ratio_U.detach()
+        sums |= self._figures(current_U.detach(), old_U, log_ratio_U, advantages_U, tokens)
         sums["sampling_importance_ratio"] = corrected.weights_U.sum()
         sums["sampling_importance_ratio_before_truncation"] = corrected.whole_U.sum()
         outside_U = corrected.outside_U.to(corrected.weights_U.dtype)
@@ -180,6 +199,8 @@ class PolicyLoss:
           `sampling_importance_ratio_before_truncation`; `is_oob_ratio`: the share outside the
           range, of completions for the `seq-...` kinds and of tokens otherwise.
         - `approx_entropy`: `-log current`, weighted by `current / behaviour`; `entropy`: measured.
+        - `teacher_gap`: how much likelier the teacher finds tokens, on average: minus an estimate
+          of the KL divergence of the policy from it. It rises to 0.
         - `positive_nll_loss`: the mean over the tokens of positive examples.
 
         A mean over nothing is absent.
@@ -204,6 +225,11 @@ class PolicyLoss:
             metrics["is_oob_ratio"] = totals["outside_samples"] / num_samples
         return metrics
 
+    def _behind_teacher(self, old_U: Tensor, tokens: PolicyTokens) -> Tensor:
+        assert tokens.teacher_U is not None, "the labels lack the teacher's log-probabilities"
+        most = self._config.distillation.clamp_value or math.inf
+        return (tokens.teacher_U - old_U).clamp(-most, most)
+
     def _divergence(self, current_U: Tensor, tokens: PolicyTokens) -> Tensor:
         config = self._config
         assert tokens.reference_U is not None, "the labels lack the reference's log-probabilities"
@@ -225,7 +251,12 @@ class PolicyLoss:
         return values_U.sum()
 
     def _figures(
-        self, current_U: Tensor, old_U: Tensor, log_ratio_U: Tensor, tokens: PolicyTokens
+        self,
+        current_U: Tensor,
+        old_U: Tensor,
+        log_ratio_U: Tensor,
+        advantages_U: Tensor,
+        tokens: PolicyTokens,
     ) -> dict[str, Tensor]:
         count = current_U.new_full((), len(current_U))
         ratios = {"probs_ratio": ratio_of(log_ratio_U)}
@@ -241,8 +272,8 @@ class PolicyLoss:
         if self._clips:
             ratio_U = ratios["probs_ratio"]
             ratios["probs_ratio_clamped"] = clamped_U = clipped(ratio_U, self._config)
-            is_low_U = (ratio_U < clamped_U) & (tokens.advantages_U < 0)
-            is_high_U = (ratio_U > clamped_U) & (tokens.advantages_U > 0)
+            is_low_U = (ratio_U < clamped_U) & (advantages_U < 0)
+            is_high_U = (ratio_U > clamped_U) & (advantages_U > 0)
             sums |= {
                 "clip_ratio/low_mean": is_low_U.sum().to(count.dtype),
                 "clip_ratio/high_mean": is_high_U.sum().to(count.dtype),
@@ -281,6 +312,7 @@ _PER_TOKEN = (
     "is_oob_ratio",
     "approx_entropy",
     "entropy",
+    "teacher_gap",
 )
 
 
@@ -468,6 +500,8 @@ class PolicyLabels:
     """
     reference_GL: tuple[LogProbs, ...] | None = None
     """The log-probabilities under the reference policy; ignored outside the mask."""
+    teacher_GL: tuple[LogProbs, ...] | None = None
+    """The log-probabilities under the teacher; ignored outside the mask."""
     rewards_G: tuple[float | None, ...]
     """The rewards of the environment, which select positive examples."""
 
@@ -480,6 +514,7 @@ class PolicyLabels:
             self.behaviour_GL,
             self.old_GL,
             self.reference_GL,
+            self.teacher_GL,
             self.advantages_GL,
         )
         flat = [None if rows is None else np.concatenate(rows) for rows in arrays]
@@ -520,6 +555,9 @@ class PolicyLabels:
                 None if self.advantages_GL is None else tuple(self.advantages_GL[i] for i in chosen)
             ),
             used_G=tuple(self.used_G[i] for i in chosen),
+            teacher_GL=(
+                None if self.teacher_GL is None else tuple(self.teacher_GL[i] for i in chosen)
+            ),
             behaviour_GL=tuple(self.behaviour_GL[i] for i in chosen),
             old_GL=None if self.old_GL is None else tuple(self.old_GL[i] for i in chosen),
             reference_GL=(
@@ -537,7 +575,7 @@ def _labels_of(
     rewards_G: tuple[float | None, ...],
 ) -> PolicyLabels:
     ends = np.cumsum(lengths)[:-1]
-    masks, behaviour, old, reference, advantages = (
+    masks, behaviour, old, reference, teacher, advantages = (
         None if values is None else tuple(np.split(values, ends)) for values in flat
     )
     assert masks is not None
@@ -550,6 +588,7 @@ def _labels_of(
         behaviour_GL=behaviour,
         old_GL=old,
         reference_GL=reference,
+        teacher_GL=teacher,
         rewards_G=rewards_G,
     )
 
@@ -590,6 +629,7 @@ class PolicyTokens:
     behaviour_U: Tensor
     old_U: Tensor | None
     reference_U: Tensor | None
+    teacher_U: Tensor | None
 
     @classmethod
     def of(cls, batch: Sequence[PolicyLabels], *, like: Tensor) -> PolicyTokens:
@@ -637,6 +677,7 @@ class PolicyTokens:
             behaviour_U=given([row for labels in batch for row in labels.behaviour_GL]),
             old_U=given_by_all([labels.old_GL for labels in batch], "old"),
             reference_U=given_by_all([labels.reference_GL for labels in batch], "reference"),
+            teacher_U=given_by_all([labels.teacher_GL for labels in batch], "teacher"),
         )
 
     @property

@@ -80,7 +80,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             bad_steps = 0
         # Rows that teach nothing are no fault of the run, and end no row of faults either.
         elif not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
-            self.progress.message(f"step {step} skipped: {update.failure}")
+            self.services.progress.message(f"step {step} skipped: {update.failure}")
             bad_steps = position.bad_steps
         else:
             sources = [sample.preference.source for sample in samples]
@@ -89,7 +89,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
                 kept = f"Its rows are in {path}"
             except OSError as error:
                 kept = f"Its rows could not be written down: {error}"
-            self.progress.message(f"step {step} not applied: {update.failure}. {kept}")
+            self.services.progress.message(f"step {step} not applied: {update.failure}. {kept}")
             shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
             where = f"step {step}, rows {shown}"
             bad_steps = self.bad_steps(update, position.bad_steps, where=where, kept=kept)
@@ -161,7 +161,7 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         logged, keyed = super().measure(step)
         for name, benchmark in self.benchmarks.items():
             with (
-                self.progress.phase(f"validating {name}", len(benchmark.rows)) as phase,
+                self.services.progress.phase(f"validating {name}", len(benchmark.rows)) as phase,
                 self.timers.time("total_validation_time"),
             ):
                 scores = self.scorer.score_now(benchmark.groups, partial(self._scored, phase))
@@ -176,14 +176,14 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             shown = accuracy_words(figures) or "no row has a verdict"
             if "final_score" in figures:
                 shown = f"final_score {figures['final_score']:.4f}, {shown}"
-            self.progress.message(
+            self.services.progress.message(
                 f"step {step}  validation-{benchmark.name}  {shown}", is_routine=True
             )
             failures = [
                 one.failure for of_row in scores for one in of_row if one.failure is not None
             ]
             if failures:
-                self.progress.message(
+                self.services.progress.message(
                     f"step {step}  validation-{benchmark.name}  {len(failures):,} completions have "
                     f"no score; the first: {visible(failures[0])}"
                 )
@@ -203,7 +203,9 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
             for key in SHOWN
             if (value := validation.metrics.get(key)) is not None
         )
-        self.progress.message(f"step {step}  validation-{name}  {figures}", is_routine=True)
+        self.services.progress.message(
+            f"step {step}  validation-{name}  {figures}", is_routine=True
+        )
         count = self.logging.num_val_samples_to_print
         pairs = zip(samples, validation.scores_BG, strict=True)
         rows = [PairRow.of(sample.preference, scores) for sample, scores in pairs]
@@ -211,8 +213,8 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         if table:
             is_whole = shows_whole_samples(self.logging)
             title = f"validation-{name}, step {step}"
-            print_pairs(self.progress.console, title, table, is_brief=not is_whole)
-            self.logger.log_table(
+            print_pairs(self.services.progress.console, title, table, is_brief=not is_whole)
+            self.services.logger.log_table(
                 f"validation-{name}/pairs",
                 PairRow.columns(),
                 [row.cells for row in table],

@@ -38,7 +38,7 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
         taken = self.take(position)
         step = position.step + 1
         if taken.update.failure is not None:
-            self.progress.message(f"step {step} not applied: {taken.update.failure}")
+            self.services.progress.message(f"step {step} not applied: {taken.update.failure}")
         shown = ", ".join(sample.tokens.id for sample in taken.samples[:8])
         bad_steps = self.bad_steps(
             taken.update,
@@ -68,4 +68,4 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
     ) -> None:
         """Print the results of validating on a set."""
         shown = "  ".join(f"{k} {v:.4f}" for k, v in validation.metrics.items())
-        self.progress.message(f"step {step}  validation-{name}  {shown}", is_routine=True)
+        self.services.progress.message(f"step {step}  validation-{name}  {shown}", is_routine=True)

@@ -9,8 +9,10 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +26,9 @@ from laurel.models.checkpoint.store import Written
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.scorer import by_completion, divide_into_micro_batches, golden_by, in_order
 from laurel.training.learner import Learner
+from laurel.training.learner_group import ModelFacts
 from laurel.training.stopping import Position
-from laurel.types import Group, PaddedRows, PreferenceSample, TokenForest, TokenGroup
+from laurel.types import PaddedRows, PreferenceSample, TokenForest, TokenGroup
 
 TRAINING = "training"
 """The directory in a checkpoint that only resuming needs."""
@@ -37,38 +40,40 @@ CONFIG = "config.yaml"
 """The file in a checkpoint with the resolved configuration."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointParts:
+    """What the checkpoints of a run hold besides model and optimizer, whatever it trains."""
+
+    card: CardFacts
+    """The facts of the model card besides the checkpoint's metrics."""
+    run_dir: Path
+    """The log directory of the run."""
+    config_yaml: str = ""
+    """The resolved configuration."""
+    save_optimizer: bool = True
+    """Whether checkpoints hold what resuming needs."""
+    saves_in_background: bool = False
+    """Whether training goes on while a checkpoint is written."""
+    day: date | None = None
+    """The day on which the run began, if something that it loads anew prints it."""
+
+
 class RunState(ABC):
     """Writes and restores the checkpoints of one run."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        *,
-        rows: Mapping[str, str],
-        config_yaml: str,
-        run_dir: Path,
-        save_optimizer: bool,
-        saves_in_background: bool = False,
-        day: date | None = None,
-    ) -> None:
-        """Take the parts that do not change during the run.
+    def __init__(self, learner: Learner, parts: CheckpointParts, rows: Mapping[str, str]) -> None:
+        """Take what does not change during the run.
 
         Args:
             learner: The model with its optimizer.
+            parts: What checkpoints hold besides them.
             rows: Fingerprints of the rows, which must be unchanged for the run to be resumed.
-            config_yaml: The resolved configuration.
-            run_dir: The log directory of this run.
-            save_optimizer: Whether checkpoints hold what resuming needs.
-            saves_in_background: Whether training goes on while a checkpoint is written.
-            day: The day on which the run began, if something that it loads anew prints it.
         """
         self.learner = learner
         self.rows = rows
-        self.run_dir = run_dir
-        self.saves_in_background = saves_in_background
-        self._config_yaml = config_yaml
-        self._save_optimizer = save_optimizer
-        self._day = day
+        self.run_dir = parts.run_dir
+        self.saves_in_background = parts.saves_in_background
+        self._parts = parts
         self.hurries = False
         """Whether a signal has broken a validation off, so that there is little time to save."""
 
@@ -109,13 +114,13 @@ class RunState(ABC):
 
     def _write(self, directory: Path, position: Position, *, in_background: bool) -> None:
         self.write_model(directory, position, in_background=in_background)
-        (directory / CONFIG).write_text(self._config_yaml, encoding="utf-8")
-        if not self._save_optimizer:
+        (directory / CONFIG).write_text(self._parts.config_yaml, encoding="utf-8")
+        if not self._parts.save_optimizer:
             return
         (directory / TRAINING).mkdir()
         run: dict[str, Any] = {"run_dir": str(self.run_dir), "identity": dict(self.rows)}
-        if self._day is not None:
-            run["day"] = self._day.isoformat()
+        if self._parts.day is not None:
+            run["day"] = self._parts.day.isoformat()
         (directory / TRAINING / RUN).write_text(json.dumps(run, indent=1), encoding="utf-8")
         self.learner.save_state(
             directory / TRAINING,
@@ -269,54 +274,36 @@ class RewardRunState(RunState):
     def __init__(
         self,
         learner: Learner,
+        parts: CheckpointParts,
+        facts: ModelFacts,
         *,
-        contract: ScoringContract,
-        path: Literal["forest", "padded"],
-        weights_dtype: str,
         train: Sequence[PreferenceSample],
-        validation: Sequence[PreferenceSample],
-        golden: Sequence[Group],
-        config_yaml: str,
-        card: CardFacts,
-        run_dir: Path,
-        save_optimizer: bool,
+        validation: Sequence[Sequence[PreferenceSample]],
         batch_tokens: int,
-        saves_in_background: bool = False,
     ) -> None:
-        """Take the parts that do not change during the run.
+        """Take what does not change during the run.
 
         Args:
             learner: The model with its optimizer.
-            contract: The scoring contract of the model.
-            path: The layout of batches: token forests or padded rows.
-            weights_dtype: The dtype of the weights, e.g. `float32`.
+            parts: What checkpoints hold besides them.
+            facts: What is known of the model, with its scoring contract.
             train: The training set.
-            validation: All rows of preferences that the model is validated on.
-            golden: The groups whose scores the contract holds as golden scores.
-            config_yaml: The resolved configuration.
-            card: The facts of the model card besides the checkpoint's metrics.
-            run_dir: The log directory of this run.
-            save_optimizer: Whether checkpoints hold what resuming needs.
+            validation: The sets of preferences that the model is validated on. The contract holds
+                golden scores of the first, or else of the training set.
             batch_tokens: The token budget of a forward pass.
-            saves_in_background: Whether training goes on while a checkpoint is written.
         """
-        super().__init__(
-            learner,
-            rows={
-                TRAINING_DATA: samples_fingerprint(train),
-                VALIDATION_DATA: samples_fingerprint(validation),
-            },
-            config_yaml=config_yaml,
-            run_dir=run_dir,
-            save_optimizer=save_optimizer,
-            saves_in_background=saves_in_background,
-        )
-        self.contract = contract
-        self._path = path
-        self._weights_dtype = weights_dtype
+        rows = {
+            TRAINING_DATA: samples_fingerprint(train),
+            VALIDATION_DATA: samples_fingerprint(chain.from_iterable(validation)),
+        }
+        super().__init__(learner, parts, rows)
+        assert facts.contract is not None
+        self.contract = facts.contract
+        self._path = facts.path
+        self._weights_dtype = facts.weights_dtype
         self._train = train
-        self._golden = golden
-        self._card = card
+        golden = validation[0] if validation else train
+        self._golden = [sample.preference.group for sample in golden[:NUM_GOLDEN_GROUPS]]
         self._batch_tokens = batch_tokens
         self._reference: tuple[int, list[float]] = (-1, [])
 
@@ -327,7 +314,7 @@ class RewardRunState(RunState):
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
         """Write the reward model with its scoring contract and card."""
         contract = self._signed_contract(position.step)
-        facts = self._card.measured(
+        facts = self._parts.card.measured(
             position.metrics, before=position.before, num_steps=position.step
         )
         card = reward_model_card(facts, contract)
@@ -373,7 +360,7 @@ class RewardRunState(RunState):
         )
 
 
-def samples_fingerprint(samples: Sequence[PreferenceSample]) -> str:
+def samples_fingerprint(samples: Iterable[PreferenceSample]) -> str:
     """Return a hash of the tokens and preferences of a training set, in order."""
     digest = hashlib.sha256()
     for sample in samples:
@@ -466,13 +453,9 @@ def reward_scores(
 class PolicyRunState(RunState):
     """Writes and restores the checkpoints of a policy's run."""
 
-    def __init__(self, learner: Learner, *, card: CardFacts, **others: Any) -> None:
-        super().__init__(learner, **others)
-        self._card = card
-
     def write_model(self, directory: Path, position: Position, *, in_background: bool) -> None:
         """Write the policy with its card."""
-        facts = self._card.measured(
+        facts = self._parts.card.measured(
             position.metrics, before=position.before, num_steps=position.step
         )
         self.learner.export(directory, policy_card(facts), in_background=in_background)

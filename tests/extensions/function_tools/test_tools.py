@@ -84,6 +84,8 @@ def test_a_call_is_answered_and_counted(tools, text, answer, outcome):
     assert name.startswith(outcome)
     assert count == 1
     assert returned.notes == [{name: 1}]
+    mistakes = ("malformed", "unknown_name", "wrong_arguments")
+    assert returned.invalid_calls == [name in mistakes]
     assert not returned.terminateds.any()
 
 
@@ -212,6 +214,9 @@ def test_the_answer_is_graded_by_another():
         assert returned.observations[0] == [{"role": "tool", "content": "2"}]
         assert returned.terminateds.tolist() == [False, True, True]
         assert total(returned) == [0.0, 1.0, 0.0]
+        assert returned.invalid_calls == [False, False, False]
+        wrong = [log_of(call("add")), log_of(r"\boxed{2}")]
+        assert returned_of(environment, wrong).invalid_calls == [True, False]
         answered = batch_of(logs[1:], returned_of(environment, logs[1:]))
         _, metrics = environment.global_post_process_and_metrics(answered)
         assert metrics["math/accuracy"] == 0.5

@@ -28,11 +28,12 @@ from laurel.config.schema_info import kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
-from laurel.extensions.importing.commands import _filled
 from laurel.extensions.importing.import_config import to_text
 from laurel.extensions.importing.rules import Imported
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.extensions.importing.tables import TableImporter
+from laurel.run.request import request_of
+from laurel.workers.launch import plan_to_run
 from packages import installed
 
 IMPORTERS = {name: plugins.find(plugins.Importer, name) for name in plugins.names("importers")}
@@ -268,7 +269,7 @@ verl:
   env.reward_model.function.path: rewards/mine.py:compute_score
   default_environment: reward_model
   data.validation: {0.data_path: data/gsm8k/test.parquet, 1.data_path: data/math/test.parquet}
-  lost: [trainer.experiment_name, $@]  # of a variable that nobody set; arguments passed on
+  lost: [trainer.experiment_name]  # of a variable that nobody set
 verl-sft:
   policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct, train_global_batch_size: 64,
     max_total_sequence_length: 2048, max_grad_norm: 0.5}
@@ -340,6 +341,17 @@ KEY_BY_KEY = r"""
 - [verl, A.actor.policy_loss.loss_mode=gspo, {loss_fn: {normalizer: sequences, ratio_clip_c: null,
     sequence_level_importance_ratios: true}}]
 - [verl, A.actor.policy_loss.loss_mode=gpg, {loss_fn: {loss_type: reinforce, ratio_clip_c: null}}]
+- [verl, A.actor.policy_loss.loss_mode=geo_mean A.actor.clip_ratio_high=0.3, {loss_fn: {
+    loss_type: gmpo, normalizer: sequences, token_level_loss: false, ratio_clip_c: null,
+    gmpo.clip_low: 0.2, gmpo.clip_high: 0.3}}]
+- [verl, A.actor.policy_loss.loss_mode=sapo A.actor.tau_neg=1.2, {loss_fn: {loss_type: sapo,
+    normalizer: sequences, ratio_clip_max: 0.2, sapo.tau_positive: 1.0, sapo.tau_negative: 1.2}}]
+- [verl, A.actor.policy_loss.loss_mode=dppo_tv A.actor.clip_ratio_low=0.15, {loss_fn: {
+    loss_type: dppo, normalizer: tokens, dppo.divergence: tv, dppo.low: 0.15, dppo.high: 0.2,
+    dppo.max_ratio: 3.0}}]
+- [verl, A.actor.policy_loss.loss_mode=dppo_kl, {loss_fn.dppo.divergence: kl}]
+- [trl, "loss_type: sapo\nsapo_temperature_neg: 1.2\nepsilon: 0.1", {loss_fn: {loss_type: sapo,
+    normalizer: sequences, ratio_clip_min: 0.2, sapo.tau_positive: 1.0, sapo.tau_negative: 1.2}}]
 - [verl, A.actor.clip_ratio_high=0.28, {loss_fn: {ratio_clip_max: 0.28, ratio_clip_min: 0.2}}]
 - [verl, A.actor.clip_ratio=0.5, {loss_fn: {ratio_clip_max: 0.2, ratio_clip_min: 0.2}}]
 - [verl, algorithm.norm_adv_by_std_in_grpo=False, {grpo.adv_estimator.scale: none}]
@@ -403,6 +415,61 @@ def test_one_key_at_a_time(tmp_path: Path, base: str, line: str, values: dict[st
     assert_values(found, values)
     if base == "verl-sft":
         assert not found.with_status("not carried")
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "nodes_and_gpus", "staleness"),
+    [
+        ("", "trainer.n_gpus_per_node=4 JUDGE", (1, 8), 0),
+        ("", "trainer.n_gpus_per_node=8 JUDGE reward_model.n_gpus_per_node=8", (2, 8), 0),
+        ("", "trainer.nnodes=2 JUDGE reward_model.n_gpus_per_node=8", (3, 8), 0),
+        ("one_step_off_policy.", "trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=4", (1, 8), 1),
+        ("one_step_off_policy.", "trainer.nnodes=2 rollout.nnodes=1", (3, 8), 1),
+        (
+            "one_step_off_policy.",
+            "trainer.nnodes=2 rollout.nnodes=2 rollout.n_gpus_per_node=2",
+            None,
+            1,
+        ),
+    ],
+)
+def test_pools_of_verl_add_up_to_the_cluster(
+    tmp_path: Path, program: str, line: str, nodes_and_gpus: tuple[int, int] | None, staleness: int
+) -> None:
+    judge = "reward_model.enable=True reward_model.model.path=my/rm reward_model.nnodes=1 "
+    judge += "reward_model.enable_resource_pool=True"
+    if "n_gpus_per_node=8" not in line:
+        judge += " reward_model.n_gpus_per_node=4"
+    text = BASES["verl"].replace("trainer.main", f"{program}main")
+    text = text.replace("{}", MORE["verl"] + line.replace("JUDGE", judge))
+    found = imported(tmp_path, text.replace("A.", "actor_rollout_ref."), "run.sh").imported
+    assert_values(found, {"grpo.max_staleness": staleness})
+    if nodes_and_gpus is None:
+        assert fates(found)["rollout.nnodes"] == "not carried"
+        return
+    nodes, gpus = nodes_and_gpus
+    assert_values(found, {"cluster": {"num_nodes": nodes, "gpus_per_node": gpus}})
+    plan_to_run(request_of(found.config))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("opo A.rollout.n=4", {"adv_estimator.name": "opo", "scale": "none"}),
+        ("gpg A.rollout.n=4", {"adv_estimator.name": "gpg", "scale": "none"}),
+        ("remax A.rollout.n=1", {"adv_estimator.name": "remax", "num_generations_per_prompt": 1}),
+        ("grpo_passk A.rollout.n=4", {"adv_estimator.name": "pass_at_k", "scale": "group"}),
+        (
+            "grpo_passk A.rollout.n=4 algorithm.norm_adv_by_std_in_grpo=False",
+            {"adv_estimator.name": "pass_at_k", "scale": "none"},
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_estimators_of_verl(tmp_path: Path, line: str, values: dict[str, Any]) -> None:
+    found = imported_line(tmp_path, "verl", f"algorithm.adv_estimator={line}")
+    assert_values(found, {"grpo": values})
+    assert "algorithm.adv_estimator" not in {one.key for one in found.with_status("not carried")}
 
 
 GDPO = "algorithm.adv_estimator=gdpo A.rollout.n=4 reward.reward_manager.name=gdpo "
@@ -616,7 +683,7 @@ WRONG = {
     r"another program of openrlhf": "python -m openrlhf.cli.train_dpo --lr 1",
     r"fsdp_sft_trainer is another program of verl; .*main_ppo\|sft_trainer": "torchrun "
     "-m verl.trainer.fsdp_sft_trainer model.partial_pretrain=a",
-    r"not a command line": "python -m openrlhf.cli.train_rm --data.dataset 'a",
+    r"starts no training program .*unexpected EOF": "python -m openrlhf.cli.train_rm --data.a 'a",
     r"none of its keys tells where it is from .*--from": "colour: blue",
     r"which run is it for\? nothing in it tells; --for rm\|grpo\|sft": "learning_rate: 1.0e-5\n"
     "num_train_epochs: 1",
@@ -686,36 +753,6 @@ def test_an_example_of_trl_is_answered_with_the_command_for_it(tmp_path: Path) -
         line = f"python examples/scripts/{script}.py --model_name_or_path m"
         with pytest.raises(ConfigError, match=f"write `trl {run}` instead of it"):
             imported(tmp_path, line, "a.sh", system="trl")
-
-
-def test_sums_of_the_shell_are_calculated(tmp_path: Path) -> None:
-    script = (
-        "length=$((512 * 2))\n"
-        "python -m openrlhf.cli.train_rm --actor.model_name_or_path m --data.dataset d "
-        "--data.max_len $((length * 4)) --train.batch_size $(( (7 - 3) * 8 / 2 ))\n"
-    )
-    values = {"max_total_sequence_length": 4096, "train_global_batch_size": 16}
-    assert_values(imported(tmp_path, script, "run.sh").imported, {"policy": values})
-
-
-def test_a_sum_that_cannot_be_told_is_not_guessed() -> None:
-    assert _filled("$((UNSET * 4))", {}) == "$((UNSET * 4))"
-    assert _filled("$((4 / 0))", {}) == "$((4 / 0))"
-    assert _filled("$((-7 / 2)) $((-7 % 2))", {}) == "-3 -1"
-    assert _filled("$((-2 ** 2))", {}) == "$((-2 ** 2))"
-    assert _filled("$((a * 3)) $(($a * 3))", {"a": "1+2"}) == "9 7"  # as bash has it
-    assert _filled("$((2 ** 3000000000))", {}) == "$((2 ** 3000000000))"
-
-
-@pytest.mark.parametrize(
-    "lines", ["export PATH=/x:$PATH\nexport PATH=/y:${PATH}", "A=$B\nB=$C\nC=$A"]
-)
-def test_a_variable_that_leads_back_to_itself_ends(tmp_path: Path, lines: str) -> None:
-    script = (
-        f"{lines}\npython -m openrlhf.cli.train_rm --data.dataset d --ckpt.output_dir $PATH$C\n"
-    )
-    found = imported(tmp_path, script, "run.sh").imported
-    assert fates(found)["ckpt.output_dir"] == "not carried"
 
 
 def test_a_python_program_is_refused_with_what_to_give_and_never_executed(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from laurel.cli.main import app
 from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS
 from laurel.errors import ConfigError, UserError
+from laurel.extensions.starter.options import InitOptions
 from laurel.extensions.starter.starter import TASKS, run_init
 from model_directories import save_model
 from tiny import tiny_language_model
@@ -58,7 +59,8 @@ def write(path, rows):
 
 def init(task, model, num_gpus=CPU, **more):
     """As a script would."""
-    run_init(**{"task": task, "model": model, "data": f"{task}.jsonl", "num_gpus": num_gpus} | more)
+    options = {"task": task, "model": model, "data": f"{task}.jsonl"} | more
+    run_init(InitOptions(**options), num_gpus=num_gpus)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -194,7 +196,7 @@ def test_questions_are_asked_once_each_and_again_after_a_wrong_answer(here, mode
         asked.append(question)
         return next(answers)
 
-    run_init(ask=ask, num_gpus=CPU)
+    run_init(InitOptions(), ask=ask, num_gpus=CPU)
     assert (here / "rm.yaml").is_file()
     assert len(asked) == 7
     assert len(set(asked)) == 3

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from chat_rows import assistant, system, user
 from laurel.cli.main import app
-from laurel.cli.score import CHUNK, run_score
+from laurel.cli.score import CHUNK, RowsFile, run_score
 from laurel.errors import CheckpointError, ConfigError, DataError, ModelError, ScoringContractError
 from laurel.rewards.spec import ScorerSpec
 from reward_models import small_model, write_foreign_model, write_model, write_run
@@ -62,15 +62,13 @@ def score(capsys):
         chosen = ScorerSpec(**{"device": "cpu", **options})
         capsys.readouterr()
         code = run_score(
-            str(file),
+            RowsFile(file=str(file), on_bad_row=on_bad_row, stdin=stdin),
             model=str(model),
-            on_bad_row=on_bad_row,
             output=output,
             as_json=as_json,
             options=chosen,
             settings=settings,
             cpu_threads=1,
-            stdin=stdin,
         )
         out, err = capsys.readouterr()
         read = [json.loads(line) for line in out.splitlines()] if as_json else []

@@ -186,8 +186,8 @@ def test_settings_of_what_is_off_are_named_and_those_of_what_is_on_are_lost(
     loss = {"truncated_importance_sampling_type": "tis"}
     tree: dict[str, Any] = {
         "grpo": {
-            "seq_logprob_error_threshold": 2,
-            "invalid_tool_call_advantage": None,
+            "zero_variance_prompt_filtering": True,
+            "penalize_invalid_tool_call": None,
             "val_period": -1,
         },
         "loss_fn": loss,
@@ -197,11 +197,11 @@ def test_settings_of_what_is_off_are_named_and_those_of_what_is_on_are_lost(
     loaded = load(tmp_path, "grpo", tree)
     lost, ignored, no_effect = loaded.warnings
     assert lost.startswith("these settings are not carried over: ")
-    assert "grpo.seq_logprob_error_threshold (" in lost
+    assert "grpo.zero_variance_prompt_filtering (" in lost
     assert "env.math.math_verify_impl (there is one checker: math-verify)" in lost
     assert "dropout_position" not in lost
     assert "policy.dtensor_cfg.lora_cfg.dropout_position" in ignored
-    assert "grpo.invalid_tool_call_advantage" in ignored
+    assert "grpo.penalize_invalid_tool_call" in ignored
     assert no_effect == (
         "these settings have no effect beside the others: "
         "loss_fn.truncated_importance_sampling_type (weights are cut where "

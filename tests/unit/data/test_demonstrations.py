@@ -10,10 +10,10 @@ from chat_rows import assistant, system, transcript, user
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
 from laurel.data.conversations import (
     Dialogue,
-    hold_out_dialogues,
     load_demonstration_data,
     load_demonstrations,
 )
+from laurel.data.reading import hold_out_of_sets
 from laurel.errors import DataError
 from laurel.types import Message
 
@@ -178,9 +178,21 @@ def test_equal_prompts_stay_on_one_side(prompts, share):
         Dialogue(id=str(n), messages=(Message("user", str(p)), Message("assistant", str(n))))
         for n, p in enumerate(prompts)
     ]
-    train, held = hold_out_dialogues(dialogues, share=share, seed=3)
+    data = DemonstrationDataConfig(split_validation_size=share, seed=3)
+    train, held = hold_out_of_sets(dialogues, data.train_sets(), data)
     assert sorted([*train, *held], key=lambda d: int(d.id)) == dialogues
     assert {d.prompt for d in train}.isdisjoint(d.prompt for d in held)
+
+
+def test_each_set_has_a_share_of_its_own(write_rows, tmp_path):
+    path = str(write_rows([{"prompt": f"{n}?", "completion": "Yes."} for n in range(40)]))
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(f'{{"prompt": "{n}!", "completion": "No."}}' for n in range(40)))
+    sets = [{"data_path": path, "split_validation_size": 0.25}]
+    sets += [{"data_path": str(other), "split_validation_size": 0.0}]
+    loaded = load_demonstration_data(DemonstrationDataConfig.model_validate({"train": sets}))
+    assert {dialogue.id.partition(":")[0] for dialogue in loaded.validation} == {"train-1"}
+    assert len(loaded.validation) == 10
 
 
 def test_the_whole_section(write_rows):

@@ -2,9 +2,13 @@ import sys
 
 import pytest
 
-from laurel.config.data import DatasetConfig
+from laurel.config.data import DatasetConfig, TaskDataConfig
+from laurel.config.load import load_config
+from laurel.config.sft import DemonstrationDataConfig, SFTRun
+from laurel.data.conversations import load_demonstration_data
 from laurel.data.preferences import own_validation_preferences
-from laurel.errors import DataError
+from laurel.data.tasks import load_task_data
+from laurel.errors import ConfigError, DataError
 
 MODULE = '''
 from collections import Counter, OrderedDict
@@ -26,6 +30,28 @@ class BySplit:
         self.formatted_ds = {"train": [row("t1"), row("t2")], "validation": [row("v")],
                              "test": None}
         self.task_spec = TaskDataSpec("my-task")
+
+class Response:
+    """The form of NeMo RL's users since 2026."""
+    def __init__(self, data_path="none", split_validation_size=0.0, seed=42, **kwargs):
+        self.task_name = "sums"
+        number = int(10 * split_validation_size)
+        self.dataset = [self.row(f"{data_path}{n}", kwargs) for n in range(10 - number)]
+        self.val_dataset = None
+        if "own" in data_path:
+            self.val_dataset = [self.row(f"held{n}", kwargs) for n in range(2)]
+
+    def row(self, name, kwargs):
+        said = [("user", f"{name} {sorted(kwargs)}"), ("assistant", "7")]
+        return {"messages": [dict(zip(("role", "content"), one)) for one in said],
+                "task_name": self.task_name}
+
+    def set_task_spec(self, data_config):
+        assert data_config["dataset_name"].endswith("Response")
+        self.task_spec = TaskDataSpec(self.task_name, data_config.get("prompt_file"))
+
+    def set_processor(self):
+        raise RuntimeError("of NeMo RL, which is not here")
 
 class Rows:
     def __init__(self, data_path, split=None):
@@ -134,9 +160,56 @@ def test_the_prompt_files_of_a_task_are_used(load, tmp_path):
         ("my_syntax.Rows", "module 'my_syntax' cannot be imported: SyntaxError"),
         ("my_rows:", "'my_rows:' is not of the form module.Name or module:Name"),
         (":Rows", "':Rows' is not of the form"),
-        ("my_rows.xyz", "my_rows has no 'xyz'; it has: TaskDataSpec, row, BySplit, Rows"),
+        ("my_rows.xyz", "my_rows has no 'xyz'; it has: TaskDataSpec, row, BySplit, Response"),
     ],
 )
 def test_what_cannot_be_used_is_named(load, name, part):
     with pytest.raises(DataError, match=part):
         load(None, dataset_name=name)
+
+
+def test_a_class_of_nemo_rl_of_2026_for_both_commands(tmp_path):
+    (tmp_path / "p.txt").write_text("say: {}")
+    said = {"dataset_name": "my_rows.Response", "data_path": "q", "prompt_file": "p.txt"}
+    share = {"split_validation_size": 0.2}
+    sft = load_demonstration_data(DemonstrationDataConfig.model_validate({"train": said | share}))
+    assert (len(sft.train), len(sft.validation)) == (8, 2)  # held out once, by Laurel
+    assert sft.train[0].messages[0].content.startswith("say: q")
+    assert sft.train[0].name == "sums"
+    processor = {"processor": "math_hf_data_processor", "env_name": "math"}
+    data = TaskDataConfig.model_validate({"train": [said | share | processor]})
+    grpo = load_task_data(data, default_environment="code", environments=["math", "code"])
+    assert (len(grpo.train), len(grpo.validation)) == (8, 2)
+    task = grpo.train[0]
+    assert (task.metadata["ground_truth"], task.environment, task.name) == ("7", "math", "sums")
+    assert "say: q" in task.prompt[-1].content
+
+
+def test_what_such_a_class_holds_out_itself_is_validation():
+    said = {"dataset_name": "my_rows.Response", "data_path": "own"}
+    data = DemonstrationDataConfig.model_validate({"train": said})
+    sft = load_demonstration_data(data)
+    assert (len(sft.train), len(sft.validation)) == (10, 2)
+    assert sft.validation[0].messages[0].content == "held0 []"
+    grpo = load_task_data(
+        TaskDataConfig.model_validate({"train": said}),
+        default_environment="math",
+        environments=["math", "code"],
+    )
+    assert (len(grpo.train), len(grpo.validation)) == (10, 2)
+
+
+def test_keys_of_ones_own_in_its_block_are_keywords(tmp_path):
+    file = tmp_path / "run.yaml"
+    block = "dataset_name: my_rows.Response, input_key: q"
+    file.write_text(f"data: {{train: [{{{block}, difficulty: hard, kwargs: {{more: 1}}}}]}}")
+    data = load_config(SFTRun, file).config.data
+    assert data.train[0].kwargs == {"difficulty": "hard", "more": 1}
+    asked = load_demonstration_data(data).train[0].messages[0].content
+    assert asked.endswith("['difficulty', 'input_key', 'more']")
+    file.write_text(f"data: {{train: {{{block}, max_sampels: 3}}}}")
+    with pytest.raises(ConfigError, match="max_samples"):
+        load_config(SFTRun, file)
+    said = {"train": {"kwargs": {"difficulty": 1}, "dataset_name": "squad"}}
+    with pytest.raises(DataError, match=r"kwargs \(difficulty\) are for a class of your own"):
+        load_demonstration_data(DemonstrationDataConfig.model_validate(said))

@@ -16,6 +16,7 @@ from laurel.generation.load import PluggedMaker, TransformersMaker, from_directo
 from laurel.generation.replicas import GeneratorReplicas
 from laurel.generation.requests import GeneratorSpec
 from laurel.generation.transformers.engine import HeldWeights
+from laurel.generation.weights.routes import WeightTransfer
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.policy import load_policy
@@ -104,7 +105,12 @@ def test_vllm_behind_replicas(tmp_path):
 
     probe = lambda ids: learner.logprobs(ids)  # noqa: E731 - of the learner as it is then
     with contextlib.closing(
-        GeneratorReplicas(make_group, 1, probe=probe, bucket_bytes=50_000)
+        GeneratorReplicas(
+            make_group,
+            1,
+            probe=probe,
+            transfer=WeightTransfer(name="object_store", bucket_bytes=50_000),
+        )
     ) as generator:
         before = run(collect(generator, request(seeds=range(3))))
         learner.model = models[1]

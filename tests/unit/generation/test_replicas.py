@@ -19,6 +19,7 @@ from laurel.generation.engine_worker import EngineWorker
 from laurel.generation.replicas import GeneratorReplica, GeneratorReplicas, Order
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.generation.weights.probe import ProbeAnswer, model_logprobs
+from laurel.generation.weights.routes import WeightTransfer
 from laurel.types import Weights
 from laurel.workers.calls import with_shared, without_shared
 from local_group import LocalGroup
@@ -497,7 +498,11 @@ def test_a_bucket_travels_once_for_all_and_is_let_go():
         return CarryingGroup(engines[index])
 
     before = set(threading.enumerate())
-    with contextlib.closing(GeneratorReplicas(make_group, 3, bucket_bytes=80)) as generator:
+    with contextlib.closing(
+        GeneratorReplicas(
+            make_group, 3, transfer=WeightTransfer(name="object_store", bucket_bytes=80)
+        )
+    ) as generator:
         run(generator.update_weights(weights(1, **sent)))
     for engine in engines:
         assert engine.weights.keys() == sent.keys()
@@ -544,7 +549,11 @@ def test_the_next_bucket_is_made_while_the_engines_take_one():
             yield str(number), torch.ones(2)
 
     with contextlib.closing(
-        GeneratorReplicas(lambda index: Threaded(), 2, bucket_bytes=8)
+        GeneratorReplicas(
+            lambda index: Threaded(),
+            2,
+            transfer=WeightTransfer(name="object_store", bucket_bytes=8),
+        )
     ) as generator:
         run(generator.update_weights(Weights(version=1, tensors=tensors)))
         assert generator.weight_version == 1
@@ -612,7 +621,9 @@ def test_weights_that_cannot_be_read_end_the_generator():
         yield "a", torch.ones(2)
         raise OSError("no such rank")
 
-    with replicas_of(company, bucket_bytes=1) as generator:
+    with replicas_of(
+        company, transfer=WeightTransfer(name="object_store", bucket_bytes=1)
+    ) as generator:
         with pytest.raises(OSError, match="no such rank"):
             run(generator.update_weights(Weights(version=1, tensors=tensors)))
         with pytest.raises(EngineError, match="weights of step 1: no such rank"):

@@ -17,9 +17,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from generators import draw, request, transformers
+from laurel import plugins
 from laurel.config.grpo import GenerationConfig, GRPOConfig, PolicyLossConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import check_tree
+from laurel.config.plugged import OpenSection
 from laurel.config.schema_info import kinds_of_field
 from laurel.config.yaml_tree import MayChange, Section, graft
 from laurel.errors import ConfigError
@@ -27,7 +29,10 @@ from laurel.grpo.advantages import (
     completion_divergence,
     compute_advantages,
     compute_step_advantages,
+    greedy_rewards,
+    penalize_turns,
     resolve,
+    sequence_errors,
     shape_rewards,
     slope,
     subtract_divergences,
@@ -50,6 +55,7 @@ ELSEWHERE = {
     *("batch_multiplier", "max_bad_steps", "val_period", "val_at_start", "val_at_end"),
     *("max_val_samples", "val_batch_size", "val_num_generations_per_prompt", "health", "seed"),
     *("stop_at_validation_metric", "stop_at_validation_threshold"),
+    "model_name",  # the teacher, whose probabilities are given
 }
 MEASURES = {"loss_fn.entropy"}
 """What only adds a figure."""
@@ -60,16 +66,18 @@ def drawn(seed: int) -> list[list[np.ndarray]]:
     return [[random.uniform(-2, -0.1, n).astype(np.float32) for n in row] for row in LENGTHS]
 
 
-BEHAVIOUR, OLD, REFERENCE, CURRENT = map(drawn, range(4))
+BEHAVIOUR, OLD, REFERENCE, CURRENT, TEACHER = map(drawn, range(5))
 REFERENCE[0][1][2] = -30.0  # so far from the policy that the clamps count
 CURRENT[1][0][1] = -9.0
+TEACHER[0][1][2] = -40.0
 CURRENT[0][1] = OLD[0][1] + np.float32(0.5)  # a whole completion beyond the clip range
 
 
 def rollout(b: int, g: int) -> Rollout:
     size, reward = LENGTHS[b][g], REWARDS[b][g]
     return Rollout(
-        messages=(Message("assistant", "a"),),
+        messages=(Message("assistant", "a <think> b" if g == 1 else "a"),),
+        invalid_turns=(0,) if g == 3 else (),
         ids_L=np.zeros(size, np.int32),
         mask_L=np.ones(size, bool),
         logprobs_L=BEHAVIOUR[b][g],
@@ -86,6 +94,7 @@ GROUPS = [
         task=Task(id=str(b), prompt=(Message("user", "q"),), environment="e"),
         prompt_ids=np.zeros(1, np.int32),
         rollouts_G=tuple(rollout(b, g) for g in range(4)),
+        greedy=rollout(b, 0),
     )
     for b in range(2)
 ]
@@ -111,16 +120,30 @@ def numbers_of(run: GRPORun) -> list[np.ndarray]:
         found = compute_step_advantages(GROUPS, rewards, estimator, noise=noise)
     else:
         components = [[one.components for one in group.rollouts_G] for group in GROUPS]
-        found = compute_advantages(rewards, estimator, noise=noise, components_BG=components)
+        found = compute_advantages(
+            rewards,
+            estimator,
+            noise=noise,
+            components_BG=components,
+            lengths_BG=LENGTHS,
+            greedy_B=greedy_rewards(GROUPS, grpo, longest=LONGEST),
+        )
+    found = penalize_turns(found, GROUPS, grpo)
+    most = grpo.seq_logprob_error_threshold or np.inf
+    errors = sequence_errors(GROUPS, OLD)
     labels = [
         PolicyLabels(
             masks_GL=tuple(one.mask_L for one in group.rollouts_G),
             advantages_G=tuple(found.values_BG[b].tolist()),
             advantages_GL=None if found.tokens_BGL is None else tuple(found.tokens_BGL[b]),
-            used_G=tuple(reward is not None for reward in rewards[b]),
+            used_G=tuple(
+                reward is not None and error <= most
+                for reward, error in zip(rewards[b], errors[b], strict=True)
+            ),
             behaviour_GL=tuple(BEHAVIOUR[b]),
             old_GL=tuple(OLD[b]),
             reference_GL=tuple(REFERENCE[b]),
+            teacher_GL=tuple(TEACHER[b]),
             rewards_G=tuple(REWARDS[b]),
         )
         for b, group in enumerate(GROUPS)
@@ -157,6 +180,18 @@ def keys(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]
             yield from keys(kind, f"{prefix}.{name}")
         elif name not in ELSEWHERE:
             yield f"{prefix}.{name}", field
+
+
+def keys_of_plugins(run: GRPORun) -> Iterator[tuple[str, FieldInfo]]:
+    """Those that the chosen loss and the chosen estimator bring."""
+    chosen: list[tuple[str, OpenSection, str]] = [
+        ("loss_fn", run.loss_fn, run.loss_fn.loss_type),
+        ("grpo.adv_estimator", run.grpo.adv_estimator, run.grpo.adv_estimator.name),
+    ]
+    for prefix, section, name in chosen:
+        if (field := section.plugged_in(name)) is not None:
+            kind: Any = field.annotation
+            yield from keys(kind, f"{prefix}.{name}")
 
 
 KEYS = dict([*keys(GRPOConfig, "grpo"), *keys(PolicyLossConfig, "loss_fn")])
@@ -199,6 +234,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     "on policy": {"force_on_policy_ratio": True},
     "no divergence": {"reference_policy_kl_penalty": 0.0},
     "divergence in the reward": {"use_kl_in_reward": True},
+    "distilled": {"distillation.model_name": "teacher"},
+    "distilled alone": {"distillation.model_name": "teacher", "distillation.rewards": False},
+    "gmpo": {"loss_type": "gmpo", "token_level_loss": False},
+    "sapo": {"loss_type": "sapo"},
+    "dppo": {"loss_type": "dppo"},
+    "dppo, kl": {"loss_type": "dppo", "dppo.divergence": "kl"},
 }
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -212,6 +253,15 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
         "adv_estimator.name": "reinforce_plus_plus",
         "adv_estimator.minus_baseline": False,
     },
+    "gpg": {"adv_estimator.name": "gpg"},
+    "opo": {"adv_estimator.name": "opo"},
+    "pass@k": {"adv_estimator.name": "pass_at_k"},
+    "pass@2, undivided": {
+        "adv_estimator.name": "pass_at_k",
+        "adv_estimator.scale": "none",
+        "adv_estimator.pass_at_k.k": 2,
+    },
+    "remax": {"adv_estimator.name": "remax"},
     "scaled and shaped": {
         "reward_scaling.enabled": True,
         "reward_shaping.enabled": True,
@@ -225,12 +275,12 @@ def assert_every_key_counts(base: Mapping[str, Any], *, prefix: str) -> None:
     run, told = loaded(base)
     before = numbers_of(run)
     inert = []
-    for key, field in KEYS.items():
+    for key, field in [*KEYS.items(), *keys_of_plugins(run)]:
         if not key.startswith(prefix) or key in MEASURES:
             continue
         now: Any = run
         for part in key.split("."):
-            now = getattr(now, part)
+            now = getattr(now, part, field.default)
         if _is_off(run, key):
             continue
         tried = [one for kind in kinds_of_field(field) for one in others(kind, now)]
@@ -259,6 +309,15 @@ def _fate(
     if any(not np.array_equal(a, b) for a, b in zip(before, now, strict=True)):
         return "changes"
     return "told" if told_now - told else "nothing"
+
+
+def test_all_losses_and_estimators_are_tried() -> None:
+    tried = {
+        "losses": {chosen.get("loss_type", "ppo") for chosen in LOSSES.values()},
+        "advantages": {chosen.get("adv_estimator.name", "grpo") for chosen in ESTIMATORS.values()},
+    }
+    for kind, names in tried.items():
+        assert names == {name for name in plugins.names(kind) if plugins.is_own(kind, name)}
 
 
 @pytest.mark.parametrize("name", LOSSES)

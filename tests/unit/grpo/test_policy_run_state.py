@@ -53,7 +53,11 @@ def test_a_batch_comes_back_from_a_checkpoint_as_it_was(rollouts, number):
         step=number,
         groups=[
             RolloutGroup(
-                id=f"0-{number}", task=asked, prompt_ids=ids_of("q>"), rollouts_G=tuple(rollouts)
+                id=f"0-{number}",
+                task=asked,
+                prompt_ids=ids_of("q>"),
+                rollouts_G=tuple(rollouts),
+                greedy=rollouts[-1] if number % 2 else None,
             ),
         ],
         stats=RolloutStats(generation=1.5, environment=0.25, exposed=0.125),
@@ -73,7 +77,11 @@ def test_a_batch_comes_back_from_a_checkpoint_as_it_was(rollouts, number):
     assert group.id == f"0-{number}"
     assert group.prompt_ids.tolist() == ids_of("q>").tolist()
     assert group.prompt_ids.dtype == np.int32
-    for before, after in zip(rollouts, group.rollouts_G, strict=True):
+    greedy = [] if group.greedy is None else [group.greedy]
+    assert len(greedy) == number % 2
+    for before, after in zip(
+        [*rollouts, *rollouts[-1:][: len(greedy)]], [*group.rollouts_G, *greedy], strict=True
+    ):
         for name in Rollout.__dataclass_fields__:
             one, other = getattr(before, name), getattr(after, name)
             if isinstance(one, np.ndarray):

@@ -8,10 +8,11 @@ import torch
 
 import threads
 import tiny
-from laurel.config.policy import NamedCall
+from laurel.config.policy import BatchLimits, NamedCall
 from laurel.data.forest import to_forest
 from laurel.grpo.loop import policy_logprobs
 from laurel.models.forest.policy import Reference
+from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner
 from laurel.training.learner_group import num_tokens_of
 
@@ -26,15 +27,18 @@ def asked(model):
     return LocalLearner(model, optimizer=SGD).outputs
 
 
+def batcher_of(path, budget, **limits):
+    return Batcher(path, BatchLimits(forest_tokens=budget, **limits), pad_id=0)
+
+
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("path", ["forest", "padded"])
 def test_packing_changes_nothing(path, share_prompts, budget):
     model = tiny.tiny_policy("qwen3", path=path).train()
     groups = tiny.random_groups(0, SHAPES)
-    found = policy_logprobs(
-        asked(model), groups, path=path, batch_tokens=budget, pad_id=0, share_prompts=share_prompts
-    )
+    batcher = batcher_of(path, budget, share_prompts=share_prompts)
+    found = policy_logprobs(asked(model), groups, batcher)
     assert model.training
     whole = tiny.tiny_policy("qwen3")
     for group, of_group in zip(groups, found, strict=True):
@@ -50,7 +54,7 @@ def test_a_reference_is_asked_like_a_policy_and_stays_what_it_was():
 
     def found(of):
         outputs = partial(learner.outputs, of=of)
-        values = policy_logprobs(outputs, groups, path="forest", batch_tokens=100, pad_id=0)
+        values = policy_logprobs(outputs, groups, batcher_of("forest", 100))
         return np.concatenate([logprobs_L for of_group in values for logprobs_L in of_group])
 
     before = found("model")
@@ -58,7 +62,7 @@ def test_a_reference_is_asked_like_a_policy_and_stays_what_it_was():
         model.head.weight.mul_(2.0)
     assert np.array_equal(found("reference"), before)
     assert not np.allclose(found("model"), before)
-    assert policy_logprobs(asked(model), [], path="forest", batch_tokens=100, pad_id=0) == []
+    assert policy_logprobs(asked(model), [], batcher_of("forest", 100)) == []
 
 
 @pytest.mark.parametrize("path", ["forest", "padded"])
@@ -71,7 +75,7 @@ def test_a_group_larger_than_the_budget_is_divided(path):
 
     model = tiny.tiny_policy("qwen3", path=path)
     groups = tiny.random_groups(2, [(20, [10] * 8), (5, [3])])  # 100 tokens, or 8 rows of 30
-    policy_logprobs(watched, groups, path=path, batch_tokens=64, pad_id=0)
+    policy_logprobs(watched, groups, batcher_of(path, 64))
     assert max(sizes) <= 64
     # The prompt with four branches, twice; or two rows at a time. And the short one.
     assert len(sizes) == (3 if path == "forest" else 5)

@@ -105,6 +105,55 @@ def test_one_turn_becomes_a_rollout_with_its_tokens_reward_and_origin() -> None:
     assert (asked.conversations_G, generator.ended) == ((), []), "no further turn will ask for it"
 
 
+@pytest.mark.parametrize("judges", ["completion", "group", "batch"])
+def test_a_greedy_completion_is_sampled_besides_and_scored_with_the_others(judges: str) -> None:
+    judge = Judge(lambda text, m: {"reward": len(text)}, judges=judges)
+    generator = ScriptedGenerator(
+        lambda request: [
+            (i, Say("greedy" if request.sampling.temperature == 0 else "ab"[: i + 1]))
+            for i in range(len(request.seeds_G))
+        ]
+    )
+    rollouts = rollouts_of(generator, judge=judge)
+    groups = play(rollouts, [task("q"), task("r")], with_greedy=True)
+    for group in groups:
+        assert [one.reward for one in group.rollouts_G] == [1.0, 2.0]
+        assert group.greedy is not None
+        assert (group.greedy.messages[0].content, group.greedy.reward) == ("greedy", 6.0)
+    asked = sorted((r.id, r.sampling.temperature, len(r.seeds_G)) for r in generator.requests)
+    assert [(temperature, number) for _, temperature, number in asked] == [
+        (SAMPLING.temperature, 2),
+        (0.0, 1),
+    ] * 2
+    assert len({r.id for r in generator.requests}) == 4
+    plain = ScriptedGenerator(generator.script)
+    play(rollouts_of(plain, judge=Judge()), [task("q"), task("r")])
+    # The others are those of a run without it.
+    seeds = {r.id: r.seeds_G for r in generator.requests}
+    assert all(seeds[r.id] == r.seeds_G for r in plain.requests)
+
+
+def test_a_greedy_conversation_goes_on_greedily() -> None:
+    generator = ScriptedGenerator(saying("a", "b"))
+    judge = Judge(counting)
+    (group,) = play(rollouts_of(generator, judge=judge, max_turns=3), [task("q")], with_greedy=True)
+    temperatures = [r.sampling.temperature for r in generator.requests]
+    assert temperatures.count(0.0) == 3
+    assert group.greedy is not None
+    assert (group.greedy.num_turns, group.greedy.reward) == (3, 6.0)
+    assert len({r.id for r in generator.requests}) == len(generator.requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_engine_that_dies_beside_a_greedy_request_ends_both(temperature: float) -> None:
+    def script(request: GenerationRequest) -> list[Any]:
+        dies = request.sampling.temperature == temperature
+        return [EngineError("dead")] if dies else saying("a")(request)
+
+    with pytest.raises(EngineError, match="dead"):
+        play(rollouts_of(ScriptedGenerator(script)), [task("q")], with_greedy=True)
+
+
 def counting(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Over after the third turn; what is said and given back depends on the turn."""
     turn = metadata.get("turn", 1)
@@ -157,6 +206,15 @@ def test_turns_go_on_until_the_environment_says_so() -> None:
         ["q", "ab", "t1"],
     ]
     assert len({r.id for r in generator.requests}) == 3
+
+
+def test_turns_with_invalid_calls_are_remembered() -> None:
+    generator = ScriptedGenerator(saying("a"))
+    judge = Judge(lambda text, m: {**counting(text, m), "invalid": m.get("turn", 1) != 2})
+    (group,) = play(
+        rollouts_of(generator, judge=judge, max_turns=3), [task("q")], num_generations=1
+    )
+    assert group.rollouts_G[0].invalid_turns == (0, 2)
 
 
 def test_several_messages_of_an_environment_are_one_observation() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -17,7 +18,13 @@ from laurel.sandbox.inside.seccomp import (
     meter_program,
     prepared,
 )
-from laurel.sandbox.inside.syscall_numbers import ALLOWED, CHECKED, CLONE3, UNSUPPORTED
+from laurel.sandbox.inside.syscall_numbers import (
+    ALLOWED,
+    CHECKED,
+    CLONE3,
+    PROCESSES,
+    UNSUPPORTED,
+)
 
 ARCHITECTURE = (0xC000003E, 0xC00000B7)
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
@@ -73,6 +80,21 @@ def test_exactly_the_listed_calls_are_allowed(column):
         if number in {numbers[column] for numbers in UNSUPPORTED.values()}:
             expected = 0x50000 | errno.ENOTSUP
         assert decide(column, number) == expected, number
+
+
+def test_a_shell_may_start_processes_and_nothing_else_more(column):
+    program = filter_program(column, PID, without=ON_FOREIGN_FILES, has_processes=True)
+    asked = [*CHECKED.values(), *UNSUPPORTED.values()]
+    skipped = {numbers[column] for numbers in asked} | {CLONE3[column]}
+    allowed = {ALLOWED[name][column] for name in ALLOWED.keys() - ON_FOREIGN_FILES}
+    allowed |= {numbers[column] for numbers in PROCESSES.values()}
+    for number in set(range(600)) - skipped:
+        decision = interpret(program, {0: number, 4: ARCHITECTURE[column]})[-1]
+        assert decision == (ALLOW if number in allowed else EPERM), number
+    clone = {0: CHECKED["clone"][column], 4: ARCHITECTURE[column]}
+    assert interpret(program, {**clone, 16: signal.SIGCHLD})[-1] == ALLOW
+    for namespace in (0x20000, *(1 << bit for bit in range(25, 31))):
+        assert interpret(program, {**clone, 16: namespace | signal.SIGCHLD})[-1] == EPERM
 
 
 def test_a_decision_takes_few_comparisons(column):

@@ -68,7 +68,7 @@ class Counting(TrainingLoop):
             happen(self)
         self.taken.append(number)
         metrics = {"train_loss": 1.0 / number}
-        self.logger.log({"train/loss": 1.0 / number}, step=number)
+        self.services.logger.log({"train/loss": 1.0 / number}, step=number)
         return position.stepped(bad_steps=0, metrics=metrics)
 
     def measure(self, step):
@@ -169,12 +169,12 @@ def run(tmp_path, monkeypatch):
 
 
 def stop(loop):
-    loop.stop()
+    loop.services.stop()
 
 
 def heard(loop):
     """A signal comes in a phase that can be repeated."""
-    loop.stop()
+    loop.services.stop()
     loop.check_stop()
 
 
@@ -347,7 +347,7 @@ def test_time_for_the_validation_and_the_saves_before_the_next_step_is_kept(run)
             return False
 
     def watch(loop):
-        loop.deadline.__class__ = Asked
+        loop.services.deadline.__class__ = Asked
 
     state = State(run.root.parent, in_background=True, polls=99)
     run(7, {("step", 1): [watch]}, clock=Clock(), state=state, section={"val_period": 2})

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laurel import plugins
 from laurel.config.grpo import PolicyLossConfig
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.training.learner import add_up
@@ -54,10 +55,26 @@ EVERY_SETTING: dict[str, dict[str, Any]] = {
         "truncated_importance_sampling_ratio_min": 0.5,
         **CORRECTED,
     },
+    "distilled": {"distillation": {"model_name": "teacher", "weight": 0.3, "clamp_value": 1.5}},
+    "distilled alone": {
+        "loss_type": "reinforce",
+        "distillation": {"model_name": "teacher", "rewards": False},
+    },
+    "gmpo": {"loss_type": "gmpo", "token_level_loss": False},
+    "sapo": {"loss_type": "sapo", "token_level_loss": False},
+    "dppo": {"loss_type": "dppo"},
+    "dppo, kl": {"loss_type": "dppo", "dppo": {"divergence": "kl", "high": 0.05, "low": 0.02}},
     "seq-mask-tis": {"truncated_importance_sampling_type": "seq-mask-tis", **CORRECTED},
     "seq-tis": {"truncated_importance_sampling_type": "seq-tis", **CORRECTED},
 }
 every_setting = pytest.mark.parametrize("chosen", EVERY_SETTING.values(), ids=EVERY_SETTING.keys())
+
+
+def test_all_losses_are_among_them():
+    """Of Laurel's own: a new one is tried like the others."""
+    own = {name for name in plugins.names("losses") if plugins.is_own("losses", name)}
+    assert own == {str(chosen.get("loss_type", "ppo")) for chosen in EVERY_SETTING.values()}
+
 
 LOGPROB = st.floats(-3, -0.0078125, width=32)
 
@@ -90,6 +107,7 @@ def batches(draw):
                 used=draw(st.lists(st.booleans(), **size)),
                 old=rows(LOGPROB) if with_old else None,
                 reference=rows(LOGPROB),
+                teacher=rows(LOGPROB),
                 rewards=draw(st.lists(st.none() | st.sampled_from([-1.0, 0.0, 1.0]), **size)),
             )
         )
@@ -211,7 +229,8 @@ def test_the_first_update_has_the_gradient_of_reinforce(drawn):
 def test_autocast_and_lower_precision_change_nothing(chosen):
     loss = loss_of(**chosen)
     row = [[-0.5, -1.25], [-2.0]]
-    batch = [labels([1.5, -0.5], row, old=row, reference=[[-1.0, -1.0], [-1.0]])]
+    other = [[-1.0, -1.0], [-1.0]]
+    batch = [labels([1.5, -0.5], row, old=row, reference=other, teacher=other)]
     half = torch.tensor([-0.75, -1.5, -1.75], dtype=torch.bfloat16)
     expected = loss(TokenOutputs(half.float(), None), batch, num_groups=3.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -282,11 +301,31 @@ def slowly(loss, c, drawn):
 def token_slowly(c, row, i, t, *, mine, now, old, drew):
     is_whole = c.sequence_level_importance_ratios
     a, n = row.advantages_G[i], len(mine)
+    if c.distillation.model_name is not None:
+        most = c.distillation.clamp_value or math.inf
+        gap = min(max(float(row.teacher_GL[i][t]) - old[t], -most), most)
+        a = (a if c.distillation.rewards else 0.0) + c.distillation.weight * gap
     log_ratio = sum(now[s] - old[s] for s in mine) / n if is_whole else now[t] - old[t]
     ratio = math.exp(log_ratio)
     cut = min(max(ratio, 1 - c.ratio_clip_min), 1 + c.ratio_clip_max)
     if c.loss_type == "reinforce":
         actor = -a * now[t]
+    elif c.loss_type == "gmpo":
+        logs = [now[s] - old[s] for s in mine]
+        cut = [min(max(x, -0.4), 0.4) for x in logs]
+        choose = min if a > 0 else max
+        actor = -a * math.exp(sum(map(choose, logs, cut)) / n)
+    elif c.loss_type == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        actor = -a * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    elif c.loss_type == "dppo":
+        p, q = math.exp(old[t]), math.exp(now[t])
+        apart, low, high = abs(q - p), 0.15, 0.15
+        if "dppo" in (c.model_extra or {}):
+            apart = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+            low, high = 0.02, 0.05
+        is_out = apart > high and q > p if a > 0 else apart > low and q < p
+        actor = 0.0 if is_out else -a * min(ratio, 20.0) * now[t]
     elif c.loss_type == "cispo":
         actor = -a * cut * now[t]
     else:

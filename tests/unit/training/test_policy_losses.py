@@ -244,6 +244,69 @@ def test_the_reference_is_read_only_where_the_loss_needs_it():
     assert "kl_penalty" not in figures
 
 
+def test_a_teacher_moves_the_advantages_of_tokens():
+    # The teacher finds the first token likelier by 0.5, the second less likely by 1; the completion
+    # is 2 better than its group, the other 1 worse.
+    old = [[-1.0, -2.0], [-3.0]]
+    batch = [labels([2.0, -1.0], old, old=old, teacher=[[-0.5, -3.0], [-3.0]])]
+    loss = loss_of(distillation={"model_name": "t", "weight": 0.5})
+    assert loss.needs_teacher
+    given = outputs([-1.0, -2.0, -3.0])
+    assert gradient(loss, given, batch) == pytest.approx([-2.25, -1.5, 1.0], rel=1e-12)
+    alone = loss_of(distillation={"model_name": "t", "rewards": False})
+    assert gradient(alone, given, batch) == pytest.approx([-0.5, 1.0, 0.0], rel=1e-12)
+    clamped = loss_of(distillation={"model_name": "t", "rewards": False, "clamp_value": 0.75})
+    assert gradient(clamped, given, batch) == pytest.approx([-0.5, 0.75, 0.0], rel=1e-12)
+    found = alone(given, batch, num_groups=3.0)
+    figures = alone.metrics({name: float(value) for name, value in found.sums.items()})
+    assert figures["teacher_gap"] == pytest.approx(-0.5 / 3, rel=1e-6)
+    # Without an advantage from rewards there still is something to learn.
+    silent = labels([0.0], [[-1.0]], teacher=[[-0.5]])
+    assert alone.has_signal(silent)
+    assert not loss_of().has_signal(silent)
+    assert not alone.has_signal(labels([0.0], [[-1.0]], used=[False], teacher=[[-0.5]]))
+
+
+def test_distillation_has_the_gradient_of_the_divergence_from_the_teacher():
+    # A policy over three tokens, all sampled in proportion: sum of p (log p - log q) by its logits.
+    logits = torch.tensor([0.3, -0.4, 0.1], dtype=torch.float64, requires_grad=True)
+    teacher = torch.log_softmax(torch.tensor([-0.2, 0.5, 0.9], dtype=torch.float64), 0)
+    logprobs = torch.log_softmax(logits, 0)
+    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), logits)
+    loss = loss_of(distillation={"model_name": "t", "rewards": False})
+    slopes = []
+    for k in range(3):
+        now = logprobs.detach()[k].item()
+        row = [labels([0.0], [[now]], teacher=[[teacher[k].item()]])]
+        slopes.append(gradient(loss, outputs([now]), row)[0])
+    weights = logprobs.detach().exp() * torch.tensor(slopes, dtype=torch.float64)
+    (found,) = torch.autograd.grad((weights * torch.log_softmax(logits, 0)).sum(), logits)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ({"distillation": {"weight": 2.0}}, "distillation.model_name"),
+        (
+            {
+                "distillation": {"model_name": "t"},
+                "sequence_level_importance_ratios": True,
+                "token_level_loss": False,
+            },
+            "sequence_level_importance_ratios",
+        ),
+        (
+            {"distillation": {"model_name": "t"}, "loss_type": "gmpo", "token_level_loss": False},
+            "gmpo",
+        ),
+    ],
+)
+def test_distillation_that_does_not_fit_is_refused(chosen, named):
+    with pytest.raises(ValueError, match=named):
+        loss_of(**chosen)
+
+
 def test_positive_examples_are_imitated():
     loss = loss_of(positive_example_nll_weight=0.5)
     batch = [labels([1.0, -1.0, 0.0], [[0.0, 0.0], [0.0], [0.0]], rewards=[1.0, 0.0, None])]

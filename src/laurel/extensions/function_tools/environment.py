@@ -54,6 +54,8 @@ OUTCOMES = (
     "over_limit",
 )
 """What may become of a call: all but the first are answered by a text about what was wrong."""
+INVALID = ("malformed", "unknown_name", "wrong_arguments")
+"""What was wrong with the call itself."""
 
 
 class Reply(NamedTuple):
@@ -127,8 +129,10 @@ class ToolEnvironment(EnvironmentInterface):
         ]
         observations: list[Observation] = []
         failures: list[str | None] = []
+        invalid: list[bool] = []
         for replies, counted in zip(begun, counts, strict=True):
             failure, shown = None, []
+            invalid.append(False)
             for reply in replies:
                 try:
                     outcome, text = reply()
@@ -136,6 +140,7 @@ class ToolEnvironment(EnvironmentInterface):
                     failure = f"a tool failed: {error}"
                     continue
                 counted[outcome] += 1
+                invalid[-1] |= outcome in INVALID
                 content = cut_middle(text, self.config.max_result_chars)
                 shown.append({"role": TOOL_ROLE, "content": content})
             failures.append(failure)
@@ -151,6 +156,7 @@ class ToolEnvironment(EnvironmentInterface):
             # Without a call it is the final answer.
             terminateds=torch.tensor([not replies for replies in begun], dtype=torch.bool),
             failures=failures,
+            invalid_calls=invalid,
             notes=[dict(counted) for counted in counts],
         )
 

@@ -154,6 +154,8 @@ def _header(imported: Imported, source: str, output: str) -> Iterator[str]:
 
 def said(one: KeyOutcome) -> str:
     """Return `key=value` as the source has it, or a note that the source leaves the key out."""
+    if not one.is_known:
+        return one.key
     if not one.is_said:
         return (
             f"{one.key} (left out)"

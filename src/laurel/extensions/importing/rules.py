@@ -65,6 +65,8 @@ class KeyOutcome:
     """Explains the conversion, or why there is none and what the user can do."""
     is_said: bool = True
     """False if the source leaves the key out, and this is the other system's default."""
+    is_known: bool = True
+    """False if the source says something, but not here what its value is."""
 
 
 class Work:
@@ -79,6 +81,7 @@ class Work:
         said: The values in the source, by its keys.
         devices: The number of processes the source starts; None if it is unknown.
         total_steps: The optimizer steps of the whole run; None if they are unknown.
+        program: The program that the source starts, if it is a command line.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Work:
         said: Mapping[str, Any],
         devices: int | None = None,
         total_steps: int | None = None,
+        program: str = "",
     ) -> None:
         self.system = system
         self.run = run
@@ -97,6 +101,7 @@ class Work:
         self.said = said
         self.devices = devices
         self.total_steps = total_steps
+        self.program = program
         self.entries: dict[str, KeyOutcome] = {}
         self.values: dict[str, YamlNode] = {}
         """The values set so far, by Laurel's keys."""

@@ -12,8 +12,9 @@ from typing import Any
 from laurel.config.schemas import Kind
 from laurel.config.yaml_tree import plain_values, read_document, read_file
 from laurel.errors import ConfigError, no_file_at
-from laurel.extensions.importing.commands import PROGRAMS, CommandLine, find_command
+from laurel.extensions.importing.commands import PROGRAMS, CommandLine
 from laurel.extensions.importing.rules import Imported, Source
+from laurel.extensions.importing.scripts import find_command
 from laurel.plugins import Importer, find, names
 
 STDIN = "-"
@@ -60,7 +61,8 @@ def import_configuration(request: ImportRequest) -> ImportReport:
             f"{importer.title}'s do: leave it out"
         )
     imported: Imported = importer.make(None, source)
-    clues = (by, imported.recognized_by)
+    assumed = source.command.assumed if source.command is not None else []
+    clues = (by, imported.recognized_by, *assumed)
     return ImportReport(
         imported=imported, system=system, by="; ".join(part for part in clues if part)
     )
@@ -96,7 +98,7 @@ def _read(request: ImportRequest, name: str) -> Source:
             raise ConfigError(f"{name}:{error.lineno}: not JSON: {error.msg}") from None
         return source(_mapping(values, name))
     if suffix not in (".yaml", ".yml"):
-        command = find_command(text, name)
+        command = find_command(text, name, source({}).path)
         if command is not None:
             return source(command.values, command)
     try:

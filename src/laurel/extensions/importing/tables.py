@@ -56,9 +56,11 @@ class TableImporter(Importer):
             said=said,
             devices=source.devices or (source.command.devices if source.command else None),
             total_steps=source.total_steps,
+            program=source.command.program if source.command else "",
         )
         for key, why in lost.items():
             work.refuse(key, why)
+            work.entries[work.table.full(key)].is_known = False
         return replace(import_said(work), recognized_by=by)
 
 
@@ -110,10 +112,7 @@ def _said(table: MappingTable, source: Source) -> tuple[dict[str, Any], dict[str
         if isinstance(value, str) and "${" in value:
             _resolve(said, table, key, lost)
     if source.command is not None:
-        for key, value in source.command.unresolved.items():
-            name = names.get(key, key)
-            said.pop(name, None)
-            lost[name] = f"{value} holds a variable that the text does not set: write its value"
+        lost |= {names.get(key, key): why for key, why in source.command.unresolved.items()}
     return said, lost
 
 

@@ -315,6 +315,10 @@ class TRLGRPO(TRLTrainer):
         return str(self["loss_type"]) == "cispo"
 
     @cached_property
+    def _is_sapo(self) -> bool:
+        return str(self["loss_type"]) == "sapo"
+
+    @cached_property
     def _by_sequence(self) -> bool:
         return str(self["importance_sampling_level"]) == "sequence"
 
@@ -396,21 +400,28 @@ class TRLGRPO(TRLTrainer):
 
     def _loss(self) -> None:
         loss, level = str(self["loss_type"]), "importance_sampling_level"
-        normalizer = {"grpo": "sequences", "dr_grpo": "max_length"}.get(loss, "tokens")
-        self.put("loss_fn.loss_type", "cispo" if self._is_cispo else "ppo", "loss_type")
+        means = {"grpo": "sequences", "sapo": "sequences", "dr_grpo": "max_length"}
+        normalizer, weighs_tokens = means.get(loss, "tokens"), self._is_cispo or self._is_sapo
+        self.put("loss_fn.loss_type", loss if weighs_tokens else "ppo", "loss_type")
         self.put("loss_fn.normalizer", normalizer, "loss_type")
-        if self._by_sequence and self._is_cispo:
+        if self._by_sequence and weighs_tokens:
             self.refuse(level)
         else:
             self.put("loss_fn.sequence_level_importance_ratios", self._by_sequence, level)
-        by_token = normalizer == "tokens" and (self._is_cispo or not self._by_sequence)
+        by_token = normalizer == "tokens" and (weighs_tokens or not self._by_sequence)
         self.put("loss_fn.token_level_loss", by_token, "loss_type", level)
-        if loss not in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo"):
+        if loss not in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"):
             self.refuse("loss_type")
         if loss == "bnpo":
             self.note("loss_type", "over all tokens of a step, not of each micro-batch")
 
     def _clipping(self) -> None:
+        if self._is_sapo:
+            for name in ("positive", "negative"):
+                by = f"sapo_temperature_{name[:3]}"
+                self.carry(by, f"loss_fn.sapo.tau_{name}", real)
+            self.skip("SAPO clips no ratio", "epsilon", "epsilon_high", "delta")
+            return
         high_by = "epsilon" if self["epsilon_high"] is None else "epsilon_high"
         low, high = self.real("epsilon"), self.real(high_by)
         delta = None if self["delta"] is None else self.real("delta")

@@ -23,13 +23,18 @@ from laurel.extensions.importing.translation import FAR, NO_CRITIC, Translation
 _ESTIMATORS = (
     *("grpo", "grpo_vectorized", "gdpo", "rloo", "rloo_vectorized"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("gpg", "opo", "remax", "grpo_passk"),
 )
+_LOSSES = {"vanilla": "ppo", "gspo": "ppo", "cispo": "cispo", "gpg": "reinforce"}
+_LOSSES |= {"geo_mean": "gmpo", "sapo": "sapo", "dppo_tv": "dppo", "dppo_kl": "dppo"}
+_LOSS_KEYS = {"gmpo": "gmpo.clip_{}", "dppo": "dppo.{}"}  # `low` and `high`
 _DIVERGENCES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _MEANS = {"token-mean": "tokens", "seq-mean-token-mean": "sequences"}
 _MEANS |= {"seq-mean-token-sum-norm": "max_length"}
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _PRECISIONS |= {"half": "float16", "float": "float32"}
 _LOGGERS = ("wandb", "tensorboard", "mlflow")
+_GPUS_OF_A_NODE = 8
 
 
 class VerlTrainer(Translation):
@@ -271,13 +276,7 @@ class VerlPPO(VerlTrainer):
         self._offload()
         self.sized_batches("A.use_dynamic_bsz", "A.ppo_max_token_len_per_gpu")
         self._judging()
-        to, pool = "env.reward_model.", "RM.enable_resource_pool"
-        has_pool = self.judges and self.flag(pool)
-        if has_pool and self.has("RM.n_gpus_per_node"):
-            number, by = self.whole("RM.n_gpus_per_node"), (pool, "RM.n_gpus_per_node")
-            self.put(to + "resources.gpus_per_node", number, *by)
-        if has_pool and self.has("RM.nnodes") and self.whole("RM.nnodes") > 0:
-            self.carry("RM.nnodes", to + "resources.num_nodes", whole)
+        to = "env.reward_model."
         if self.judges:
             size = "RM.rollout.tensor_model_parallel_size"
             self.carry(size, to + "dtensor_cfg.tensor_parallel_size", whole)
@@ -295,6 +294,7 @@ class VerlPPO(VerlTrainer):
                 self.put(to + "use_reward_loop", False, "use_reward_loop")
         self._shaping()
         self._trainer()
+        self._pools()
         at_start = self.flag("trainer.val_before_train") and bool(self["data.val_files"])
         self.put("grpo.val_at_start", at_start, "trainer.val_before_train")
 
@@ -323,23 +323,26 @@ class VerlPPO(VerlTrainer):
         key, to = "ALGO.adv_estimator", "grpo.adv_estimator."
         estimator = self.word(key)
         family = estimator.removesuffix("_vectorized").removesuffix("_baseline")
-        if self.whole("R.n") == 1 and estimator != "reinforce_plus_plus":
+        if self.whole("R.n") == 1 and estimator not in ("reinforce_plus_plus", "remax"):
             self.lone_completions(key, "R.n")
             return
         known = estimator in _ESTIMATORS
         by = (key,) if known else ()
-        self.put(to + "name", family if known and family != "rloo" else "grpo", *by)
+        ours = {"rloo": "grpo", "grpo_passk": "pass_at_k"}.get(family, family)
+        self.put(to + "name", ours if known else "grpo", *by)
         self.put("grpo.adv_estimator.use_leave_one_out_baseline", known and family == "rloo", *by)
         if not known:
             critic = f"{NO_CRITIC}: " if estimator == "gae" else ""
             self.refuse(key, critic=critic, carried=", ".join(_ESTIMATORS))
-        elif family == "grpo":
+        elif family in ("grpo", "grpo_passk"):
             switch = "ALGO.norm_adv_by_std_in_grpo"
             self.put(to + "scale", "group" if self.flag(switch) else "none", switch)
         elif family == "rloo":
             self.put(to + "scale", "none", key)
         elif family == "gdpo":
             self._components()
+        elif family == "gpg":
+            self.note(key, "as published: groups of equal rewards do not count, rewards of 0 there")
         elif family == "reinforce_plus_plus":
             self.put(to + "minus_baseline", estimator.endswith("_baseline"), key)
             self.note(key, "each completion counts once for the deviation here, each token there")
@@ -358,17 +361,18 @@ class VerlPPO(VerlTrainer):
     def _loss(self) -> None:
         key, mean_by = "A.policy_loss.loss_mode", "A.loss_agg_mode"
         mode = str(self[key])
-        known = mode in ("vanilla", "gspo", "cispo", "gpg")
+        known = mode in _LOSSES
         mean = _MEANS.get(str(self[mean_by]))
         if not known:
-            self.refuse(key)
+            self.refuse(key, carried=", ".join(_LOSSES))
         by = (key,) if known else ()
-        kind = {"cispo": "cispo", "gpg": "reinforce"}.get(mode, "ppo")
+        kind = _LOSSES.get(mode, "ppo")
         self.put("loss_fn.loss_type", kind, *by)
         self.put("loss_fn.sequence_level_importance_ratios", mode == "gspo", *by)
         if mean is None:
             self.refuse(mean_by)
-        normalizer = "sequences" if mode == "gspo" else mean or "max_length"
+        has_own_mean = mode in ("gspo", "geo_mean", "sapo")
+        normalizer = "sequences" if has_own_mean else mean or "max_length"
         self.put("loss_fn.normalizer", normalizer, *((mean_by,) if mean else ()))
         self.put("loss_fn.token_level_loss", normalizer == "tokens")
         if self["A.loss_scale_factor"] is not None and normalizer == "max_length":
@@ -376,13 +380,21 @@ class VerlPPO(VerlTrainer):
         # The file that sets clip_ratio alone still has the other two from its defaults.
         for name, to in (("low", "min"), ("high", "max")):
             by_end = f"A.clip_ratio_{name}"
-            if kind == "reinforce":
-                self.skip("gpg clips no ratio", by_end)
+            if kind in ("reinforce", "sapo"):
+                self.skip(f"{mode} clips no ratio", by_end)
                 continue
             end = self["A.clip_ratio"] if self[by_end] is None else self[by_end]
-            self.put(f"loss_fn.ratio_clip_{to}", end, by_end)
+            own = _LOSS_KEYS.get(kind, "").format(name)
+            self.put(f"loss_fn.{own or f'ratio_clip_{to}'}", end, by_end)
+        if kind == "sapo":
+            for name in ("positive", "negative"):
+                self.carry(f"A.tau_{name[:3]}", f"loss_fn.sapo.tau_{name}", real)
+        if kind == "dppo":
+            self.put("loss_fn.dppo.divergence", mode.removeprefix("dppo_"), key)
         if mode == "vanilla" or not known:
             self.carry("A.clip_ratio_c", "loss_fn.ratio_clip_c")
+        elif kind == "dppo":
+            self.carry("A.clip_ratio_c", "loss_fn.dppo.max_ratio", real)
         else:
             self.skip(f"{mode} has no dual clipping", "A.clip_ratio_c")
         has_ends = self.has("A.clip_ratio_low", "A.clip_ratio_high")
@@ -500,6 +512,43 @@ class VerlPPO(VerlTrainer):
             self.put("data.env_name", "math", how="for verl's scores of mathematics by data_source")
             self.refuse("F.path")
             self.skip("it is off", "RM.model_path", "RM.enable")
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether the program samples a batch while it learns from the one before."""
+        return "one_step_off_policy" in self.program
+
+    def _pools(self) -> None:
+        """Set the cluster: the policy's pool, and those that generation and judge add to it."""
+        policy = ("trainer.nnodes", "trainer.n_gpus_per_node")
+        pools = [policy]
+        if self.samples_ahead:
+            how = "one_step_off_policy samples one step ahead"
+            self.put("grpo.max_staleness", 1, origin=how)
+            self.put("loss_fn.use_importance_sampling_correction", True, origin=how)
+            self.put("policy.generation.colocated.enabled", False, origin=how)
+            pools.append(("rollout.nnodes", "rollout.n_gpus_per_node"))
+        if self.judges and self.flag("RM.enable_resource_pool"):
+            pools.append(("RM.nnodes", "RM.n_gpus_per_node"))
+        if len(pools) == 1:
+            return
+        nodes = [max(1, self.whole(key)) for key, _ in pools]
+        gpus = [self.count(key) for _, key in pools]
+        is_one = set(nodes) == {1} and sum(gpus) <= _GPUS_OF_A_NODE
+        how = f"pools of {' + '.join(f'{n} x {g}' for n, g in zip(nodes, gpus, strict=True))}"
+        if not is_one and self.samples_ahead and gpus[0] != gpus[1]:
+            for key in pools[1]:
+                self.refuse(key)
+            return
+        self.put("cluster.num_nodes", 1 if is_one else sum(nodes), *(k for k, _ in pools), how=how)
+        total = sum(gpus) if is_one else max(gpus)
+        self.put("cluster.gpus_per_node", total, *(k for _, k in pools), how=how)
+        for pool, number, each in list(zip(pools, nodes, gpus, strict=True))[1:]:
+            is_judge = pool[0].startswith("RM.")
+            to = "env.reward_model." if is_judge else "policy.generation.colocated."
+            switch = ("RM.enable_resource_pool",) if is_judge else ()
+            self.put(to + "resources.num_nodes", number, *switch, pool[0])
+            self.put(to + "resources.gpus_per_node", each, *switch, pool[1])
 
     def _shaping(self) -> None:
         to, longest = "grpo.reward_shaping.", "reward.reward_kwargs.max_resp_len"

@@ -42,6 +42,7 @@ from laurel.errors import (
     counted_that,
     speaking,
 )
+from laurel.extensions.starter.options import InitOptions
 from laurel.models.gguf import is_gguf
 from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle, visible
 from laurel.observe.files import check_output, replace_file
@@ -78,23 +79,10 @@ class Chosen:
     """The number of the model's parameters; 0 if it is unknown."""
 
 
-def run_init(
-    task: str | None = None,
-    model: str | None = None,
-    data: str | None = None,
-    reward_model: str | None = None,
-    output: Path | None = None,
-    *,
-    column_words: Sequence[str] = (),
-    force: bool = False,
-    as_json: bool = False,
-    ask: Ask | None = None,
-    num_gpus: int | None = None,
-) -> bool:
-    """Ask for every argument that is None, write and check the configuration, print next commands.
+def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | None = None) -> bool:
+    """Ask for every option that is None, write and check the configuration, print next commands.
 
-    `column_words` are overrides such as `data.prompt_key=COLUMN` that go into the file. `ask`
-    replaces the terminal, and `num_gpus` the detected number of GPUs.
+    `ask` replaces the terminal, and `num_gpus` the detected number of GPUs.
 
     Returns:
         True if the configuration can be trained with as written; False if no row fits.
@@ -103,15 +91,8 @@ def run_init(
         UserError: An answer cannot be used, or one is missing and there is no terminal.
     """
     say = say_on(message_console())
-    columns: dict[str, str] = {}
-    for word in column_words:
-        form = _COLUMN_WORD.fullmatch(word)
-        if form is None:
-            raise ConfigError(
-                f"{word!r}: only the columns of rows (data.prompt_key=COLUMN and the like) and "
-                "data.on_bad_row can be set here; every other key is set in the file"
-            )
-        columns[form[1]] = form[2]
+    columns = _columns_of(options.column_words or ())
+    reward_model = options.reward_model
     ask = ask or (_ask_on_terminal if sys.stdin.isatty() else None)
 
     def answer(option: str, said: str | None, question: str, default: str, take: Any) -> Any:
@@ -130,35 +111,29 @@ def run_init(
 
     about = ", ".join(f"{name} ({one['about']})" for name, one in TASKS.items())
     question = f"What do you want to train? {about}"
-    task = str(answer("--task", task, question, "rm", _task_called))
+    task = str(answer("--task", options.task, question, "rm", _task_called))
     table = TASKS[task]
     if reward_model is not None and task != "grpo-rm":
         raise ConfigError(f"--reward-model is for --task grpo-rm, not for {task}")
-    output = output or Path(f"{task}.yaml")
-    # Before the model and the rows are looked at, which takes time.
-    check_output(output, read_from="")
-    if output.exists() and not force:
-        raise ConfigError(
-            f"{output} exists already; name another file with --output, or add --force to "
-            "overwrite it"
-        )
+    output = options.output or Path(f"{task}.yaml")
     schema = output.with_name(f"laurel-{table['trainer']}.schema.json")
-    check_output(schema, read_from="")
     schema_words = schema_text(table["trainer"])
-    if schema.exists() and not force and schema.read_bytes() != schema_words.encode():
-        raise ConfigError(
-            f"{schema} exists already with another content; name a file in another directory with "
-            "--output, or add --force to overwrite it"
-        )
+    # Before the model and the rows are looked at, which takes time.
+    _check_files(output, schema, schema_words, force=options.force)
     question = (
         "Which model to start from? A directory, a hub name, a GGUF file, or scratch for a small "
         "new one"
     )
     take = partial(_model, trainer=table["trainer"])
+    model = "scratch" if options.scratch else options.model
     chosen: Chosen = answer("--model", model, question, "Qwen/Qwen3-0.6B", take)
     question = "Which training rows? A file, a data set's name or a hub name"
     rows: Chosen = answer(
-        "--data", data, question, table["data"], partial(_rows, task=table, said_columns=columns)
+        "--data",
+        options.data,
+        question,
+        table["data"],
+        partial(_rows, task=table, said_columns=columns),
     )
     rows = replace(rows, settings={**rows.settings, **columns})
     if num_gpus is None:
@@ -191,15 +166,50 @@ def run_init(
     for line in (*(f"note     {n}" for n in notes), *(f"warning  {w}" for w in warnings)):
         say(line)
     name = json.loads(chosen.settings["policy.model_name"])
-    if as_json:
+    if options.as_json:
         settings = [f"{key}={value}" for key, value in rows.settings.items() if key != _HELD_OUT]
         facts = {"output": output, "task": task, "model": name, "data": settings, "device": device}
         write_json({**facts, "notes": notes, "misfit": rows.problem or None})
-    if as_json or rows.problem:
-        return not rows.problem
+    if not (options.as_json or rows.problem):
+        _print_commands(output, table["trainer"], chosen, rows)
+    return not rows.problem
+
+
+def _columns_of(words: Sequence[str]) -> dict[str, str]:
+    columns: dict[str, str] = {}
+    for word in words:
+        form = _COLUMN_WORD.fullmatch(word)
+        if form is None:
+            raise ConfigError(
+                f"{word!r}: only the columns of rows (data.prompt_key=COLUMN and the like) and "
+                "data.on_bad_row can be set here; every other key is set in the file"
+            )
+        columns[form[1]] = form[2]
+    return columns
+
+
+def _check_files(output: Path, schema: Path, schema_words: str, *, force: bool) -> None:
+    """Check that the configuration and the schema beside it can be written, and may be."""
+    check_output(output, read_from="")
+    if output.exists() and not force:
+        raise ConfigError(
+            f"{output} exists already; name another file with --output, or add --force to "
+            "overwrite it"
+        )
+    check_output(schema, read_from="")
+    if schema.exists() and not force and schema.read_bytes() != schema_words.encode():
+        raise ConfigError(
+            f"{schema} exists already with another content; name a file in another directory with "
+            "--output, or add --force to overwrite it"
+        )
+
+
+def _print_commands(output: Path, trainer: str, chosen: Chosen, rows: Chosen) -> None:
+    """Print the commands that come next."""
+    name = json.loads(chosen.settings["policy.model_name"])
     config = shlex.join(["--config", str(output)])
     if "data.train_data_path" in rows.settings:
-        check = [json.loads(rows.settings["data.train_data_path"]), "--for", table["trainer"]]
+        check = [json.loads(rows.settings["data.train_data_path"]), "--for", trainer]
         check += ["--model", name] if name else []
         settings_of_rows = [*rows.settings.items(), *chosen.settings.items()]
         is_read = re.compile(r"data\.(.*_key|on_bad_row)|policy\.tokenizer\..*").fullmatch
@@ -208,12 +218,9 @@ def run_init(
         print(f"laurel data check {shlex.join(check)}   # {shown}")
     print(f"laurel plan {config}   # check that it fits the machine")
     if rows.stops_at:
-        print(
-            f"laurel {table['trainer']} {config} data.on_bad_row=skip   # train on the other rows"
-        )
+        print(f"laurel {trainer} {config} data.on_bad_row=skip   # train on the other rows")
     else:
-        print(f"laurel {table['trainer']} {config}   # train")
-    return True
+        print(f"laurel {trainer} {config}   # train")
 
 
 def _ask_on_terminal(question: str, default: str) -> str:

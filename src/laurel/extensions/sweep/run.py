@@ -27,7 +27,7 @@ from laurel.observe.console import (
 )
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
-from laurel.observe.progress import TrainingProgress
+from laurel.observe.progress import ProgressWords, TrainingProgress
 
 PAGE = "report.html"
 SHOWN_TRIALS = 20
@@ -61,7 +61,7 @@ def run_sweep(options: SweepOptions) -> None:
         if done:
             console.print(f"going on after {counted(len(done), 'finished trial')}")
         progress = TrainingProgress(
-            sweep.total, len(done), console, unit="runs", counted="trial", doing="sweeping"
+            sweep.total, len(done), console, words=ProgressWords("runs", "trial", "sweeping")
         )
         metric = (sweep.selection.key or "").rpartition("_")[2]
 

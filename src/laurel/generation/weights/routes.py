@@ -37,6 +37,8 @@ class WeightTransfer:
     """The device on which a broadcast delivers weights."""
     reason: str = "by default"
     """Why this route was chosen, in words."""
+    bucket_bytes: int | None = None
+    """Bytes of weights that are sent at a time; None: the default of the route."""
 
 
 Lost = dict[int, WorkerError]
@@ -59,14 +61,10 @@ BUCKET_BYTES = {"object_store": 64 << 20, "broadcast": 16 << 20, "ipc": CHUNK_BY
 
 
 def route_of(
-    transfer: WeightTransfer,
-    *,
-    bucket_bytes: int | None,
-    patience: float,
-    say: Callable[[str], None],
+    transfer: WeightTransfer, *, patience: float, say: Callable[[str], None]
 ) -> ObjectStore:
-    """Make the chosen route; without `bucket_bytes` it has the route's default."""
-    bucket_bytes = bucket_bytes or BUCKET_BYTES[transfer.name]
+    """Make the chosen route."""
+    bucket_bytes = transfer.bucket_bytes or BUCKET_BYTES[transfer.name]
     if transfer.name == "object_store":
         return ObjectStore(bucket_bytes=bucket_bytes, patience=patience)
     if transfer.name == "ipc":

@@ -55,16 +55,19 @@ PLAN_ARGUMENT = "forest_plan"
 class AttentionOptions:
     """The scale, dropout, window, soft-cap and sinks that a model passes to a layer's attention."""
 
-    scaling: float | None
+    scaling: float | None = None
     """The factor of the logits; None means `D ** -0.5`."""
-    dropout: float
+    dropout: float = 0.0
     """The probability of dropping an attention weight."""
-    sliding_window: int | None
+    sliding_window: int | None = None
     """The number of latest positions to which a token attends, including itself."""
-    softcap: float | None
+    softcap: float | None = None
     """The limit of the logits, which become `softcap * tanh(logits / softcap)` (Gemma 2)."""
-    s_aux: Tensor | None
+    s_aux: Tensor | None = None
     """The logits `[H]` of attention sinks (gpt-oss)."""
+
+
+_OPTIONS = AttentionOptions.__slots__
 
 
 class AttentionPlan(Protocol):
@@ -290,12 +293,7 @@ def forest_attention(
     attention_mask: Tensor | None,
     *,
     forest_plan: AttentionPlan | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
+    **passed: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer; transformers calls this function in every layer.
 
@@ -307,12 +305,7 @@ def forest_attention(
         attention_mask: Always None, because `forest_plan` decides what is masked.
         forest_plan: Decides which keys each query attends to. The caller of the model passes it as
             a keyword argument of the forward pass.
-        scaling: The factor of the logits; it and the arguments below are the fields of
-            `AttentionOptions`.
-        dropout: The probability of dropping an attention weight.
-        sliding_window: The number of latest positions to which a token attends.
-        softcap: The limit of the logits.
-        s_aux: The logits of attention sinks.
+        passed: What else the model passes, of which the fields of `AttentionOptions` are read.
 
     Returns:
         The attention output `[1, T, H, D_v]`, and None instead of the attention weights.
@@ -325,13 +318,7 @@ def forest_attention(
             "the model was loaded for token forests and called without a plan: call it through "
             "RewardModel or PolicyModel, or switch it with model.set_attn_implementation('sdpa')"
         )
-    options = AttentionOptions(
-        scaling=scaling,
-        dropout=dropout,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        s_aux=s_aux,
-    )
+    options = AttentionOptions(**{name: passed[name] for name in _OPTIONS if name in passed})
     return forest_plan.attend(module, query, key, value, options).transpose(1, 2), None
 
 

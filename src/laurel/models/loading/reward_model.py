@@ -40,6 +40,7 @@ from laurel.models.scoring import (
     FORMAT,
     OLD_CONTENTS,
     ScoringContract,
+    ScoringRules,
     StepRules,
     check_rendering,
 )
@@ -635,6 +636,22 @@ def _step_rules(spec: ModelSpec) -> StepRules | None:
     return StepRules(separator=head.step_separator, aggregate=head.step_aggregate)
 
 
+def _check_asked(spec: ModelSpec, base: str, rules: ScoringRules) -> None:
+    """Check that what is asked for is what a model was trained to give."""
+    if rules.steps != _step_rules(spec):
+        said = "no steps" if rules.steps is None else repr(rules.steps)
+        raise ModelError(
+            f"{base} was trained to read {said}, and {key_of('policy.reward_model_cfg')} asks "
+            f"for {_step_rules(spec) or 'no steps'!r}; give the same"
+        )
+    if list(rules.attributes) != spec.head.attributes:
+        raise ModelError(
+            f"{base} gives the attributes {list(rules.attributes)} and "
+            f"{key_of('policy.reward_model_cfg.attributes')} asks for "
+            f"{spec.head.attributes}; give the same, in the same order"
+        )
+
+
 def _contract(
     spec: ModelSpec,
     tokenizer: Any,
@@ -646,23 +663,11 @@ def _contract(
     *,
     begins_training: bool,
 ) -> ScoringContract:
-    directory = Path(base)
     classifier, foreign = read.classifier, read.foreign
-    if (directory / FILE_NAME).is_file():
-        contract = ScoringContract.load(directory, tokenizer)
+    if (Path(base) / FILE_NAME).is_file():
+        contract = ScoringContract.load(Path(base), tokenizer)
+        _check_asked(spec, base, contract.rules)
         rules = contract.rules
-        if rules.steps != _step_rules(spec):
-            said = "no steps" if rules.steps is None else repr(rules.steps)
-            raise ModelError(
-                f"{base} was trained to read {said}, and {key_of('policy.reward_model_cfg')} asks "
-                f"for {_step_rules(spec) or 'no steps'!r}; give the same"
-            )
-        if list(rules.attributes) != spec.head.attributes:
-            raise ModelError(
-                f"{base} gives the attributes {list(rules.attributes)} and "
-                f"{key_of('policy.reward_model_cfg.attributes')} asks for "
-                f"{spec.head.attributes}; give the same, in the same order"
-            )
         if (rules.max_length, rules.truncation_side) != (max_length, truncation_side):
             notes.append(
                 "the model brings its own contract: conversations of more than "

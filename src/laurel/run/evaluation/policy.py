@@ -22,7 +22,7 @@ from laurel.models.gguf import local_files
 from laurel.observe.console import make_console, message_console, print_metrics, say_on
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_text, write_json
-from laurel.observe.progress import TrainingProgress
+from laurel.observe.progress import ProgressWords, TrainingProgress
 from laurel.run.allocation import plan_allocation
 from laurel.run.context import RunContext
 from laurel.run.grpo import check_grpo_run, load_policy_bundle
@@ -178,9 +178,7 @@ def _played(
         len(data.validation),
         0,
         console,
-        unit="completions",
-        counted="task",
-        doing="answering",
+        words=ProgressWords("completions", "task", "answering"),
         side_by_side=-(-config.policy.generation.max_concurrent // options.num_generations),
     )
     done = 0

@@ -11,6 +11,7 @@
     kinds         runs a job of any kind, as Python would
     calls         runs a program, and calls its functions with plain data
     proxy         runs tests against a program that is in another sandbox
+    shell         becomes a shell that may start programs, and reach nothing else
     plain_data    encodes values between processes
     messages      encodes jobs and reports
     boxes         creates working directories, without namespaces

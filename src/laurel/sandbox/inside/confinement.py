@@ -78,9 +78,9 @@ def confine(setting: Confinement, box: str, give: Callable[[int], object]) -> No
         if os.environ.get(name) != box:
             os.environ[name] = box
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _set_limit(resource.RLIMIT_NOFILE, setting.descriptors, setting.descriptors)
+    set_limit(resource.RLIMIT_NOFILE, setting.descriptors, setting.descriptors)
     for which, most in _LIMITS.items():
-        _set_limit(which, most, most)
+        set_limit(which, most, most)
     kernel.drop_capabilities()  # the zygote has made sure that they cannot be regained
     # Otherwise its monitor could not read its files. Other programs cannot reach it by Landlock and
     # the filter, both of which a metered one has.
@@ -136,12 +136,13 @@ def limit(setting: Confinement, limits: dict[str, Any]) -> None:
     if setting.counts_processes:
         wanted[resource.RLIMIT_NPROC] = int(limits["threads"]) + 4
     for which, most in wanted.items():
-        _set_limit(which, most, most)
+        set_limit(which, most, most)
     # The soft limit ends the program with a signal that says why; the hard one in any case.
-    _set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
+    set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
 
 
-def _set_limit(which: int, soft: int, hard: int) -> None:
+def set_limit(which: int, soft: int, hard: int) -> None:
+    """Set a limit of this process, up to its present hard one."""
     highest = resource.getrlimit(which)[1]
     if highest != resource.RLIM_INFINITY:
         soft, hard = min(soft, highest), min(hard, highest)
@@ -180,13 +181,19 @@ def version() -> int:
     return kernel.call("landlock_create_ruleset", None, 0, 1)
 
 
-def restrict(readable: Iterable[str], devices: Iterable[str], writable: Iterable[str]) -> None:
+def restrict(
+    readable: Iterable[str],
+    devices: Iterable[str],
+    writable: Iterable[str],
+    executable: Iterable[str] = (),
+) -> None:
     """Limit permanently the files that this process can open, after it gave up new privileges.
 
     Args:
-        readable: The directories that may be read, with all below them.
+        readable: The directories and files that may be read, with all below them.
         devices: The files that may be read and written.
         writable: The directories in which all but execution is allowed.
+        executable: The files that may be executed, and read.
 
     Raises:
         OSError: The kernel refused.
@@ -203,7 +210,10 @@ def restrict(readable: Iterable[str], devices: Iterable[str], writable: Iterable
     )
     try:
         for path in readable:
-            _allow(descriptor, path, _READ_FILE | _READ_DIR)
+            may_list = _READ_DIR if os.path.isdir(path) else 0
+            _allow(descriptor, path, _READ_FILE | may_list)
+        for path in executable:
+            _allow(descriptor, path, _READ_FILE | _EXECUTE)
         for path in devices:
             _allow(descriptor, path, _RIGHTS_ON_DEVICES & rights)
         for path in writable:

@@ -5,11 +5,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import os
 import struct
 from dataclasses import dataclass
 
 from laurel.sandbox.inside import kernel, meter
-from laurel.sandbox.inside.syscall_numbers import ALLOWED, CHECKED, CLONE3, UNSUPPORTED
+from laurel.sandbox.inside.syscall_numbers import (
+    ALLOWED,
+    CHECKED,
+    CLONE3,
+    PROCESSES,
+    UNSUPPORTED,
+)
 
 # By the column of `syscall_numbers`.
 _AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
@@ -59,6 +66,7 @@ _CONDITIONS: dict[str, tuple[_Condition, ...]] = {
     # Not with a table of open files of its own, as for `_THREAD`.
     "close_range": (_Condition(2, (0,), mask=0x2),),
 }
+_NO_NEW_NAMESPACES = _Condition(0, (0,), mask=_NEW_NAMESPACES & ~0xFF)
 # Calls that need no notification if the condition holds.
 _UNMETERED: dict[str, _Condition] = {
     "open": _Condition(1, (0,), mask=_MAKES_A_FILE),
@@ -135,13 +143,33 @@ def prepared(column: int, without: frozenset[str]) -> tuple[bytes, tuple[int, ..
     return one, tuple(place for place in range(4, len(one), 8) if one[place] != other[place])
 
 
-def filter_program(column: int, pid: int, *, without: frozenset[str] = frozenset()) -> list[bytes]:
+def install_for_processes() -> None:
+    """Filter the system calls of this process and of those that it starts permanently.
+
+    They may start processes and programs, and the filter keeps them in the group of this process,
+    so that all of them can be killed. Otherwise it allows what `install` does, but for the calls on
+    files that Landlock does not stop.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    column = kernel.machine()
+    if column is None:
+        raise OSError(errno.ENOSYS, "no system call numbers for this machine")
+    program = filter_program(column, os.getpid(), without=ON_FOREIGN_FILES, has_processes=True)
+    _load(b"".join(program), 0)
+
+
+def filter_program(
+    column: int, pid: int, *, without: frozenset[str] = frozenset(), has_processes: bool = False
+) -> list[bytes]:
     """Return the instructions of the filter, 8 bytes each.
 
     Args:
         column: The column of this machine in `syscall_numbers`.
         pid: The number of the process, as for `install`.
         without: Further system calls to refuse.
+        has_processes: Whether to allow the calls in `PROCESSES`, and forks.
     """
     actions = {CLONE3[column]: [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]}
     for unsupported in UNSUPPORTED.values():
@@ -149,8 +177,9 @@ def filter_program(column: int, pid: int, *, without: frozenset[str] = frozenset
     for name, numbers in CHECKED.items():
         number = numbers[column]
         if number is not None:
-            actions[number] = _check(_CONDITIONS[name], pid)
-    for name, numbers in ALLOWED.items():
+            is_fork = has_processes and name == "clone"
+            actions[number] = _check((_NO_NEW_NAMESPACES,) if is_fork else _CONDITIONS[name], pid)
+    for name, numbers in {**ALLOWED, **(PROCESSES if has_processes else {})}.items():
         number = numbers[column]
         if number is not None and name not in without:
             actions[number] = [_instruction(_RETURN, _ALLOW)]

@@ -189,6 +189,13 @@ CHECKED: Mapping[str, tuple[int | None, int | None]] = {
 }
 """The calls that `seccomp` allows with some arguments."""
 
+PROCESSES: Mapping[str, tuple[int | None, int | None]] = {
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+}
+"""The calls with which a shell starts programs, which no program of a model may make."""
+
 UNSUPPORTED: Mapping[str, tuple[int, int]] = {
     "listxattr": (194, 11),
     "llistxattr": (195, 12),

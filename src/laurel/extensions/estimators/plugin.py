@@ -1,0 +1,173 @@
+"""The estimators of advantages that stand beside `grpo.estimators`.
+
+Let `r_i` be the reward of completion i of a group of n, and `l_i` the number of tokens that the
+policy wrote in it. The advantages are
+
+    gpg        a (r_i - mean of the group), where a is the number of completions of the batch over
+               that of those in groups whose rewards differ: groups without a signal do not thin
+               the gradient out                                        (arXiv 2504.02546)
+    opo        r_i - (sum of l_j r_j) / (sum of l_j): of the baselines that the whole group shares,
+               the one of least variance, if all tokens have gradients of about the same norm
+                                                                       (arXiv 2505.23585)
+    pass_at_k  the mean of max(S) - max(S without i) over the sets S of k completions of the group
+               that include i: what the completion adds to the best of k. With k = n, the default,
+               it is the lead of the best one over the second, and 0 for all others
+                                                                       (arXiv 2503.19595)
+    remax      r_i - the reward of the greedy completion of the same prompt
+                                                                       (arXiv 2310.10505)
+
+Only `pass_at_k` may be divided by the group's standard deviation (`scale: group`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from laurel.config.yaml_tree import Section
+from laurel.grpo.estimators import undivided
+from laurel.plugins import Advantage
+
+if TYPE_CHECKING:
+    from laurel.config.grpo import GRPOConfig
+    from laurel.grpo.advantages import AdvantageRule, Compared, Floats, Rewards
+
+
+class _Undivided(Advantage):
+    baseline: ClassVar[Literal["mean", "own", "greedy"]] = "own"
+    divides = False
+
+    def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
+        """Return the keys about a deviation."""
+        return undivided(settings)
+
+
+class Gpg(_Undivided):
+    """GPG: against the group, undivided, and scaled up where groups have no signal."""
+
+    def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:
+        """Return the comparison within groups."""
+        return _gpg
+
+
+def _gpg(given: Rewards) -> Compared:
+    from laurel.grpo.advantages import Compared, centred, teaches
+
+    values = [centred(row) for row in given.values_B]
+    with_signal = sum(len(row) for row in values if teaches(row))
+    scale = sum(map(len, values)) / max(with_signal, 1)
+    return Compared(values=[scale * row for row in values])
+
+
+class Opo(_Undivided):
+    """OPO: against the mean of the group in which longer completions weigh more."""
+
+    def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:
+        """Return the comparison within groups."""
+        return _opo
+
+
+def _opo(given: Rewards) -> Compared:
+    from laurel.grpo.advantages import Compared, centred
+
+    values = []
+    for row, lengths in zip(given.values_B, given.lengths_B, strict=True):
+        ahead = centred(row)  # so equal rewards give exactly 0
+        total = lengths.sum()
+        values.append(ahead - (float(lengths @ ahead) / total if total else 0.0))
+    return Compared(values=values)
+
+
+class PassAtKConfig(Section):
+    """Which best-of-k is trained."""
+
+    k: int | None = Field(default=None, ge=2)
+    """Completions of which the best one counts; null: all of the group. Default: as verl has it."""
+
+
+class PassAtK(Advantage):
+    """Pass@k: what a completion adds to the best of k."""
+
+    section = PassAtKConfig
+    baseline = "own"
+
+    def check(self, settings: GRPOConfig) -> None:
+        """Refuse a k beyond the group, and a deviation of the batch."""
+        given, size = settings.adv_estimator, settings.num_generations_per_prompt
+        k = given.settings_of(Advantage, given.name)[1].k
+        if k is not None and k > size:
+            raise ValueError(
+                f"adv_estimator.{given.name}.k={k} is more than num_generations_per_prompt={size}: "
+                "no group has as many completions; use at most that"
+            )
+        if given.scale == "batch":
+            raise ValueError(
+                f"adv_estimator.scale=batch is not read by adv_estimator.name={given.name}, which "
+                "compares within groups; use group or none"
+            )
+
+    def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
+        """Return the keys about a deviation where nothing is divided by one."""
+        return undivided(settings)
+
+    def make(
+        self, section: PassAtKConfig, settings: AdvantageRule
+    ) -> Callable[[Rewards], Compared]:
+        """Return the comparison within groups."""
+        return partial(_pass_at_k, section.k, settings)
+
+
+def _pass_at_k(k: int | None, rule: AdvantageRule, given: Rewards) -> Compared:
+    from laurel.grpo.advantages import divided
+
+    values = [_added_to_best(row, k or len(row)) for row in given.values_B]
+    return divided(values, given.values_B, rule, given.noise_B)
+
+
+def _added_to_best(rewards: Floats, k: int) -> Floats:
+    n = len(rewards)
+    k = min(k, n)  # failures may leave fewer
+    if k < 2:
+        return np.zeros(n)
+    ascending = np.sort(rewards)[:-1]
+    # The best of k - 1 others is the one above j of the n - 1 others if the rest are among these.
+    chances = np.array([math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n - 1)])
+    leads = np.maximum(rewards[:, None] - ascending, 0.0)
+    added: Floats = leads @ chances
+    return added
+
+
+class Remax(_Undivided):
+    """ReMax: against the greedy completion of the prompt, which is sampled besides."""
+
+    baseline = "greedy"
+
+    def check(self, settings: GRPOConfig) -> None:
+        """Refuse what looks for differences within groups."""
+        if settings.use_dynamic_sampling:
+            raise ValueError(
+                "use_dynamic_sampling keeps groups whose rewards differ, and "
+                f"adv_estimator.name={settings.adv_estimator.name} learns from others as well: "
+                "from all that differ from the greedy completion; use one of them"
+            )
+
+    def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:
+        """Return the comparison with greedy completions."""
+        return _remax
+
+
+def _remax(given: Rewards) -> Compared:
+    from laurel.grpo.advantages import Compared
+
+    # Without a baseline nothing is learned from a group.
+    return Compared(
+        values=[
+            np.zeros(len(row)) if greedy is None else row - greedy
+            for row, greedy in zip(given.values_B, given.greedy_B, strict=True)
+        ]
+    )

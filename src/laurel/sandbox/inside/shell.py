@@ -1,0 +1,73 @@
+"""Becomes a shell that may start programs, in a process that has given up all other rights."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Callable, Sequence
+
+from laurel.sandbox.inside import confinement, kernel, seccomp
+from laurel.sandbox.inside.jail import DEVICES, readable_paths
+
+_ALSO_READABLE = ("/etc/ld.so.cache", "/etc/localtime", "/etc/passwd")
+_MORE_PROCESSES = 256
+
+
+def main(
+    report: int,
+    command: Sequence[str],
+    *,
+    readable: Sequence[str],
+    executable: Sequence[str],
+    writable: Sequence[str],
+    canary: str,
+    cpu_s: int,
+    file_mb: int,
+) -> None:
+    """Execute a command in this process, confined; write to `report` why that is impossible.
+
+    Args:
+        report: A descriptor, which the command does not get.
+        command: The path of the program, and its arguments.
+        readable: The directories and files that the command may read, beside the system's.
+        executable: The programs that may be executed.
+        writable: The directories that may be written to.
+        canary: A file that could be written to if the files of the machine were not closed off.
+        cpu_s: The CPU seconds of each process.
+        file_mb: The largest size of a file.
+    """
+    try:
+        os.set_inheritable(report, False)
+        with open("/proc/loadavg") as file:
+            running = int(file.read().split()[3].partition("/")[2])
+        for which, most in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_CPU, cpu_s),
+            (resource.RLIMIT_FSIZE, file_mb << 20),
+            (resource.RLIMIT_NPROC, running + _MORE_PROCESSES),
+        ):
+            confinement.set_limit(which, most, most)
+        kernel.renounce_privileges()
+        kernel.drop_capabilities()
+        allowed = [*readable_paths(), *_ALSO_READABLE, *readable]
+        confinement.restrict(allowed, DEVICES, writable, executable)
+        seccomp.install_for_processes()
+        _check(canary)
+        os.execv(command[0], [*command])
+    except OSError as error:
+        os.write(report, str(error).encode())
+
+
+def _check(canary: str) -> None:
+    """Raise OSError unless files and the network were seen to be closed off."""
+    attempts: dict[str, Callable[[], object]] = {
+        "files": lambda: os.open(canary, os.O_WRONLY),
+        "the network": lambda: socket.socket(),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except OSError:
+            continue
+        raise OSError(f"{name} could be reached from inside")
