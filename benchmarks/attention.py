@@ -84,7 +84,7 @@ def measure(
     """Seconds of every repeat, and the largest relative difference of output and gradients."""
     heads, kv_heads, width = options.heads
     starts = range(prompt, prompt + group * completion, completion)
-    tree = Tree(Span(0, prompt), tuple(Span(s, s + completion) for s in starts))
+    tree = Tree.of(Span(0, prompt), [Span(s, s + completion) for s in starts])
     tokens = prompt + group * completion
     torch.manual_seed(0)
     # As a layer has them: tokens first, heads side by side.

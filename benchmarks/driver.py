@@ -165,7 +165,7 @@ class StubGroup(GroupCalls):
         speaks = rank % self._each == 0
         if call.method == "outputs":
             inputs = call.args[0] if speaks else ()
-            sizes = [sum(b.length for t in f.trees for b in t.branches_G) for f in inputs]
+            sizes = [sum(b.length for t in f.trees for b in t.nodes[1:]) for f in inputs]
             return [TokenOutputs(self._logprobs[:size], None) for size in sizes]
         assert call.method == "take_step"
         sums = dict.fromkeys(("global_valid_toks", "global_valid_seqs"), torch.ones(()))

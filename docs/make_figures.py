@@ -246,11 +246,12 @@ def forest(theme: Theme) -> None:
         colour=theme.faint,
         anchor="end",
     )
-    middle = top + 13 * len(tree.branches_G) - 13
+    trunk, *branches = tree.nodes
+    middle = top + 13 * len(branches) - 13
     x = 10.0
-    for token in laid.ids_T[tree.trunk.start : tree.trunk.end]:
+    for token in laid.ids_T[trunk.start : trunk.end]:
         x = drawing.cell(x, middle, words[int(token)], theme.trunk)
-    for index, branch in enumerate(tree.branches_G):
+    for index, branch in enumerate(branches):
         y, end = top + 26.0 * index, x + 30
         drawing.curve(x, middle + 11, end, y + 11)
         for token in laid.ids_T[branch.start : branch.end]:

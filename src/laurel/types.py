@@ -15,8 +15,8 @@ Every stage wraps the value of the stage before it; none fills in a hole left by
 Shape legend. Tensors and sequences carry these suffixes, slowest dimension first::
 
     T  distinct tokens of a micro-batch, all trees in one row
-    M  completion tokens of a micro-batch: those of all branches, one branch after the other
-    N  completions (branches) of a micro-batch, in the order of its trees
+    M  completion tokens of a micro-batch: those of all completions, one after the other
+    N  completions of a micro-batch, in the order of its groups
     G  completions of one group
     B  groups of a batch
     P  pairs of completions
@@ -221,66 +221,156 @@ class Span(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """One group in a forest. The trunk comes first, its branches follow it without a gap."""
+    """Sequences of a forest that begin alike, as a tree of runs of tokens.
 
-    trunk: Span
-    branches_G: tuple[Span, ...]
+    A node is a run of adjacent tokens that continues its parent's. The nodes stand in depth-first
+    order without a gap, so all descendants of a node directly follow it. Only the root may be
+    empty. A prompt with its completions is the tree of two levels: the prompt (trunk) is the root,
+    the completions (branches) are its children.
+    """
+
+    nodes: tuple[Span, ...]
+    parents: tuple[int, ...]
+    """Index of the parent of each node; -1 for the root, which is the first."""
+
+    @classmethod
+    def of(cls, trunk: Span, branches_G: Sequence[Span]) -> Tree:
+        """Return the tree of a prompt and its completions."""
+        return cls((trunk, *branches_G), (-1, *(0 for _ in branches_G)))
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether every node but the root is a child of the root."""
+        return not any(self.parents[1:])
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Number of ancestors of each node."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Position of the first token of each node in the sequences that hold it."""
+        starts: list[int] = []
+        for parent in self.parents:
+            starts.append(0 if parent < 0 else starts[parent] + self.nodes[parent].length)
+        return tuple(starts)
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """Index of the first later node that is no descendant of each node."""
+        exits = list(range(1, len(self.nodes) + 1))
+        for node in range(len(self.nodes) - 1, 0, -1):
+            parent = self.parents[node]
+            exits[parent] = max(exits[parent], exits[node])
+        return tuple(exits)
+
+    def path(self, node: int) -> list[int]:
+        """Return the nodes from the root to `node`, including both."""
+        path = [node]
+        while (parent := self.parents[path[-1]]) >= 0:
+            path.append(parent)
+        return path[::-1]
+
+
+class SequenceEnd(NamedTuple):
+    """Where a sequence of a forest ends, and where in it its completion begins."""
+
+    tree: int
+    node: int
+    """The node whose last token is the last of the sequence."""
+    start: int
+    """Position of the first token of its completion: the length of its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenForest:
     """Every distinct token of a micro-batch once, in one row, without padding.
 
-    A branch attends to the trunk of its own tree and, causally, to itself. A completion's
-    positions continue those of its prompt.
+    A token attends to its ancestors, the tokens before it in its own node and all tokens of the
+    nodes above. Positions count from the root.
     """
 
     ids_T: Tensor
     """int32 [T]"""
     trees: tuple[Tree, ...]
     reads: tuple[int, ...] | None = None
-    """Index in the row of every token at which the head is read, branch after branch; None: the
-    last token of each branch.
+    """Index in the row of every token at which the head is read, completion after completion; None:
+    the last token of each.
+    """
+    ends: tuple[SequenceEnd, ...] | None = None
+    """End of each sequence, in the order of the completions; None: every node but the roots ends
+    one, which is the completion of its tree's prompt.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Numbers travel several times as fast as the spans that they are read back into.
-        ends = [
-            [*trunk, *(branch.end for branch in branches_G)] for trunk, branches_G in self.trees
-        ]
-        return _forest_of, (self.ids_T, ends, self.reads)
+        edges = [[tree.nodes[0].start, *(node.end for node in tree.nodes)] for tree in self.trees]
+        parents = [None if tree.has_two_levels else tree.parents for tree in self.trees]
+        ends = None if self.ends is None else [tuple(end) for end in self.ends]
+        return _forest_of, (self.ids_T, edges, self.reads, parents, ends)
 
     @property
     def positions_T(self) -> Tensor:
         """int64 [T]: position of each token in its own sequence."""
         import torch
 
-        spans = [
-            (start, span.length)
-            for trunk, branches_G in self.trees
-            for start, span in ((0, trunk), *((trunk.length, branch) for branch in branches_G))
-        ]
-        return torch.cat([torch.arange(start, start + length) for start, length in spans])
+        return torch.cat(
+            [
+                torch.arange(start, start + node.length)
+                for tree in self.trees
+                for start, node in zip(tree.starts, tree.nodes, strict=True)
+            ]
+        )
+
+    @property
+    def ends_N(self) -> tuple[SequenceEnd, ...]:
+        """End of each sequence, in the order of the completions."""
+        if self.ends is not None:
+            return self.ends
+        return tuple(
+            SequenceEnd(index, node, tree.nodes[0].length)
+            for index, tree in enumerate(self.trees)
+            for node in range(1, len(tree.nodes))
+        )
 
     @property
     def num_completions(self) -> int:
-        """N: number of branches over all trees."""
-        return sum(len(tree.branches_G) for tree in self.trees)
+        """N: number of completions over all trees."""
+        if self.ends is not None:
+            return len(self.ends)
+        return sum(len(tree.nodes) - 1 for tree in self.trees)
 
     @property
     def last_N(self) -> list[int]:
-        """Index in the row of the last token of each branch, where the reward is read."""
-        return [branch.end - 1 for tree in self.trees for branch in tree.branches_G]
+        """Index in the row of the last token of each completion, where the reward is read.
+
+        Where one sequence is the beginning of another, or its equal, so may their nodes be.
+        """
+        return [self.trees[end.tree].nodes[end.node].end - 1 for end in self.ends_N]
 
 
 def _forest_of(
-    ids_T: Tensor, ends: Sequence[Sequence[int]], reads: tuple[int, ...] | None = None
+    ids_T: Tensor,
+    edges: Sequence[Sequence[int]],
+    reads: tuple[int, ...] | None,
+    parents: Sequence[tuple[int, ...] | None],
+    ends: Sequence[tuple[int, int, int]] | None,
 ) -> TokenForest:
     trees = []
-    for start, *after in ends:
-        trunk, *branches = map(Span, (start, *after), after)
-        trees.append(Tree(trunk, tuple(branches)))
-    return TokenForest(ids_T=ids_T, trees=tuple(trees), reads=reads)
+    for (start, *after), above in zip(edges, parents, strict=True):
+        trunk, *others = map(Span, (start, *after), after)
+        two_levels = Tree.of(trunk, others)
+        trees.append(two_levels if above is None else two_levels._replace(parents=above))
+    return TokenForest(
+        ids_T=ids_T,
+        trees=tuple(trees),
+        reads=reads,
+        ends=None if ends is None else tuple(SequenceEnd(*end) for end in ends),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

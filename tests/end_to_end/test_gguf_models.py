@@ -64,6 +64,10 @@ READ = {
     "RewardPolicyConfig.model_name": ["rm", *RM, PAIRS, f"policy.model_name={FILE}"],
     "SFTPolicyConfig.model_name": ["sft", *SFT, SUMS, f"policy.model_name={FILE}"],
     "GRPOPolicyConfig.model_name": ["grpo", *GRPO, SUMS, f"policy.model_name={FILE}"],
+    "DistillationConfig.model_name": [
+        *("grpo", *GRPO, SUMS, f"policy.model_name={FILE}"),
+        f"loss_fn.distillation.model_name={FILE}",
+    ],
     "JudgeConfig.model": ["score", "pairs.jsonl", "--judge", "judge.yaml", *ON_CPU],
     "init --model": ["init", "--task", "rm", "--model", FILE, "--data", "pairs.jsonl"],
     "data check --model": ["data", "check", "pairs.jsonl", "--model", FILE],
@@ -121,6 +125,7 @@ ELSEWHERE = {
     "export --model": "test_an_export_says_what_the_weights_are",
     "TokenizerConfig.name": "test_a_tokenizer_of_a_file",
     "init --reward-model": "written down, and read by laurel grpo",
+    "ModelServerConfig.model_name": "given to vLLM, which reads such files in its own way",
 }
 
 

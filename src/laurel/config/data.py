@@ -300,6 +300,10 @@ class DataConfig(SetsConfig):
     """Rows whose completions all share one rank, if the loss cannot use them."""
     duplicates: Literal["drop", "keep"] = "drop"
     """Rows that are equal to an earlier row."""
+    group_by_prefix: bool = False
+    """Bring rows with the same system message and first question, such as those that continue one
+    dialogue, into one step and one micro-batch, where the tokens with which they begin alike are
+    computed once, at any depth. The rows of a step are no longer independent of each other."""
 
     @field_validator("validation", mode="before")
     @classmethod

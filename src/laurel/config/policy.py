@@ -276,6 +276,8 @@ class BatchLimits:
     """That number."""
     share_prompts: bool = True
     """True if a forest computes each prompt once for all its completions."""
+    least_shared: int | None = None
+    """The fewest tokens that sequences of different groups share; None: they share none."""
 
 
 class ScratchConfig(Section):

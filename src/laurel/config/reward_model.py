@@ -168,4 +168,17 @@ class RewardTrainingRun(Section):
                 f"not fit rm.loss.type={loss.type}: a process reward model needs "
                 "rm.loss.type=step_bce or step_ranking, and no other model can have them"
             )
+        packing = self.policy.sequence_packing
+        if self.data.group_by_prefix and not (packing.enabled and packing.share_prompts):
+            off = "enabled" if not packing.enabled else "share_prompts"
+            raise ValueError(
+                "data.group_by_prefix shares what rows have in common, for which "
+                f"policy.sequence_packing.{off} must be on"
+            )
+        for key in ("tensor_parallel_size", "context_parallel_size"):
+            if self.data.group_by_prefix and getattr(self.policy.dtensor_cfg, key) > 1:
+                raise ValueError(
+                    f"data.group_by_prefix was not tried with policy.dtensor_cfg.{key} above 1: "
+                    "set that to 1, or leave group_by_prefix off"
+                )
         return self

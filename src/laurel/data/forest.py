@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from laurel.types import PaddedRows, Span, TokenForest, TokenGroup, Tree
+from laurel.types import PaddedRows, SequenceEnd, Span, TokenForest, TokenGroup, Tree
+
+LEAST_SHARED = 16
+"""The fewest tokens that sequences of several groups, or completions of one, have in common before
+they share them: each shared run costs every layer some calls of its own."""
 
 
-def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> TokenForest:
+def to_forest(
+    groups: Sequence[TokenGroup], *, share_prompts: bool = True, least_shared: int | None = None
+) -> TokenForest:
     """Lay groups out as a token forest, which holds each prompt once for all its completions.
 
     Args:
         groups: At least one group.
         share_prompts: If False, every completion gets a tree with its own copy of the prompt:
             the scores are the same, with more arithmetic.
+        least_shared: Share more than prompts: all sequences of all groups that begin with at least
+            this many equal tokens form one tree, and so on in each of its nodes (`prefix_trees`).
+            None: share prompts alone.
 
     Returns:
         The forest; its N completions are those of the groups, in order.
     """
+    if least_shared is not None and share_prompts:
+        return _prefix_forest(groups, least_shared)
     has_reads = _have_reads(groups)
     pieces: list[np.ndarray] = []
     trees: list[Tree] = []
@@ -38,12 +50,12 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
         first = len(trees)
         if share_prompts:
             trunk = lay(group.trunk_ids)
-            trees.append(Tree(trunk, tuple(map(lay, group.branches_ids_G))))
+            trees.append(Tree.of(trunk, [lay(ids) for ids in group.branches_ids_G]))
         else:
             for ids in group.branches_ids_G:
                 trunk = lay(group.trunk_ids)
-                trees.append(Tree(trunk, (lay(ids),)))
-        spans = [(tree.trunk, branch) for tree in trees[first:] for branch in tree.branches_G]
+                trees.append(Tree.of(trunk, [lay(ids)]))
+        spans = [(tree.nodes[0], branch) for tree in trees[first:] for branch in tree.nodes[1:]]
         for (trunk, branch), positions in zip(spans, group.reads_G, strict=has_reads):
             # Completions that begin alike share their first steps, which end in the trunk.
             reads += [
@@ -58,12 +70,165 @@ def to_forest(groups: Sequence[TokenGroup], *, share_prompts: bool = True) -> To
     )
 
 
+class Run(NamedTuple):
+    """A node of `prefix_trees`: a run of tokens, as part of the first sequence that holds it."""
+
+    parent: int
+    """Index of the run that it continues; -1: it begins a tree."""
+    sequence: int
+    start: int
+    end: int
+    ended: tuple[int, ...]
+    """The sequences that end with it."""
+
+
+def prefix_trees(sequences: Sequence[np.ndarray], least: int) -> list[Run]:
+    """Find the longest common beginnings of sequences, and of their continuations.
+
+    Sequences that go on with `least` or more equal tokens share all tokens that they have in
+    common there, once; with fewer, each keeps its own.
+
+    Args:
+        sequences: Sequences of at least one token.
+        least: The fewest tokens of a shared run, at least 1.
+
+    Returns:
+        The runs of all trees in depth-first order, tree after tree, in the order in which the
+        sequences first come to them.
+    """
+    runs: list[Run] = []
+    waiting = [(-1, 0, members) for members in _alike(sequences, range(len(sequences)), 0, least)]
+    waiting.reverse()
+    while waiting:
+        parent, start, members = waiting.pop()
+        first = sequences[members[0]]
+        end = len(first)
+        for member in members[1:]:
+            end = min(end, len(sequences[member]))
+            differs = first[start:end] != sequences[member][start:end]
+            if differs.any():
+                end = start + int(differs.argmax())
+        ended = tuple(m for m in members if len(sequences[m]) == end)
+        others = [m for m in members if len(sequences[m]) > end]
+        below = _alike(sequences, others, end, least)
+        waiting += [(len(runs), end, some) for some in reversed(below)]
+        runs.append(Run(parent, members[0], start, end, ended))
+    return runs
+
+
+def _alike(
+    sequences: Sequence[np.ndarray], members: Iterable[int], start: int, least: int
+) -> list[list[int]]:
+    # Divides sequences by their next `least` tokens; one that has fewer left is alone.
+    parts: dict[bytes | int, list[int]] = {}
+    for member in members:
+        ids = sequences[member][start : start + least]
+        parts.setdefault(ids.tobytes() if len(ids) == least else member, []).append(member)
+    return list(parts.values())
+
+
+def whole_sequences(groups: Iterable[TokenGroup]) -> list[np.ndarray]:
+    """Return the tokens of every sequence of groups, in order."""
+    return [
+        np.concatenate((group.trunk_ids, ids), dtype=np.int32)
+        for group in groups
+        for ids in group.branches_ids_G
+    ]
+
+
+def distinct_tokens(groups: Sequence[TokenGroup], least_shared: int) -> int:
+    """Count the tokens of `to_forest(groups, least_shared=least_shared)`."""
+    runs = prefix_trees(whole_sequences(groups), least_shared)
+    return sum(run.end - run.start for run in runs)
+
+
+def shared_parts(
+    groups: Sequence[TokenGroup], budget: int, least_shared: int
+) -> list[tuple[list[int], int]]:
+    """Divide groups into those that share tokens, within the budget of a micro-batch.
+
+    Args:
+        groups: The groups.
+        budget: The largest number of distinct tokens of a part; a larger group is one by itself.
+        least_shared: The fewest tokens of a shared run, as in `to_forest`.
+
+    Returns:
+        The indices of the groups of each part, with its number of distinct tokens. Every index
+        appears once. Those that share most follow one another, so a budget divides them last.
+    """
+    whose = [index for index, group in enumerate(groups) for _ in group.branches_ids_G]
+    runs = prefix_trees(whole_sequences(groups), least_shared)
+    tree = -1
+    tree_of: dict[int, int] = {}
+    for run in runs:
+        tree += run.parent < 0
+        for sequence in run.ended:
+            tree_of.setdefault(whose[sequence], tree)  # in depth-first order
+    parts: list[tuple[list[int], int]] = []
+    last = -1
+    for index, tree in tree_of.items():
+        size = distinct_tokens([groups[index]], least_shared)
+        if tree == last:
+            together = [*parts[-1][0], index]
+            joined = distinct_tokens([groups[i] for i in together], least_shared)
+            if joined <= budget:
+                parts[-1] = (together, joined)
+                continue
+        parts.append(([index], size))
+        last = tree
+    return parts
+
+
+def _prefix_forest(groups: Sequence[TokenGroup], least: int) -> TokenForest:
+    has_reads = _have_reads(groups)
+    sequences = whole_sequences(groups)
+    runs = prefix_trees(sequences, least)
+    starts_N = [len(group.trunk_ids) for group in groups for _ in group.branches_ids_G]
+    nodes: list[list[Span]] = []
+    parents: list[list[int]] = []
+    ends: dict[int, SequenceEnd] = {}
+    first = end = 0  # of the tree's runs; of the row
+    for index, run in enumerate(runs):
+        if run.parent < 0:
+            first = index
+            nodes.append([])
+            parents.append([])
+        nodes[-1].append(Span(end, end + run.end - run.start))
+        parents[-1].append(run.parent if run.parent < 0 else run.parent - first)
+        end = nodes[-1][-1].end
+        for sequence in run.ended:
+            ends[sequence] = SequenceEnd(len(nodes) - 1, index - first, starts_N[sequence])
+    trees = tuple(Tree(tuple(n), tuple(p)) for n, p in zip(nodes, parents, strict=True))
+    ends_N = tuple(ends[sequence] for sequence in range(len(sequences)))
+    ids_T = np.concatenate([sequences[run.sequence][run.start : run.end] for run in runs])
+    positions_N = [positions for group in groups for positions in group.reads_G]
+    reads = [
+        index
+        for one, positions in zip(ends_N, positions_N, strict=has_reads)
+        for index in _in_row(trees[one.tree], one.node, positions)
+    ]
+    return TokenForest(
+        ids_T=torch.from_numpy(ids_T),
+        trees=trees,
+        reads=tuple(reads) if has_reads else None,
+        ends=ends_N,
+    )
+
+
+def _in_row(tree: Tree, node: int, positions: Sequence[int]) -> Iterator[int]:
+    # Yields the index in the row of each position of the sequence that ends with a node.
+    path, starts = tree.path(node), tree.starts
+    for position in positions:
+        holder = max(one for one in path if starts[one] <= position)
+        yield tree.nodes[holder].start + position - starts[holder]
+
+
 def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:
     """Lay groups out as a padded batch with one row per completion, in order.
 
     `pad_id` is the token id of the padding.
     """
-    rows = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
+    rows = whole_sequences(groups)
     ids_NL = np.full((len(rows), max(len(row) for row in rows)), pad_id, dtype=np.int64)
     for index, row in enumerate(rows):
         ids_NL[index, : len(row)] = row

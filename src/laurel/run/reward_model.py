@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -183,7 +183,8 @@ def _train(
     """Load the model, tokenize, and run the loop; nothing is written before all is checked."""
     config, console = context.config, context.console
     model = _load_model(context, data)
-    from laurel.training.batches import Batcher
+    from laurel.data.forest import LEAST_SHARED
+    from laurel.training.batches import Batcher, rows_of_dialogues
     from laurel.training.epochs import EpochParts, total_steps
     from laurel.training.loop import Schedule
     from laurel.training.losses import RewardLoss
@@ -203,9 +204,17 @@ def _train(
     card = facts_of_reward_model(
         context, config.rm, data.reports, data.benchmarks, model.facts, ties=config.data.ties
     )
+    limits, units = config.policy.batch_limits, None
+    if config.data.group_by_prefix:
+        limits, units = replace(limits, least_shared=LEAST_SHARED), rows_of_dialogues(train)
+        if model.facts.path == "padded":
+            console.print(
+                "note    data.group_by_prefix: this model reads padded rows, which share nothing; "
+                "rows of one dialogue meet in a step all the same"
+            )
     batcher = Batcher(
         model.facts.path,
-        config.policy.batch_limits,
+        limits,
         pad_id=contract.rules.pad_id or 0,
         dp_size=model.learner.dp_size,
     )
@@ -219,7 +228,7 @@ def _train(
     )
     position = state.restore(context.resume_from) if context.resume_from else Position()
     _describe(context, data, model.facts, state.run_dir)
-    order = step_order(config, len(train))
+    order = step_order(config, len(train), units=units)
     num_steps = total_steps(config.rm, order)
     for note in epoch_notes(config.policy, len(train), num_steps):
         console.print(f"note    {note}")

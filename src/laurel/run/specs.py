@@ -102,13 +102,21 @@ def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
     )
 
 
-def step_order(config: RewardTrainingRun | SFTRun, num_rows: int) -> StepOrder:
-    """Return the order in which rows are used: that of the file, or shuffled by the run's seed."""
+def step_order(
+    config: RewardTrainingRun | SFTRun,
+    num_rows: int,
+    *,
+    units: Sequence[Sequence[int]] | None = None,
+) -> StepOrder:
+    """Return the order in which rows are used: that of the file, or shuffled by the run's seed.
+
+    `units` are rows that stay together; `StepOrder` describes them.
+    """
     from laurel.training.batches import StepOrder
 
     section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
     size = config.policy.train_global_batch_size
-    return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed)
+    return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed, units=units)
 
 
 def batch_notes(key: str, size: int, num_rows: int, *, unit: str = "row") -> list[str]:

@@ -11,9 +11,16 @@ import numpy as np
 from torch import Tensor
 
 from laurel.config.policy import BatchLimits
-from laurel.data.forest import bin_pack, pack_evenly, pack_padded, to_forest, to_padded
+from laurel.data.forest import (
+    bin_pack,
+    pack_evenly,
+    pack_padded,
+    shared_parts,
+    to_forest,
+    to_padded,
+)
 from laurel.training.learner import MicroBatch
-from laurel.types import PaddedRows, TokenForest, TokenGroup
+from laurel.types import Conversation, PaddedRows, PreferenceSample, TokenForest, TokenGroup
 
 Label = TypeVar("Label")
 
@@ -51,9 +58,7 @@ class Batcher:
         """
         limits = self.limits
         if self._is_forest:
-            share = limits.share_prompts
-            sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
-            parts = pack_evenly(sizes, limits.forest_tokens, dp_size=self._dp_size)
+            parts = self._fill_forests(tokens)
         elif limits.padded_tokens is not None:
             parts = pack_padded([t.lengths_G for t in tokens], limits.padded_tokens)
         else:
@@ -64,6 +69,17 @@ class Batcher:
             self._lay_out([tokens[i] for i in indices], [labels[i] for i in indices])
             for indices in parts
         ]
+
+    def _fill_forests(self, tokens: Sequence[TokenGroup]) -> list[list[int]]:
+        limits = self.limits
+        if limits.least_shared is None or not limits.share_prompts:
+            share = limits.share_prompts
+            sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
+            return pack_evenly(sizes, limits.forest_tokens, dp_size=self._dp_size)
+        found = shared_parts(tokens, limits.forest_tokens, limits.least_shared)
+        units, sizes = [unit for unit, _ in found], [size for _, size in found]
+        packed = pack_evenly(sizes, limits.forest_tokens, dp_size=self._dp_size)
+        return [sorted(i for number in numbers for i in units[number]) for numbers in packed]
 
     def filled(self) -> Batcher:
         """Return one that fills padded batches too, where no gradients are kept."""
@@ -109,7 +125,11 @@ class Batcher:
 
     def _lay_out(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> MicroBatch[Label]:
         if self._is_forest:
-            forest = to_forest(tokens, share_prompts=self.limits.share_prompts)
+            forest = to_forest(
+                tokens,
+                share_prompts=self.limits.share_prompts,
+                least_shared=self.limits.least_shared,
+            )
             return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
         rows = to_padded(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
@@ -219,14 +239,33 @@ class StepOrder:
     step `n`. Each epoch has its own permutation, and its last step takes the remaining rows.
     """
 
-    def __init__(self, num_rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        units: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Choose the order.
+
+        Args:
+            num_rows: The number of rows.
+            batch_size: The number of rows of a step.
+            shuffle: Whether each epoch has its own order; otherwise it is that of the rows.
+            seed: The seed of the orders.
+            units: Rows that stay together, each row in one unit; the units are shuffled instead.
+                The rows of a unit may be divided where a step ends. None: each row by itself.
+        """
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
         self.steps_per_epoch = math.ceil(num_rows / batch_size)
+        self._units = units
         self._epoch = -1
-        self._order = np.arange(num_rows)
+        self._order = self._together(np.arange(num_rows if units is None else len(units)))
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch of step `step`; both count from 0."""
@@ -236,10 +275,16 @@ class StepOrder:
         """Return the indices of the rows of step `step`, which counts from 0."""
         epoch, within = divmod(step, self.steps_per_epoch)
         if self.shuffle and epoch != self._epoch:
-            self._order = permutation(self.num_rows, self.seed, epoch)
+            count = self.num_rows if self._units is None else len(self._units)
+            self._order = self._together(permutation(count, self.seed, epoch))
             self._epoch = epoch
         first = within * self.batch_size
         return [int(row) for row in self._order[first : first + self.batch_size]]
+
+    def _together(self, order: np.ndarray) -> np.ndarray:
+        if self._units is None:
+            return order
+        return np.array([row for unit in order for row in self._units[unit]], dtype=np.int64)
 
     def samples_before(self, step: int) -> int:
         """Return the number of rows read before step `step`, which counts from 0."""
@@ -271,6 +316,16 @@ class Stream:
             # Only the latest epoch is kept, as positions rise.
             self._orders = {epoch: permutation(self.num_rows, self.seed, epoch)}
         return int(self._orders[epoch][within])
+
+
+def rows_of_dialogues(rows: Sequence[PreferenceSample]) -> list[list[int]]:
+    """Divide rows into those with the same messages up to the first question, by their indices."""
+    units: dict[Conversation, list[int]] = {}
+    for index, row in enumerate(rows):
+        prompt = row.preference.group.prompt
+        first = next((i for i, m in enumerate(prompt) if m.role == "user"), len(prompt) - 1)
+        units.setdefault(prompt[: first + 1], []).append(index)
+    return list(units.values())
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:

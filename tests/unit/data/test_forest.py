@@ -1,5 +1,6 @@
 """Which groups travel together, and how they are laid out."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.data.forest import bin_pack, pack_evenly, pack_padded, to_forest, to_padded
+from laurel.data.forest import (
+    bin_pack,
+    distinct_tokens,
+    pack_evenly,
+    pack_padded,
+    to_forest,
+    to_padded,
+)
 from laurel.types import Span, TokenGroup, Tree
+from random_trees import groups_of_tree, rows_of
 
 
 def group(trunk, *branches):
@@ -28,8 +37,8 @@ def test_a_forest_by_hand():
     assert forest.ids_T.tolist() == [11, 12, 13, 21, 22, 23, 31, 32]
     assert forest.positions_T.tolist() == [0, 1, 2, 3, 4, 3, 0, 1]
     assert forest.trees == (
-        Tree(Span(0, 3), (Span(3, 5), Span(5, 6))),
-        Tree(Span(6, 6), (Span(6, 8),)),
+        Tree.of(Span(0, 3), (Span(3, 5), Span(5, 6))),
+        Tree.of(Span(6, 6), (Span(6, 8),)),
     )
     assert forest.last_N == [4, 5, 7]
     assert forest.num_completions == 3
@@ -83,9 +92,10 @@ def test_every_sequence_can_be_read_back(groups, share_prompts):
     read = []
     covered = []
     for tree in forest.trees:
-        covered += [tree.trunk, *tree.branches_G]
-        for branch in tree.branches_G:
-            row = [*range(*tree.trunk), *range(*branch)]
+        covered += tree.nodes
+        trunk, *branches = tree.nodes
+        for branch in branches:
+            row = [*range(*trunk), *range(*branch)]
             assert [positions[t] for t in row] == list(range(len(row)))
             read.append([ids[t] for t in row])
     assert read == [[*g.trunk_ids, *b] for g in groups for b in g.branches_ids_G]
@@ -97,6 +107,67 @@ def test_every_sequence_can_be_read_back(groups, share_prompts):
     assert to_padded(groups, pad_id=0).lengths_N.tolist() == [
         n for g in groups for n in g.lengths_G
     ]
+
+
+def test_a_tree_of_longest_common_beginnings_by_hand():
+    groups = [
+        group([1, 2, 3], [4, 5, 6], [4, 5, 7, 8], [9]),
+        group([1, 2, 3, 4, 5, 6], [7]),  # goes on where a completion ended
+        group([30, 31], [32]),
+        group([1, 2], [3, 9]),  # the same as the third sequence, with another prompt
+    ]
+    forest = to_forest(groups, least_shared=2)
+    assert forest.ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 6, 7, 9, 9, 30, 31, 32]
+    spans = [[tuple(node) for node in tree.nodes] for tree in forest.trees]
+    assert spans == [
+        [(0, 3), (3, 5), (5, 6), (6, 8), (8, 10), (10, 11), (11, 12)],
+        [(12, 15)],
+    ]
+    # With two tokens at least, [6] and [6, 7] do not share, nor do the two [9].
+    assert [tree.parents for tree in forest.trees] == [(-1, 0, 1, 1, 1, 0, 0), (-1,)]
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    least=st.integers(1, 8),
+    vocabulary=st.sampled_from([2, 40, 300]),
+)
+def test_every_sequence_of_a_deep_tree_can_be_read_back(seed, least, vocabulary):
+    groups, _ = groups_of_tree(seed, nodes=20, vocabulary=max(vocabulary, 24))
+    groups += [group([1] * 9, [1, 1, vocabulary], [1, 1], [1, 1])]
+    groups = [
+        replace(g, reads_G=tuple((0, len(g.trunk_ids) + len(b) - 1) for b in g.branches_ids_G))
+        for g in groups
+    ]
+    forest = to_forest(groups, least_shared=least)
+    whole = [[*g.trunk_ids, *b] for g in groups for b in g.branches_ids_G]
+    rows = rows_of(forest)
+    ids, positions = forest.ids_T.tolist(), forest.positions_T.tolist()
+    assert [[ids[t] for t in row] for row in rows] == whole
+    assert all([positions[t] for t in row] == list(range(len(row))) for row in rows)
+    starts = [len(g.trunk_ids) for g in groups for _ in g.branches_ids_G]
+    assert [end.start for end in forest.ends_N] == starts
+    assert forest.last_N == [row[-1] for row in rows]
+    assert forest.reads == tuple(t for row in rows for t in (row[0], row[-1]))
+    assert len(ids) == distinct_tokens(groups, least) <= sum(map(len, whole))
+    covered = [span for tree in forest.trees for span in tree.nodes]
+    assert [span.start for span in covered] == [0, *(span.end for span in covered[:-1])]
+    assert covered[-1].end == len(ids)
+    for tree in forest.trees:
+        for node, parent in enumerate(tree.parents):
+            assert parent < node
+            children = [c for c, above in enumerate(tree.parents) if above == node]
+            assert tree.exits[node] == max([node + 1, *(tree.exits[c] for c in children)])
+            assert tree.nodes[node].length >= (least if children else 1)
+            # Nothing that would have been shared is computed twice.
+            begins = [ids[s.start : s.start + least] for s in (tree.nodes[c] for c in children)]
+            long = [tuple(some) for some in begins if len(some) == least]
+            assert len(set(long)) == len(long)
+    copied = pickle.loads(pickle.dumps(forest))
+    assert (copied.trees, copied.ends, copied.reads) == (forest.trees, forest.ends, forest.reads)
+    if least == 1:
+        assert len(ids) == len({tuple(row[: n + 1]) for row in whole for n in range(len(row))})
 
 
 SIZES = st.lists(st.integers(1, 60), max_size=40)

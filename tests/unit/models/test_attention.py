@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tiny
-from dense_oracle import ORACLE, dense_attention, oracle_of
+from dense_oracle import ORACLE, dense_attention, drawn_forest
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.attention import ForestPlan, forest_attention
 from laurel.models.loading.pretrained import recompute_activations
+from random_trees import groups_of_tree
 
 ALL = sorted(tiny.ARCHITECTURES)
 SHAPES = [(40, [5, 1, 30]), (0, [7]), (3, [2, 2]), (1, [1, 1]), (0, [1]), (17, [3, 9, 1, 25])]
@@ -53,6 +54,20 @@ def test_scores_and_gradients_are_those_of_one_by_one(name):
     tolerance = 1e-6 if name == "gemma2" else 1e-12
     assert float((scores_NK - expected_NK).detach().abs().max()) <= tolerance
     # Norms of root mean squares compute in float32 in any model, and so do their gradients.
+    assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sequences_of_a_deep_tree_get_their_scores_and_gradients(name):
+    model = tiny.tiny_reward_model(name, dtype=torch.float64)
+    groups, num_nodes = groups_of_tree(ALL.index(name))
+    forest = to_forest(groups, least_shared=1)
+    assert len(forest.trees[0].nodes) == num_nodes
+    assert max(forest.trees[0].depths) == 6
+    scores_NK = model(forest)
+    expected_NK = tiny.one_by_one(model, groups, tiny.own_attention(model.classifier))
+    tolerance = 1e-6 if name == "gemma2" else 1e-12
+    assert float((scores_NK - expected_NK).detach().abs().max()) <= tolerance
     assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-6
 
 
@@ -118,12 +133,14 @@ def test_a_regression_head_gives_every_attribute(name):
     softcap=st.none() | st.floats(0.5, 30.0),
     has_sinks=st.booleans(),
     scaling=st.none() | st.floats(0.1, 1.0),
+    is_deep=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_the_function_by_itself(shapes, repeats, window, softcap, has_sinks, scaling, seed):
+def test_the_function_by_itself(
+    shapes, repeats, window, softcap, has_sinks, scaling, is_deep, seed
+):
     """Any combination of what models ask of it, forward and backward."""
-    groups = tiny.random_groups(seed, shapes)
-    forest = to_forest(groups)
+    forest, oracle = drawn_forest(shapes, seed, is_deep=is_deep)
     num_tokens, num_heads = len(forest.ids_T), 4
     generator = torch.Generator().manual_seed(seed)
 
@@ -145,7 +162,7 @@ def test_the_function_by_itself(shapes, repeats, window, softcap, has_sinks, sca
     outputs = []
     for function, plan in (
         (forest_attention, {"forest_plan": ForestPlan(forest.trees)}),
-        (dense_attention, {"oracle": oracle_of(groups)}),
+        (dense_attention, {"oracle": oracle}),
     ):
         result, weights = function(
             module=nn.Identity(), **tensors, attention_mask=None, **options, **plan
@@ -272,12 +289,12 @@ def test_masks_by_hand():
     assert torch.equal(plan.mask(1, 3, 2, like), torch.tensor([[no, yes, yes]]))
 
 
+@pytest.mark.parametrize("is_deep", [False, True])
 @pytest.mark.parametrize("name", ALL)
-def test_every_token_is_that_of_a_dense_mask(name):
+def test_every_token_is_that_of_a_dense_mask(name, is_deep):
     """All hidden states, not only the last ones, and in float64 for all architectures."""
     model = tiny.tiny_reward_model(name, dtype=torch.float64).classifier.base_model
-    groups = tiny.random_groups(6, SHAPES)
-    forest = to_forest(groups)
+    forest, oracle = drawn_forest(SHAPES, 6, is_deep=is_deep)
     inputs = {
         "input_ids": forest.ids_T[None],
         "position_ids": forest.positions_T[None],
@@ -285,5 +302,5 @@ def test_every_token_is_that_of_a_dense_mask(name):
     }
     found = model(**inputs, forest_plan=ForestPlan(forest.trees)).last_hidden_state
     model.set_attn_implementation(ORACLE)
-    expected = model(**inputs, oracle=oracle_of(groups)).last_hidden_state
+    expected = model(**inputs, oracle=oracle).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)

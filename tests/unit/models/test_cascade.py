@@ -12,19 +12,20 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
-from dense_oracle import dense_attention, oracle_of
+from dense_oracle import dense_attention, drawn_forest, oracle_of
 from laurel.data.forest import to_forest
 from laurel.models.forest.attention import AttentionOptions, ForestPlan, attend_by_blocks
 from laurel.models.forest.cascade import (
     Cascade,
+    ancestor_keys,
     in_pieces,
     keys_in_window,
     own_keys,
     packed_calls,
-    trunk_keys,
 )
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.types import Span, Tree
+from random_trees import groups_of_tree
 
 CPU = torch.device("cpu")
 PLAIN = {"scaling": None, "dropout": 0.0, "sliding_window": None, "softcap": None, "s_aux": None}
@@ -52,8 +53,8 @@ def with_gradients(out, leaves):
     return [out.detach(), *torch.autograd.grad((out * pull).sum(), leaves)]
 
 
-def expected_of(groups, leaves, **options):
-    out, _ = dense_attention(nn.Identity(), *leaves, None, oracle=oracle_of(groups), **options)
+def expected_of(oracle, leaves, **options):
+    out, _ = dense_attention(nn.Identity(), *leaves, None, oracle=oracle, **options)
     return with_gradients(out.transpose(1, 2), leaves)
 
 
@@ -141,20 +142,24 @@ def emulated():
     kv_heads=st.sampled_from([1, 2, 4]),
     window=st.none() | st.integers(1, 40),
     scaling=st.none() | st.floats(0.1, 1.0),
+    is_deep=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_packed_calls_are_the_dense_mask(emulated, shapes, kv_heads, window, scaling, seed):
-    groups = tiny.random_groups(seed, shapes)
-    forest = to_forest(groups)
+def test_packed_calls_are_the_dense_mask(
+    emulated, shapes, kv_heads, window, scaling, is_deep, seed
+):
+    forest, oracle = drawn_forest(shapes, seed, is_deep=is_deep)
     leaves = drawn(len(forest.ids_T), kv_heads=kv_heads, seed=seed)
     emulated.calls.clear()
     calls = packed_calls(forest.trees, CPU, window)
     rows = (t[0].transpose(0, 1) for t in leaves)
     out = Cascade.apply(*rows, tuple(calls), scaling).transpose(0, 1)[None]
-    expected = expected_of(groups, leaves, scaling=scaling, sliding_window=window)
+    expected = expected_of(oracle, leaves, scaling=scaling, sliding_window=window)
     for one, other in zip(with_gradients(out, leaves), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-    assert emulated.calls.count("forward") == emulated.calls.count("backward") <= 2
+    most = 1 + max(max(tree.depths) for tree in forest.trees)
+    assert emulated.calls.count("forward") == emulated.calls.count("backward") <= most
+    assert most == 2 or is_deep
 
 
 class Counter(TorchDispatchMode):
@@ -172,6 +177,17 @@ class Counter(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             self.largest = max(self.largest, result.numel())
         return result
+
+
+def test_on_a_gpu_a_deep_tree_makes_a_call_more_than_it_is_deep():
+    groups, _ = groups_of_tree(0)
+    forest = to_forest(groups, least_shared=1)
+    model = tiny.tiny_reward_model("llama").bfloat16().to("meta").train()
+    with Counter() as counter:
+        model.hidden(forest).sum().backward()
+    most = (1 + max(forest.trees[0].depths)) * model.classifier.config.num_hidden_layers
+    assert counter.counts["_flash_attention_forward"] == most
+    assert counter.counts["_flash_attention_backward"] == most
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -196,20 +212,20 @@ def test_on_a_gpu_a_layer_makes_at_most_two_attention_calls(name, num_groups, re
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("is_deep", [False, True])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 12])
-def test_flex_attention_sees_the_same(window, softcap, has_sinks):
+def test_flex_attention_sees_the_same(window, softcap, has_sinks, is_deep):
     """Forward only: FlexAttention has no backward pass on CPUs."""
-    groups = tiny.random_groups(3, [(40, [5, 1, 30]), (0, [7]), (3, [2, 2])])
-    forest = to_forest(groups)
+    forest, oracle = drawn_forest([(40, [5, 1, 30]), (0, [7]), (3, [2, 2])], 3, is_deep=is_deep)
     leaves = [t.detach() for t in drawn(len(forest.ids_T), width=16)]
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64) if has_sinks else None
     asked = {**PLAIN, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
     options = AttentionOptions(**asked)
     blocks = ForestPlan(forest.trees).block_mask(CPU, window)
     found = attend_by_blocks(flex_attention, *leaves, blocks, options)
-    expected, _ = dense_attention(nn.Identity(), *leaves, None, oracle=oracle_of(groups), **asked)
+    expected, _ = dense_attention(nn.Identity(), *leaves, None, oracle=oracle, **asked)
     torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-6, atol=1e-6)
 
 
@@ -263,7 +279,7 @@ def test_in_half_precision_it_is_no_noisier_than_segment_by_segment(dtype):
     options = AttentionOptions(**PLAIN)
     leaves = drawn(sum(plan.lengths), width=32, dtype=dtype)
     exact = [t.detach().double().requires_grad_() for t in leaves]
-    expected = expected_of(groups, exact)
+    expected = expected_of(oracle_of(groups), exact)
     cascade = with_gradients(plan.attend(nn.Identity(), *leaves, options), leaves)
     segments = with_gradients(plan.attend_by_segments(*leaves, options), leaves)
     for one, other, truth in zip(cascade, segments, expected, strict=True):
@@ -272,17 +288,38 @@ def test_in_half_precision_it_is_no_noisier_than_segment_by_segment(dtype):
 
 
 TREES = (
-    Tree(Span(0, 5), (Span(5, 7), Span(7, 8))),
-    Tree(Span(8, 8), (Span(8, 10),)),
-    Tree(Span(10, 11), ()),
+    Tree.of(Span(0, 5), (Span(5, 7), Span(7, 8))),
+    Tree.of(Span(8, 8), (Span(8, 10),)),
+    Tree.of(Span(10, 11), ()),
 )
+
+
+DEEP = Tree(
+    (Span(0, 3), Span(3, 5), Span(5, 6), Span(6, 8), Span(8, 9), Span(9, 12)), (-1, 0, 1, 1, 3, 0)
+)
+"""A root of 3 tokens: a child of 2, whose children are 1, and 2 with one of 1; a child of 3."""
+
+
+def test_who_sees_whom_in_a_deep_tree_by_hand():
+    assert DEEP.depths == (0, 1, 2, 2, 3, 1)
+    assert DEEP.starts == (0, 3, 5, 5, 7, 3)
+    assert DEEP.exits == (6, 5, 3, 5, 5, 6)
+    assert DEEP.path(4) == [0, 1, 3, 4]
+    other = Tree.of(Span(12, 13), [Span(13, 14)])
+    assert ancestor_keys([DEEP, other]) == [
+        [(Span(3, 12), (Span(0, 3),)), (Span(13, 14), (Span(12, 13),))],
+        [(Span(5, 9), (Span(3, 5),))],
+        [(Span(8, 9), (Span(6, 8),))],
+    ]
+    assert keys_in_window([DEEP], 5)[4] == (Span(8, 9), (Span(3, 5), Span(6, 8), Span(8, 9)))
+    assert keys_in_window([DEEP], 4)[4] == (Span(8, 9), (Span(4, 5), Span(6, 8), Span(8, 9)))
 
 
 def test_who_sees_whom_by_hand():
     assert own_keys(TREES) == [
         (Span(*span), (Span(*span),)) for span in ((0, 5), (5, 7), (7, 8), (8, 10), (10, 11))
     ]
-    assert trunk_keys(TREES) == [(Span(5, 8), (Span(0, 5),))]
+    assert ancestor_keys(TREES) == [[(Span(5, 8), (Span(0, 5),))]]
     assert keys_in_window(TREES, 3) == [
         (Span(0, 5), (Span(0, 5),)),
         (Span(5, 7), (Span(3, 5), Span(5, 7))),

@@ -241,7 +241,7 @@ def test_every_token_is_predicted_by_the_one_before_it(shapes, seed, share_promp
         assert targets_M.tolist() == targets
         assert ids[index_M].tolist() == before
     index_M, _ = predictors(forest)
-    tokens = [t for tree in forest.trees for branch in tree.branches_G for t in range(*branch)]
+    tokens = [t for tree in forest.trees for branch in tree.nodes[1:] for t in range(*branch)]
     assert (forest.positions_T[index_M] + 1).tolist() == forest.positions_T[tokens].tolist()
 
 

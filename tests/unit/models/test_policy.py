@@ -11,8 +11,10 @@ import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest, to_padded
 from laurel.errors import DataError
+from laurel.models.forest.outputs import distinct_labels, predictors
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.loading.adapters import add_adapters
+from random_trees import groups_of_tree
 
 ALL = sorted(tiny.LANGUAGE_MODELS)
 SHAPES = [(40, [5, 1, 30]), (1, [7]), (3, [2, 2]), (17, [1])]
@@ -67,6 +69,31 @@ def test_log_probabilities_and_gradients_are_those_of_one_by_one(name):
     tolerance = 2e-6 if name.startswith("gemma2") else 1e-13
     torch.testing.assert_close(logprobs_M, expected_M, rtol=0, atol=tolerance)
     difference = relative_difference(gradients(model, logprobs_M), gradients(model, expected_M))
+    assert difference <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2-capped", "gpt-oss", "cohere"])
+def test_a_shared_token_has_a_label_for_every_sequence_that_holds_it(name):
+    """Completions that begin anywhere in a deep tree: log-probabilities, entropy and gradients."""
+    model = tiny.tiny_policy(name, dtype=torch.float64, temperature=0.8)
+    groups, num_nodes = groups_of_tree(ALL.index(name), nodes=30)
+    forest = to_forest(groups, least_shared=1)
+    assert len(forest.trees[0].nodes) == num_nodes
+    index_M, targets_M = predictors(forest)
+    index_X, targets_X, label_M = distinct_labels(index_M, targets_M)
+    assert len(index_X) < len(index_M)
+    assert torch.equal(index_X[label_M], index_M)
+    assert torch.equal(targets_X[label_M], targets_M)
+    model.with_entropy = True
+    found = model(forest)
+    apart = model(to_forest(groups, share_prompts=False))
+    torch.testing.assert_close(found, apart, rtol=0, atol=1e-12)
+    expected_M = alone(model, groups, tiny.own_attention(model.causal_lm))
+    tolerance = 2e-6 if name.startswith("gemma2") else 1e-12
+    torch.testing.assert_close(found.logprobs_M, expected_M, rtol=0, atol=tolerance)
+    difference = relative_difference(
+        gradients(model, found.logprobs_M), gradients(model, expected_M)
+    )
     assert difference <= 1e-6
 
 

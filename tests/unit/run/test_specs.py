@@ -115,6 +115,19 @@ def test_the_order_is_that_of_the_file_or_of_the_seed(kind, section, head):
     assert rows(True, 1) == rows(True, 1) != rows(True, 2)
 
 
+def test_rows_that_begin_alike_share_only_where_the_packing_does():
+    data = {"group_by_prefix": True}
+    assert RewardTrainingRun.model_validate({"data": data}).data.group_by_prefix
+    for key in ("enabled", "share_prompts"):
+        packing = {"sequence_packing": {key: False}}
+        with pytest.raises(ValueError, match=rf"data\.group_by_prefix .*sequence_packing\.{key}"):
+            RewardTrainingRun.model_validate({"data": data, "policy": packing})
+    for key in ("tensor_parallel_size", "context_parallel_size"):
+        parallel = {"dtensor_cfg": {key: 2}}
+        with pytest.raises(ValueError, match=rf"data\.group_by_prefix .*dtensor_cfg\.{key}"):
+            RewardTrainingRun.model_validate({"data": data, "policy": parallel})
+
+
 @pytest.mark.parametrize(
     ("num_steps", "name", "rate", "is_noted"),
     [

@@ -3,16 +3,17 @@
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from laurel.config.policy import NamedCall, PolicyConfig
+from laurel.config.policy import BatchLimits, NamedCall, PolicyConfig
 from laurel.config.reward_model import LossConfig
 from laurel.models.forest.decoder import RewardModel
-from laurel.training.batches import Batcher
+from laurel.training.batches import Batcher, StepOrder
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
-from laurel.types import PaddedRows, Preference, PreferenceSample, TokenForest, group_of
+from laurel.types import PaddedRows, Preference, PreferenceSample, TokenForest, TokenGroup, group_of
 from tiny import PAD, random_groups, tiny_classifier, tiny_reward_model
 
 torch.set_num_threads(1)  # more only cost, at this size
@@ -125,7 +126,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def step(path, changes, size):
     """The figures and the gradients (as the change of a step of plain descent)."""
-    model, batch = cut(path, micro_batch_size=size, **changes)
+    return learn(*cut(path, micro_batch_size=size, **changes))
+
+
+def learn(model, batch):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
     update = learner.update(batch, RewardLoss(LossConfig()))
@@ -145,3 +149,65 @@ def test_every_way_gives_the_same_loss_and_the_same_step(way, size):
     scale = torch.linalg.vector_norm(torch.cat([g.flatten() for g in reference.values()]))
     for name, gradient in gradients.items():
         assert torch.linalg.vector_norm(gradient - reference[name]) <= 1e-5 * scale, name
+
+
+def dialogues():
+    """Rows of three dialogues, each going on from the last, which begin with the same 20 tokens."""
+    start, *turns = (one.trunk_ids for one in random_groups(3, [(20, [1])] + [(30, [1])] * 12))
+    groups, row = [], 0
+    for dialogue in range(3):
+        ids = start
+        for turn in range(3):
+            answers = tuple(turns[4 * dialogue + turn][first:] for first in (0, 5 + turn))
+            groups.append(TokenGroup(id=str(row), trunk_ids=ids, branches_ids_G=answers))
+            ids, row = np.concatenate((ids, answers[0])), row + 1
+    order = [4, 0, 8, 6, 1, 3, 7, 5, 2]
+    return [groups[i] for i in order]
+
+
+def test_rows_that_share_their_beginning_meet_in_a_forest_within_the_budget():
+    groups = dialogues()
+    limits = BatchLimits(forest_tokens=200, least_shared=16)
+    labels = [int(group.id) for group in groups]
+    batch = Batcher("forest", limits, pad_id=PAD).cut(groups, labels)
+    # 20 tokens, 3 answers of 30 that are gone on from, and others of 25, 24 and 23.
+    assert sorted(sorted(micro.labels) for micro in batch) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert all(micro.num_tokens == 182 for micro in batch)
+    plain = Batcher("forest", BatchLimits(forest_tokens=200), pad_id=PAD).cut(groups, labels)
+    assert sum(m.num_tokens for m in plain) > 1.4 * sum(m.num_tokens for m in batch)
+    few = BatchLimits(forest_tokens=110, least_shared=16)
+    small = Batcher("forest", few, pad_id=PAD).cut(groups, labels)
+    assert sorted(label for micro in small for label in micro.labels) == list(range(9))
+    sizes = {int(group.id): group.num_tokens for group in groups}
+    for micro in small:
+        assert micro.num_tokens <= max(110, *(sizes[label] for label in micro.labels))
+
+
+def test_what_is_shared_changes_neither_loss_nor_step():
+    groups, found = dialogues(), []
+    preferences = [
+        Preference(group=group_of([], ["x", "y"], group_id=one.id), ranks_G=(0, 1))
+        for one in groups
+    ]
+    for least in (None, 16):
+        model = tiny_reward_model("qwen3")
+        limits = BatchLimits(forest_tokens=200, least_shared=least)
+        batch = Batcher("forest", limits, pad_id=PAD).cut(groups, preferences)
+        found.append(learn(model, batch))
+    (expected, reference), (metrics, change) = found
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    wanted, got = (torch.cat([g.flatten() for g in some.values()]) for some in (reference, change))
+    assert float((got - wanted).norm() / wanted.norm()) <= 1e-5
+
+
+def test_rows_of_a_dialogue_stay_together_in_an_order_of_step_and_seed():
+    units = [[0, 3], [1], [2, 4, 5]]
+    order = StepOrder(6, 4, shuffle=True, seed=1, units=units)
+    for epoch in range(4):
+        rows = order.rows(2 * epoch) + order.rows(2 * epoch + 1)
+        assert sorted(rows) == list(range(6))
+        assert all(str(unit)[1:-1] in str(rows) for unit in units)
+        again = StepOrder(6, 4, shuffle=True, seed=1, units=units)
+        assert again.rows(2 * epoch + 1) == rows[4:]
+    plain = StepOrder(6, 4, shuffle=False, seed=1, units=units)
+    assert plain.rows(0) + plain.rows(1) == [0, 3, 1, 2, 4, 5]

@@ -6,16 +6,16 @@ state, and activation checkpointing recomputes with the same plan. A plan decide
 attends to: `ForestPlan` for whole sequences, and those of `models/forest/decoding.py` for
 generation.
 
-In a token forest, a tree is a prompt (trunk), stored once, with its completions (branches). Each
-trunk attends causally to itself, and each branch to its trunk and causally to itself. Models pass
-sliding windows, soft-capping and attention sinks as keyword arguments; windows count positions
-within a sequence. `ForestPlan.attend` uses the first of these methods that supports what a layer
-needs:
+In a token forest, a tree is a tree of runs of tokens: a prompt, stored once, with its completions,
+or any sequences that begin alike. Each node attends to all nodes above it and causally to itself.
+Models pass sliding windows, soft-capping and attention sinks as keyword arguments; windows count
+positions within a sequence. `ForestPlan.attend` uses the first of these methods that supports what
+a layer needs:
 
 - a cascade of flash kernels (`models/forest/cascade.py`): on CPUs, in layers without a sliding
   window; on CUDA in half precision, with or without one;
 - FlexAttention, on CUDA: everything but dropout, in any precision but float64;
-- segment by segment, each branch against `[trunk K/V ; own K/V]`, with a mask if necessary:
+- segment by segment, each node against `[ancestors' K/V ; own K/V]`, with a mask if necessary:
   everything, on every device.
 """
 
@@ -101,9 +101,9 @@ class AttentionPlan(Protocol):
 class ForestPlan:
     """Decides which keys each query of a token forest attends to, in all layers of a micro-batch.
 
-    It is for forward passes over whole sequences, such as in training and scoring. Each prompt
-    attends causally to itself, and each completion to its prompt and causally to itself. Indices
-    and masks are created at their first use, and kept.
+    It is for forward passes over whole sequences, such as in training and scoring. Each node of a
+    tree attends to all nodes above it, and causally to itself. Indices and masks are created at
+    their first use, and kept.
     """
 
     def __init__(self, trees: Sequence[Tree], *, read_X: Tensor | None = None) -> None:
@@ -117,13 +117,13 @@ class ForestPlan:
         self.trees = tuple(trees)
         self.read_X = read_X
         self.lengths: list[int] = []
-        """The lengths of all segments in order of the row: trunk, its branches, next trunk, ..."""
-        # The length of the longest sequence, a trunk with one of its branches.
+        """The lengths of all nodes in order of the row."""
+        # The length of the longest sequence.
         self._longest = 0
         for tree in self.trees:
-            branches = [branch.length for branch in tree.branches_G]
-            self.lengths += [tree.trunk.length, *branches]
-            self._longest = max(self._longest, tree.trunk.length + max(branches, default=0))
+            lengths = [node.length for node in tree.nodes]
+            self.lengths += lengths
+            self._longest = max(self._longest, *map(sum, zip(tree.starts, lengths, strict=True)))
         self._calls: dict[tuple[object, ...], tuple[KeyCall, ...]] = {}
         self._blocks: dict[tuple[object, ...], BlockMask] = {}
         self._masks: dict[tuple[object, ...], Tensor] = {}
@@ -160,7 +160,7 @@ class ForestPlan:
         return F.pad(found, (0, 0, 0, filling)) if filling else found
 
     def _cascade(self, device: torch.device, window: int | None) -> tuple[KeyCall, ...]:
-        # At most two calls on CUDA, whatever the number of trees and branches.
+        # On CUDA at most one call more than the trees are deep, whatever their number.
         known = (device, window)
         if known not in self._calls:
             calls: list[KeyCall]
@@ -175,8 +175,9 @@ class ForestPlan:
     def block_mask(self, device: torch.device, window: int | None) -> BlockMask:
         """Return FlexAttention's mask of the keys that each query attends to.
 
-        A query attends to the tokens of its own prompt or completion up to itself; a query of a
-        completion also attends to the prompt.
+        A query attends to the tokens of its own node up to itself, and to all of the nodes above.
+        In depth-first order, the nodes that see a node are those from itself up to the next that is
+        no descendant.
 
         Args:
             device: The device of the mask.
@@ -185,24 +186,23 @@ class ForestPlan:
         """
         known = (device, window)
         if known not in self._blocks:
-            numbers: list[tuple[int, int, int]] = []  # own segment, trunk's segment, position
-            segment = 0
+            numbers: list[tuple[int, int, int]] = []  # node, first that is none below, position
+            first = 0
             for tree in self.trees:
-                trunk, first = segment, tree.trunk.length
-                numbers += [(trunk, trunk, position) for position in range(first)]
-                for branch in tree.branches_G:
-                    segment += 1
-                    numbers += [(segment, trunk, first + i) for i in range(branch.length)]
-                segment += 1
+                for node, rule in enumerate(zip(tree.nodes, tree.starts, tree.exits, strict=True)):
+                    span, start, last = rule
+                    here = (first + node, first + last)
+                    numbers += [(*here, start + i) for i in range(span.length)]
+                first += len(tree.nodes)
             columns = torch.tensor(numbers, dtype=torch.int32).T.contiguous()
-            own, shared, position = columns.to(device, non_blocking=True).unbind()
+            enter, leave, position = columns.to(device, non_blocking=True).unbind()
 
             def sees(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                is_kin = (own[key] == own[query]) | (own[key] == shared[query])
+                is_kin = (enter[key] <= enter[query]) & (enter[query] < leave[key])
                 return is_kin & ~hidden_keys(position[key], position[query], window)
 
             make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
-            self._blocks[known] = make(sees, None, None, len(own), len(own), device=device)
+            self._blocks[known] = make(sees, None, None, len(enter), len(enter), device=device)
         return self._blocks[known]
 
     def mask(
@@ -239,10 +239,10 @@ class ForestPlan:
     def attend_by_segments(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Compute attention one prompt (trunk) and one completion (branch) at a time.
+        """Compute attention one node at a time.
 
-        A completion attends to the keys of its prompt, followed by its own. This is slower than
-        flash kernels and FlexAttention, but supports all options on every device.
+        A node attends to the keys of its ancestors, followed by its own. This is slower than flash
+        kernels and FlexAttention, but supports all options on every device.
 
         Args:
             query: The queries `[1, H, T, D]` of the forest.
@@ -433,19 +433,18 @@ def hidden_keys(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
 def _segments(
     plan: ForestPlan, queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    # Yields each trunk, then each of its branches with the trunk's keys and values before its own.
-    segment = 0
+    # Yields each node with the keys and values of all nodes above it before its own.
+    first = 0
     for tree in plan.trees:
-        trunk = segment
-        if tree.trunk.length:
-            yield queries[trunk], keys[trunk], values[trunk]
-        for _branch in tree.branches_G:
-            segment += 1
-            k, v = keys[segment], values[segment]
-            if tree.trunk.length:
-                k, v = torch.cat((keys[trunk], k), dim=2), torch.cat((values[trunk], v), dim=2)
-            yield queries[segment], k, v
-        segment += 1
+        for node, span in enumerate(tree.nodes):
+            if not span.length:
+                continue
+            path = [first + above for above in tree.path(node) if tree.nodes[above].length]
+            k, v = keys[path[0]], values[path[0]]
+            if len(path) > 1:
+                k, v = (torch.cat([some[i] for i in path], dim=2) for some in (keys, values))
+            yield queries[first + node], k, v
+        first += len(tree.nodes)
 
 
 def _repeat_heads(query: Tensor, shared: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Computes attention over a token forest with plain flash kernels, which know no trees or masks.
 
-A tree of the forest is a prompt (trunk), stored once, with its completions (branches). A query of a
-branch attends to two kinds of keys: all keys of its trunk, and those of its own branch up to
-itself. One call computes each kind, and the results are merged by their log-sum-exps. The
-backward pass calls the kernels' backward functions with the merged output and log-sum-exp, from
-which each call computes the correct weights of its keys. So no token is copied, nothing is masked,
-and only queries, keys, values, output and log-sum-exp of every distinct token are kept.
+A tree of the forest is a tree of runs of tokens, in depth-first order. A query attends to two kinds
+of keys: all those of the nodes above its own, and those of its own node up to itself. One call
+computes the own keys of all nodes. As the descendants of a node are adjacent, one further call for
+each depth computes all attention to the nodes at this depth: a prompt with its completions has one.
+The results are merged by their log-sum-exps. The backward pass calls the kernels' backward
+functions with the merged output and log-sum-exp, from which each call computes the correct weights
+of its keys. So no token is copied, nothing is masked, and only queries, keys, values, output and
+log-sum-exp of every distinct token are kept.
 
 `SpanCall` computes one span after the other, on a CPU; `PackedCall` computes all spans in one
 kernel launch, on CUDA. Tensors have the layout `[T, H, D]`, which the packed kernels require.
@@ -80,7 +82,7 @@ class Gradients(NamedTuple):
 
 
 class KeyCall(Protocol):
-    """Computes attention to a part of the keys, such as those of the shared prompts (trunks).
+    """Computes attention to a part of the keys, such as those of the shared prompts.
 
     In all methods, `q`, `k` and `v` are those of all tokens, `[T, H, D]`, and `scale` is the factor
     of the logits; None is `D ** -0.5`.
@@ -107,34 +109,40 @@ class KeyCall(Protocol):
 
 
 def own_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """Return, for each prompt (trunk) and completion (branch), its own tokens as its keys."""
-    return [Seen(span, (span,)) for span in _segments(trees)]
+    """Return, for each node, its own tokens as its keys."""
+    return [Seen(span, (span,)) for span in _nodes(trees)]
 
 
-def trunk_keys(trees: Sequence[Tree]) -> list[Seen]:
-    """Return, for the completions (branches) of each tree, the shared prompt (trunk) as their keys.
+def ancestor_keys(trees: Sequence[Tree]) -> list[list[Seen]]:
+    """Return, for all descendants of each inner node, which are adjacent, the node as their keys.
 
-    There is one entry per tree that has both.
+    There is a list for each depth, in which no query comes twice; a prompt with its completions
+    has one.
     """
-    return [
-        Seen(Span(tree.branches_G[0].start, tree.branches_G[-1].end), (tree.trunk,))
-        for tree in trees
-        if tree.branches_G and tree.trunk.length
-    ]
+    by_depth: list[list[Seen]] = []
+    for tree in trees:
+        nodes, exits = tree.nodes, tree.exits
+        for node, depth in enumerate(tree.depths):
+            if exits[node] > node + 1 and nodes[node].length:
+                by_depth += [[] for _ in range(len(by_depth), depth + 1)]
+                below = Span(nodes[node].end, nodes[exits[node] - 1].end)
+                by_depth[depth].append(Seen(below, (nodes[node],)))
+    return [seen for seen in by_depth if seen]
 
 
 def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[Seen], list[Seen]]:
-    """Split long prompts (trunks) and completions (branches) into pieces of at most `size` tokens.
+    """Split long nodes into pieces of at most `size` tokens.
 
     In short pieces the CPU kernel computes fewer products above the diagonal of the causal mask.
 
     Returns:
         Two lists. In the first, each piece attends causally to itself. In the second, queries
-        attend to all their keys: completions to their prompt, and a piece to the earlier pieces of
-        its own prompt or completion.
+        attend to all their keys: nodes to their ancestors, and a piece to the earlier pieces of its
+        own node.
     """
-    own, before = [], trunk_keys(trees)
-    for start, end in _segments(trees):
+    own = []
+    before = [seen for depth in ancestor_keys(trees) for seen in depth]
+    for start, end in _nodes(trees):
         for first in range(start, end, size):
             piece = Span(first, min(first + size, end))
             own.append(Seen(piece, (piece,)))
@@ -144,24 +152,29 @@ def in_pieces(trees: Sequence[Tree], size: int = CAUSAL_PIECE) -> tuple[list[See
 
 
 def keys_in_window(trees: Sequence[Tree], window: int) -> list[Seen]:
-    """Return, for each trunk and branch, the keys that its tokens reach with a sliding window.
+    """Return, for each node, the keys that its tokens reach with a sliding window.
 
-    A trunk (shared prompt) reaches itself. A branch (completion) reaches the last `window - 1`
-    tokens of its trunk, and itself; its later tokens reach fewer tokens of the trunk.
+    A node reaches the last `window - 1` tokens of its ancestors, and itself; its later tokens reach
+    fewer of them.
     """
     seen = []
     for tree in trees:
-        start, end = tree.trunk
-        if end > start:
-            seen.append(Seen(tree.trunk, (tree.trunk,)))
-        reached = Span(max(start, end - window + 1), end)
-        for branch in tree.branches_G:
-            seen.append(Seen(branch, (reached, branch) if reached.length else (branch,)))
+        for node, span in enumerate(tree.nodes):
+            if not span.length:
+                continue
+            keys, room, above = [span], window - 1, tree.parents[node]
+            while above >= 0 and room > 0:
+                start, end = tree.nodes[above]
+                reached = Span(max(start, end - room), end)
+                if reached.length:
+                    keys.insert(0, reached)
+                room, above = room - reached.length, tree.parents[above]
+            seen.append(Seen(span, tuple(keys)))
     return seen
 
 
-def _segments(trees: Sequence[Tree]) -> Iterator[Span]:
-    return (span for tree in trees for span in (tree.trunk, *tree.branches_G) if span.length)
+def _nodes(trees: Sequence[Tree]) -> Iterator[Span]:
+    return (span for tree in trees for span in tree.nodes if span.length)
 
 
 class Cascade(torch.autograd.Function):
@@ -364,25 +377,24 @@ class PackedCall:
 
 
 def packed_calls(trees: Sequence[Tree], device: torch.device, window: int | None) -> list[KeyCall]:
-    """Return the calls of flash kernels that compute a layer on CUDA: at most two.
+    """Return the calls of flash kernels that compute a layer on CUDA: at most 1 + the depth.
 
-    Without a sliding window, one call computes the attention of each prompt (trunk) and completion
-    (branch) to itself, and the other that of completions to their prompts. With a window there is
-    one call. For it, the last keys of a prompt (at most `window - 1`) are copied in front of the
-    keys of each of its completions.
+    Without a sliding window, one call computes the attention of each node to itself, and one call
+    for each depth that of all nodes below to their ancestors at this depth: two calls where all
+    trees are prompts with their completions. With a window there is one call. For it, the last keys
+    of a node's ancestors (at most `window - 1`) are copied in front of its own.
 
     Args:
-        trees: The prompts of the micro-batch with their completions.
+        trees: The trees of the micro-batch.
         device: The device that computes.
         window: The number of latest positions that a query attends to; None for no limit.
     """
     if window is not None:
         seen = keys_in_window(trees, window)
         return [PackedCall(seen, device, is_causal=True, window=window)]
-    calls: list[KeyCall] = [PackedCall(own_keys(trees), device, is_causal=True)]
-    if shared := trunk_keys(trees):
-        calls.append(PackedCall(shared, device, is_causal=False))
-    return calls
+    own = PackedCall(own_keys(trees), device, is_causal=True)
+    above = [PackedCall(seen, device, is_causal=False) for seen in ancestor_keys(trees)]
+    return [own, *above]
 
 
 def _rows(spans: Sequence[Span], device: torch.device) -> Rows:

@@ -286,8 +286,9 @@ class RewardModel(Decoder):
             read_N = torch.tensor(
                 batch.last_N if batch.reads is None else batch.reads, dtype=torch.int64
             )
-            # Completions may share a step, and so a token.
-            distinct_X = read_N if batch.reads is None else torch.unique(read_N)
+            # Completions may share a step, or be equal, and so share the token.
+            is_distinct = batch.reads is None and batch.ends is None
+            distinct_X = read_N if is_distinct else torch.unique(read_N)
             hidden_TD = self.hidden(batch, read_X=distinct_X)
             return hidden_TD[read_N.to(hidden_TD.device, non_blocking=True)]
         hidden = self.hidden(batch)

@@ -235,7 +235,7 @@ class PrefillPlan(ForestPlan):
         for prompt in prompts:
             self._spans.append(slice(end, end + prompt.length - prompt.num_kept))
             if not prompt.kept:
-                trees.append(Tree(Span(end, end + prompt.length), ()))
+                trees.append(Tree.of(Span(end, end + prompt.length), ()))
             end = self._spans[-1].stop
         super().__init__(trees, read_X=torch.tensor(self.last_B))
         self._prompts = tuple(prompts)

@@ -11,7 +11,7 @@ numbers per token and, in the backward pass, the gradients of the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from laurel.errors import DataError
 from laurel.planning.memory import chunk_tokens
-from laurel.types import PaddedRows, TokenForest
+from laurel.types import PaddedRows, SequenceEnd, TokenForest, Tree
 
 CACHED_LOGITS = 2**20
 """The number of logits that are processed at a time, to stay in a processor's cache."""
@@ -36,6 +36,14 @@ class TokenOutputs(NamedTuple):
     """float32 [M], differentiable: the log-probability of each token."""
     entropy_M: Tensor | None
     """float32 [M], without gradient: the entropy of each token's distribution, in nats."""
+
+    def gathered(self, label_M: Tensor) -> TokenOutputs:
+        """Return the outputs of the tokens at these indices; gradients are summed back."""
+        label_M = label_M.to(self.logprobs_M.device, non_blocking=True)
+        entropy_M = self.entropy_M
+        return TokenOutputs(
+            self.logprobs_M[label_M], None if entropy_M is None else entropy_M[label_M]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +99,61 @@ def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
         DataError: A completion has no prompt, so nothing predicts its first token.
     """
     if isinstance(batch, TokenForest):
-        spans = [(tree.trunk, branch) for tree in batch.trees for branch in tree.branches_G]
-        if any(trunk.length == 0 for trunk, _ in spans):
-            raise _no_prompt()
-        targets_M = torch.cat([torch.arange(*branch) for _, branch in spans])
-        index_M = targets_M - 1
-        first_N = torch.tensor([branch.length for _, branch in spans]).cumsum(0).roll(1)
-        first_N[0] = 0
-        index_M[first_N] = torch.tensor([trunk.end - 1 for trunk, _ in spans])
-        return index_M, batch.ids_T[targets_M.to(batch.ids_T.device)].long()
+        index: list[Tensor] = []
+        targets: list[Tensor] = []
+        starts = [tree.starts for tree in batch.trees]
+        for end in batch.ends_N:
+            if end.start == 0:
+                raise _no_prompt()
+            before, its_targets = _of_completion(batch.trees[end.tree], starts[end.tree], end)
+            index += before
+            targets += its_targets
+        targets_M = torch.cat(targets)
+        return torch.cat(index), batch.ids_T[targets_M.to(batch.ids_T.device)].long()
     if bool((batch.starts_N < 1).any()):
         raise _no_prompt()
     column_L = torch.arange(batch.ids_NL.shape[1], device=batch.starts_N.device)
     is_target_NL = (column_L >= batch.starts_N[:, None]) & (column_L < batch.lengths_N[:, None])
     targets_M = is_target_NL.flatten().nonzero()[:, 0]
     return targets_M - 1, batch.ids_NL.flatten()[targets_M.to(batch.ids_NL.device)]
+
+
+def _of_completion(
+    tree: Tree, starts: Sequence[int], end: SequenceEnd
+) -> tuple[list[Tensor], list[Tensor]]:
+    # Returns the indices in the row of the predictors and of the tokens of one completion, in
+    # pieces. The nodes above the one in which the completion begins are not looked at.
+    index: list[Tensor] = []
+    targets: list[Tensor] = []
+    node = end.node
+    while True:
+        span, parent = tree.nodes[node], tree.parents[node]
+        first = span.start + max(0, end.start - starts[node])
+        here = torch.arange(first, span.end)
+        before = here - 1
+        if first == span.start and span.length:
+            before[0] = tree.nodes[parent].end - 1
+        index.append(before)
+        targets.append(here)
+        if starts[node] <= end.start:
+            return index[::-1], targets[::-1]
+        node = parent
+
+
+def distinct_labels(index_M: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the distinct pairs of predictor and token, which several sequences may share.
+
+    Args:
+        index_M: The index of the hidden state that predicts each token, on the CPU.
+        targets_M: The tokens.
+
+    Returns:
+        int64 [X], the predictors, and int64 [X], the tokens, each pair once; and int64 [M], the
+        index of each completion token's pair.
+    """
+    pairs_M2 = torch.stack((index_M, targets_M.to(index_M.device)), dim=1)
+    pairs_X2, label_M = torch.unique(pairs_M2, dim=0, return_inverse=True)
+    return *pairs_X2.unbind(1), label_M
 
 
 def _no_prompt() -> DataError:

@@ -17,6 +17,7 @@ from laurel.models.forest.outputs import (
     TokenOutputs,
     VocabularyShare,
     all_logits,
+    distinct_labels,
     predictors,
     token_logprobs,
 )
@@ -93,10 +94,13 @@ class PolicyModel(Decoder):
             DataError: A completion has no prompt.
         """
         index_M, targets_M = predictors(batch)
+        label_M: Tensor | None = None
+        if isinstance(batch, TokenForest) and batch.ends is not None:
+            index_M, targets_M, label_M = distinct_labels(index_M, targets_M)
         hidden_XD = self.hidden(batch, read_X=torch.unique(index_M)).flatten(0, -2)
         hidden_MD = hidden_XD.index_select(0, index_M.to(self.device, non_blocking=True))
         hidden_MD, weight_VD = self._factors(hidden_MD)
-        return token_logprobs(
+        found = token_logprobs(
             hidden_MD,
             targets_M.to(self.device, non_blocking=True),
             weight_VD,
@@ -108,6 +112,7 @@ class PolicyModel(Decoder):
             chunk_size=self.logprob_chunk_size,
             with_entropy=self.with_entropy,
         )
+        return found if label_M is None else found.gathered(label_M)
 
     def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:
         """Compute log-probabilities of all completion tokens, float32 [M], without gradients.

@@ -290,7 +290,7 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
             sequences.append(torch.cat((ids_T[slice(*trunk)], ids_T[end : end + length])))
             starts.append(trunk_length)
             end += length
-        trees.append(Tree(trunk, tuple(branches)))
+        trees.append(Tree.of(trunk, branches))
     rows = PaddedRows(
         ids_NL=torch.nn.utils.rnn.pad_sequence(
             sequences, batch_first=True, padding_value=float(pad_id)
