@@ -2,6 +2,7 @@
 
 import json
 import math
+from shutil import rmtree
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from laurel.models.checkpoint.store import verify
 from laurel.observe.loggers import read_metrics
 from runs import (
+    BAD,
     GOOD,
     ROOT,
     pairs,
@@ -319,3 +321,45 @@ def test_the_form_of_the_seeds(tmp_path):
     resolved = (tmp_path / "logs" / "exp_001" / "config.yaml").read_text(encoding="utf-8")
     assert "seed: 7" in resolved
     assert (tmp_path / "results" / "step_5" / "config.yaml").read_text(encoding="utf-8") == resolved
+
+
+def test_rows_of_one_dialogue_meet_and_a_run_of_them_resumes(tmp_path):
+    turns = [
+        {"role": role, "content": f"{role} says what it has to say " * (number + 2)}
+        for number in range(3)
+        for role in ("user", "assistant")
+    ]
+    rows = [
+        {
+            "context": [{"role": "user", "content": f"dialogue {dialogue}"}, *turns[1:end]],
+            "completions": [
+                {"rank": rank, "completion": [{"role": "assistant", "content": f"{word} {end}"}]}
+                for rank, word in enumerate((GOOD[0], BAD[0]))
+            ],
+        }
+        for end in (1, 3, 5)  # the rows of a dialogue are far from each other in the file
+        for dialogue in range(8)
+    ]
+    changes = [
+        "data.dataset_name=PreferenceDataset",
+        "data.split_validation_size=0",
+        *("policy.train_global_batch_size=6", "policy.max_total_sequence_length=512"),
+        *("rm.max_num_steps=4", "rm.val_period=0", "checkpointing.save_period=2"),
+        "checkpointing.keep_top_k=null",
+    ]
+    tokens = {}
+    for grouped in ("false", "true"):
+        place = tmp_path / grouped
+        place.mkdir()
+        file = write_rows(place / "rows.jsonl", rows)
+        overrides = settings(place, *changes, f"data.group_by_prefix={grouped}", rows=file)
+        train(overrides)
+        tokens[grouped] = series(place, "performance/computed_tokens")
+    # Each step has two whole dialogues, and four steps have all rows once.
+    assert len(set(tokens["true"].values())) == 1
+    assert sum(tokens["true"].values()) < 0.8 * sum(tokens["false"].values())
+    whole = series(tmp_path / "true", "train/loss")
+    rmtree(tmp_path / "true" / "saves" / "step_4")
+    train(overrides)
+    resumed = series(tmp_path / "true", "train/loss", run="exp_002")
+    assert resumed == {step: whole[step] for step in (3, 4)}
