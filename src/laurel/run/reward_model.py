@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.models.scoring import ScoringContract
+    from laurel.training.batches import Batcher
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import OnValidation, RunOutcome
     from laurel.types import PreferenceSample, TokenGroup
@@ -183,8 +184,6 @@ def _train(
     """Load the model, tokenize, and run the loop; nothing is written before all is checked."""
     config, console = context.config, context.console
     model = _load_model(context, data)
-    from laurel.data.forest import LEAST_SHARED
-    from laurel.training.batches import Batcher, rows_of_dialogues
     from laurel.training.epochs import EpochParts, total_steps
     from laurel.training.loop import Schedule
     from laurel.training.losses import RewardLoss
@@ -204,20 +203,7 @@ def _train(
     card = facts_of_reward_model(
         context, config.rm, data.reports, data.benchmarks, model.facts, ties=config.data.ties
     )
-    limits, units = config.policy.batch_limits, None
-    if config.data.group_by_prefix:
-        limits, units = replace(limits, least_shared=LEAST_SHARED), rows_of_dialogues(train)
-        if model.facts.path == "padded":
-            console.print(
-                "note    data.group_by_prefix: this model reads padded rows, which share nothing; "
-                "rows of one dialogue meet in a step all the same"
-            )
-    batcher = Batcher(
-        model.facts.path,
-        limits,
-        pad_id=contract.rules.pad_id or 0,
-        dp_size=model.learner.dp_size,
-    )
+    batcher, units = _batching(context, model, train)
     state = RewardRunState(
         model.learner,
         checkpoint_parts(context, model.facts, card),
@@ -261,6 +247,32 @@ def _train(
         config.rm, services, parts, loss=loss, contract=contract, logging=config.logger
     )
     return training.run(position)
+
+
+def _batching(
+    context: RunContext[RewardTrainingRun], model: TrainedModel, train: list[PreferenceSample]
+) -> tuple[Batcher, list[list[int]] | None]:
+    """What fills micro-batches, and the rows that stay together in a step, if any do."""
+    from laurel.data.forest import LEAST_SHARED
+    from laurel.training.batches import Batcher, rows_of_dialogues
+
+    limits, units = context.config.policy.batch_limits, None
+    contract = model.facts.contract
+    assert contract is not None
+    if context.config.data.group_by_prefix:
+        limits, units = replace(limits, least_shared=LEAST_SHARED), rows_of_dialogues(train)
+        if model.facts.path == "padded":
+            context.console.print(
+                "note    data.group_by_prefix: this model reads padded rows, which share nothing; "
+                "rows of one dialogue meet in a step all the same"
+            )
+    batcher = Batcher(
+        model.facts.path,
+        limits,
+        pad_id=contract.rules.pad_id or 0,
+        dp_size=model.learner.dp_size,
+    )
+    return batcher, units
 
 
 def _tokenised(

@@ -51,7 +51,7 @@ class RateLimited(RewardManager):
         return scored
 
 
-class Verl(RewardManager):
+class VerlManager(RewardManager):
     """Calls `run_single` of a class that was written for verl, which calls the function."""
 
     section = VerlManagerConfig

@@ -38,7 +38,7 @@ class _Reply:
     gone: bool = field(default=False)
 
 
-class Router:
+class RequestRouter:
     """Passes requests on, in an event loop in a thread of its own.
 
     A request whose server is lost goes to another one, or waits until there is one: a lost server

@@ -21,7 +21,7 @@ from laurel import plugins
 from laurel.config.environments import ModelServerConfig
 from laurel.errors import ConfigError, EngineError
 from laurel.plugins import Engine, EngineThatServes
-from laurel.rewards.serving.router import Router
+from laurel.rewards.serving.router import RequestRouter
 from laurel.workers.supervisor import Replica, Restarts, Supervisor, in_parallel
 
 _log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class ModelServers:
         self._command = command
         self._folder = tempfile.TemporaryDirectory(prefix="laurel-servers-")
         self._closing = threading.Event()
-        self._router = Router(patience=section.start_timeout, hedge=section.hedge)
+        self._router = RequestRouter(patience=section.start_timeout, hedge=section.hedge)
         replicas = [
             Replica[ServerProcess](index, f"server {index} of {section.model_name}")
             for index in range(section.replicas)
