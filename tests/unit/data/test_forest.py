@@ -161,7 +161,8 @@ def test_every_sequence_of_a_deep_tree_can_be_read_back(seed, least, vocabulary)
             assert tree.exits[node] == max([node + 1, *(tree.exits[c] for c in children)])
             assert tree.nodes[node].length >= (least if children else 1)
             # Nothing that would have been shared is computed twice.
-            begins = [ids[s.start : s.start + least] for s in (tree.nodes[c] for c in children)]
+            spans = [tree.nodes[child] for child in children]
+            begins = [ids[span.start : min(span.start + least, span.end)] for span in spans]
             long = [tuple(some) for some in begins if len(some) == least]
             assert len(set(long)) == len(long)
     copied = pickle.loads(pickle.dumps(forest))
