@@ -9,10 +9,13 @@ import torch
 
 import tiny
 import tiny_tokenizers as made
+from laurel import plugins
+from laurel.config.environments import ModelServerConfig
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.forest import to_forest
 from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.errors import ConfigError
 from laurel.extensions.doctor.checks import SIZES, Trial, run_trial
 from laurel.extensions.doctor.doctor import PROBES
 from laurel.extensions.doctor.machine import measure_products
@@ -25,6 +28,7 @@ from laurel.models.checkpoint.state import random_states, restore_random_states
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
+from laurel.rewards.serving.servers import open_servers
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.micro_batches import _device_memory
 from laurel.run.policy import _free_bytes
@@ -74,6 +78,16 @@ def test_a_starter_counts_the_gpus(tmp_path):
 def test_free_memory_is_the_gpus():
     free = _free_bytes(DEVICE)
     assert 0 < free <= torch.cuda.get_device_properties(DEVICE).total_memory
+
+
+def test_served_models_leave_a_gpu(monkeypatch):
+    engine = type(plugins.find(plugins.Engine, "vllm"))
+    monkeypatch.setattr(engine, "check_installed", lambda self, key: None)
+    count = torch.cuda.device_count()
+    own = {"replicas": count, "resources": {"gpus_per_node": count}}
+    section = ModelServerConfig(model_name="m", **own)
+    with pytest.raises(ConfigError, match=rf"gpus_per_node={count}: this machine has {count}"):
+        open_servers(section, device="auto", say=print, where="server")
 
 
 def test_micro_batches_ask_for_the_gpus_memory():

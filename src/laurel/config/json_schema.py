@@ -88,14 +88,15 @@ def _plugged_in(
     call their sections the same.
     """
     kinds = kinds_of(field.annotation)
-    inside = item_kinds(kinds[0])
-    if inside is not None:  # several of a kind, by names of the user's own
-        one = _plugged_in(place, field_of_section(*sections_of(inside)), definitions, named)
+    items = sections_of(item_kinds(kinds[0]) or ())
+    if items:  # several of a kind, by names of the user's own
+        one = _plugged_in(place, field_of_section(*items), definitions, named)
         return {"type": "object", "additionalProperties": one, "default": {}}
     sections = sections_of(kinds)
     if not sections:
         kind: Any = field.annotation
-        return {**TypeAdapter(kind).json_schema(), "default": field.default}
+        default = field.get_default(call_default_factory=True)
+        return {**TypeAdapter(kind).json_schema(), "default": default}
     (section,) = sections
     below = {one.__name__: one for one, _ in sections_below(section, plugged_in=True)}
     schema = section.model_json_schema(ref_template=f"#/$defs/{place}.{{model}}")

@@ -1,5 +1,6 @@
 """Environments by name."""
 
+import json
 import subprocess
 import sys
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch
 from laurel import plugins
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
+from laurel.config.json_schema import schema_text
 from laurel.config.load import load_config
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import (
@@ -29,6 +31,12 @@ from laurel.environments.registry import (
 from laurel.errors import ConfigError
 
 made = []
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The names that a test registers are its own."""
+    monkeypatch.setattr(plugins, "REGISTERED", {})
 
 
 def plain(data_source, solution_str, ground_truth, extra_info):
@@ -209,8 +217,7 @@ def test_what_returns_no_tuple_is_not_refused():
 
 @pytest.mark.parametrize("kind", ["Constant", "OfNemoRL"])
 @pytest.mark.parametrize("name", ["code_gen", "code_gym"])  # the second is one of NeMo RL's own
-def test_a_registered_one_gets_its_section(kind, name, monkeypatch):
-    monkeypatch.setattr(plugins, "REGISTERED", {})
+def test_a_registered_one_gets_its_section(kind, name):
     with pytest.raises(ConfigError):
         load_config(GRPORun, None, [f"data.env_name={name}", f"+env.{name}.reward=5"])
     register_env(name, f"{__name__}.{kind}")
@@ -218,6 +225,7 @@ def test_a_registered_one_gets_its_section(kind, name, monkeypatch):
     config = load_config(GRPORun, None, overrides).config.env
     assert create_environment(name, config).reward == 5
     assert name in environment_names(config)
+    assert name in json.loads(schema_text("grpo"))["$defs"]["EnvironmentsConfig"]["properties"]
 
 
 @pytest.mark.parametrize("kind", ["verifiers", "openenv", "openreward"])

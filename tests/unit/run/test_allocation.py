@@ -45,7 +45,7 @@ def test_more_slots_or_an_address_are_ray(overrides):
         (("cluster.gpus_per_node=2", "cluster.backend=local"), r"cluster\.backend=local"),
         (("policy.dtensor_cfg.tensor_parallel_size=2",), r"tensor_parallel_size=2.*\n.*fix"),
         (("policy.dtensor_cfg.cpu_offload=true",), "the policy has one rank"),
-        (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), "resources.gpus_per_node"),
+        (("cluster.gpus_per_node=1", *ONE_FOR_JUDGING), r"fix +cluster\.num_nodes=2"),
     ],
 )
 def test_what_cannot_be_is_told_with_the_key(overrides, said):
