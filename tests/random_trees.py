@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+import tiny
 from laurel.types import TokenGroup
 
 
@@ -47,6 +48,20 @@ def groups_of_tree(seed, *, nodes=40, depth=6, longest=12, vocabulary=300, shape
         for trunk, branches in shapes
     ]
     return groups, nodes
+
+
+def dialogues():
+    """Rows of three dialogues, each going on from the last, which begin with the same 20 tokens."""
+    start, *turns = (one.trunk_ids for one in tiny.random_groups(3, [(20, [1])] + [(30, [1])] * 12))
+    groups, row = [], 0
+    for dialogue in range(3):
+        ids = start
+        for turn in range(3):
+            answers = tuple(turns[4 * dialogue + turn][first:] for first in (0, 5 + turn))
+            groups.append(TokenGroup(id=str(row), trunk_ids=ids, branches_ids_G=answers))
+            ids, row = np.concatenate((ids, answers[0])), row + 1
+    order = [4, 0, 8, 6, 1, 3, 7, 5, 2]
+    return [groups[i] for i in order]
 
 
 def _group(trunk, *branches):

@@ -158,25 +158,43 @@ def shared_parts(
     """
     whose = [index for index, group in enumerate(groups) for _ in group.branches_ids_G]
     runs = prefix_trees(whole_sequences(groups), least_shared)
-    tree = -1
-    tree_of: dict[int, int] = {}
-    for run in runs:
-        tree += run.parent < 0
-        for sequence in run.ended:
-            tree_of.setdefault(whose[sequence], tree)  # in depth-first order
+    trees: list[list[int]] = []
+    runs_of: list[set[int]] = [set() for _ in groups]
+    for number, run in enumerate(runs):
+        if run.parent < 0:
+            trees.append([])
+        for index in (whose[sequence] for sequence in run.ended):
+            if not runs_of[index]:
+                trees[-1].append(index)  # in depth-first order
+            above = number
+            while above >= 0:
+                runs_of[index].add(above)
+                above = runs[above].parent
     parts: list[tuple[list[int], int]] = []
-    last = -1
-    for index, tree in tree_of.items():
-        size = distinct_tokens([groups[index]], least_shared)
-        if tree == last:
-            together = [*parts[-1][0], index]
-            joined = distinct_tokens([groups[i] for i in together], least_shared)
-            if joined <= budget:
-                parts[-1] = (together, joined)
-                continue
-        parts.append(([index], size))
-        last = tree
+    for members in trees:
+        while members:
+            count = _count_within(budget, [runs_of[index] for index in members], runs)
+            part = members[:count]
+            # Where runs end depends on who is there, so it may be some tokens more, or less.
+            while (size := distinct_tokens([groups[i] for i in part], least_shared)) > budget:
+                if len(part) == 1:
+                    break
+                part.pop()
+            parts.append((part, size))
+            members = members[len(part) :]
     return parts
+
+
+def _count_within(budget: int, runs_of: Sequence[set[int]], runs: Sequence[Run]) -> int:
+    # Counts the first groups whose runs are together within the budget; at least one.
+    held: set[int] = set()
+    size = 0
+    for count, own in enumerate(runs_of):
+        size += sum(runs[number].end - runs[number].start for number in own - held)
+        if count and size > budget:
+            return count
+        held |= own
+    return len(runs_of)
 
 
 def _prefix_forest(groups: Sequence[TokenGroup], least: int) -> TokenForest:

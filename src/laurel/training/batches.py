@@ -76,10 +76,22 @@ class Batcher:
             share = limits.share_prompts
             sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
             return pack_evenly(sizes, limits.forest_tokens, dp_size=self._dp_size)
-        found = shared_parts(tokens, limits.forest_tokens, limits.least_shared)
-        units, sizes = [unit for unit, _ in found], [size for _, size in found]
-        packed = pack_evenly(sizes, limits.forest_tokens, dp_size=self._dp_size)
-        return [sorted(i for number in numbers for i in units[number]) for numbers in packed]
+        # Large parts share most, smaller ones divide more evenly over ranks.
+        dp = self._dp_size
+        divisors = [2**power for power in range((4 * dp).bit_length())] if dp > 1 else [1]
+        ways = [
+            self._pack(shared_parts(tokens, max(1, limits.forest_tokens // by), limits.least_shared))
+            for by in divisors
+        ]
+        return min(ways, key=lambda way: way[0])[1]
+
+    def _pack(self, parts: Sequence[tuple[list[int], int]]) -> tuple[int, list[list[int]]]:
+        """Divide parts over micro-batches; return the tokens that pass one after another, too."""
+        sizes = [size for _, size in parts]
+        packed = pack_evenly(sizes, self.limits.forest_tokens, dp_size=self._dp_size)
+        totals = sorted((sum(sizes[number] for number in some) for some in packed), reverse=True)
+        indices = [sorted(i for number in some for i in parts[number][0]) for some in packed]
+        return sum(totals[:: self._dp_size]), indices
 
     def filled(self) -> Batcher:
         """Return one that fills padded batches too, where no gradients are kept."""

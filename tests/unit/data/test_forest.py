@@ -14,6 +14,7 @@ from laurel.data.forest import (
     distinct_tokens,
     pack_evenly,
     pack_padded,
+    shared_parts,
     to_forest,
     to_padded,
 )
@@ -169,6 +170,20 @@ def test_every_sequence_of_a_deep_tree_can_be_read_back(seed, least, vocabulary)
     assert (copied.trees, copied.ends, copied.reads) == (forest.trees, forest.ends, forest.reads)
     if least == 1:
         assert len(ids) == len({tuple(row[: n + 1]) for row in whole for n in range(len(row))})
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**16), least=st.integers(1, 8), budget=st.integers(1, 200))
+def test_parts_of_groups_that_share_are_within_the_budget(seed, least, budget):
+    # Few tokens, so that runs end elsewhere where other groups are missing.
+    drawn, _ = groups_of_tree(seed, nodes=20, vocabulary=24)
+    groups = [*drawn, group([1] * 9, [1, 1, 4], [1, 1], [1, 1]), group([1] * 9, [1, 5], [2])]
+    parts = shared_parts(groups, budget, least)
+    assert sorted(index for part, _ in parts for index in part) == list(range(len(groups)))
+    for part, size in parts:
+        assert size == distinct_tokens([groups[i] for i in part], least)
+        assert size <= budget or len(part) == 1
+    assert len(shared_parts(drawn[:-1], 10_000, 1)) == 1
 
 
 SIZES = st.lists(st.integers(1, 60), max_size=40)

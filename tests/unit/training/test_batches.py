@@ -3,7 +3,6 @@
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,8 @@ from laurel.models.forest.decoder import RewardModel
 from laurel.training.batches import Batcher, StepOrder
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
-from laurel.types import PaddedRows, Preference, PreferenceSample, TokenForest, TokenGroup, group_of
+from laurel.types import PaddedRows, Preference, PreferenceSample, TokenForest, group_of
+from random_trees import dialogues
 from tiny import PAD, random_groups, tiny_classifier, tiny_reward_model
 
 torch.set_num_threads(1)  # more only cost, at this size
@@ -151,20 +151,6 @@ def test_every_way_gives_the_same_loss_and_the_same_step(way, size):
         assert torch.linalg.vector_norm(gradient - reference[name]) <= 1e-5 * scale, name
 
 
-def dialogues():
-    """Rows of three dialogues, each going on from the last, which begin with the same 20 tokens."""
-    start, *turns = (one.trunk_ids for one in random_groups(3, [(20, [1])] + [(30, [1])] * 12))
-    groups, row = [], 0
-    for dialogue in range(3):
-        ids = start
-        for turn in range(3):
-            answers = tuple(turns[4 * dialogue + turn][first:] for first in (0, 5 + turn))
-            groups.append(TokenGroup(id=str(row), trunk_ids=ids, branches_ids_G=answers))
-            ids, row = np.concatenate((ids, answers[0])), row + 1
-    order = [4, 0, 8, 6, 1, 3, 7, 5, 2]
-    return [groups[i] for i in order]
-
-
 def test_rows_that_share_their_beginning_meet_in_a_forest_within_the_budget():
     groups = dialogues()
     limits = BatchLimits(forest_tokens=200, least_shared=16)
@@ -181,6 +167,23 @@ def test_rows_that_share_their_beginning_meet_in_a_forest_within_the_budget():
     sizes = {int(group.id): group.num_tokens for group in groups}
     for micro in small:
         assert micro.num_tokens <= max(110, *(sizes[label] for label in micro.labels))
+
+
+def test_no_rank_idles_where_all_rows_share_their_beginning():
+    groups = dialogues()
+    largest = {}
+    for dp_size in (1, 2, 4):
+        limits = BatchLimits(forest_tokens=1000, least_shared=16)
+        batch = Batcher("forest", limits, pad_id=PAD, dp_size=dp_size).cut(groups, groups)
+        assert len(batch) <= dp_size
+        assert sorted(group.id for micro in batch for group in micro.labels) == list("012345678")
+        largest[dp_size] = max(micro.num_tokens for micro in batch)
+    assert largest[1] == 3 * 182 - 2 * 20  # all in one tree
+    assert largest[2] < 0.65 * largest[1]
+    assert largest[4] < 0.5 * largest[1]
+    # A dialogue is not torn apart where its copies would take longer than a rank that idles.
+    few = Batcher("forest", BatchLimits(forest_tokens=200, least_shared=16), pad_id=PAD, dp_size=2)
+    assert [micro.num_tokens for micro in few.cut(groups, groups)] == [182] * 3
 
 
 def test_what_is_shared_changes_neither_loss_nor_step():
