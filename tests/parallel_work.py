@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import random_trees
 import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
@@ -69,10 +70,15 @@ def weight_of(group: Any, kind: str) -> float:
 
 
 def steps(
-    kind: str, model: Decoder, shape: ParallelShape, mesh: DeviceMesh | None
+    kind: str,
+    model: Decoder,
+    shape: ParallelShape,
+    mesh: DeviceMesh | None,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     """Two optimizer steps of two micro-batches each, as the learner takes them."""
-    groups = tiny.random_groups(3, SHAPES)
+    has_dialogues, least = options.get("dialogues"), options.get("least_shared")
+    groups = random_trees.dialogues() if has_dialogues else tiny.random_groups(3, SHAPES)
     denominator = sum(weight_of(group, kind) for group in groups)
     ranks = None if mesh is None else AcrossRanks(mesh, cp=shape.cp)
     place = 0 if mesh is None else dist.get_rank() // shape.each
@@ -83,7 +89,7 @@ def steps(
     for step in range(2):
         loss_sum, said = torch.zeros(()), []
         for batch in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
-            outputs = model(to_forest(batch))
+            outputs = model(to_forest(batch, least_shared=least))
             loss = loss_of(outputs, denominator)
             loss.backward()
             said.append((outputs.logprobs_M if kind == "policy" else outputs).detach())
@@ -116,7 +122,7 @@ def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) 
             sequence_parallel=options.get("shares_tokens", False),
             cp=shape.cp,
         )
-        result = steps(kind, model, shape, mesh)
+        result = steps(kind, model, shape, mesh, options)
         result["bytes"] = held_bytes(model)
         results.append(result)
     return results
@@ -125,7 +131,7 @@ def spread(sizes: dict[str, int], cases: list[tuple[str, str, dict[str, Any]]]) 
 def alone(kind: str, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """`steps` in one process, without any mesh."""
     model = build(kind, name, options)
-    return {**steps(kind, model, ParallelShape(), None), "bytes": held_bytes(model)}
+    return {**steps(kind, model, ParallelShape(), None, options), "bytes": held_bytes(model)}
 
 
 def kept_bytes(sizes: dict[str, int], cases: list[tuple[int, dict[str, Any]]]) -> list[int]:

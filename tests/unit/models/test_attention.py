@@ -71,6 +71,29 @@ def test_sequences_of_a_deep_tree_get_their_scores_and_gradients(name):
     assert relative_difference(gradients(model, scores_NK), gradients(model, expected_NK)) <= 1e-6
 
 
+def test_steps_in_a_deep_tree_get_their_scores_and_gradients_with_recomputed_layers():
+    """Of a process reward model: sequences share steps, and read them each for itself."""
+    model = tiny.tiny_reward_model("qwen3-sliding", dtype=torch.float64)
+    groups = [
+        dataclasses.replace(
+            group,
+            reads_G=tuple(
+                (0, len(group.trunk_ids) // 2, len(group.trunk_ids) + len(ids) - 1)
+                for ids in group.branches_ids_G
+            ),
+        )
+        for group in groups_of_tree(5)[0]
+    ]
+    expected_NK = model(to_forest(groups))
+    expected = gradients(model, expected_NK)
+    recompute_activations(model.train().classifier)
+    forest = to_forest(groups, least_shared=1)
+    assert len(set(forest.reads)) < len(forest.reads) / 2
+    scores_NK = model(forest)
+    torch.testing.assert_close(scores_NK, expected_NK, rtol=0, atol=1e-12)
+    assert relative_difference(gradients(model, scores_NK), expected) <= 1e-6
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_in_float32_the_difference_to_eager_attention_is_rounding(name):
     """At the size of trained weights, where scores have about the size 1 (issue: 1e-6, 1e-5)."""

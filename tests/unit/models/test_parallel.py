@@ -128,6 +128,26 @@ def test_one_rank_computes_the_very_same_bits(one_process):
                 assert torch.equal(found[case][kind][name], tensor), (kind, name)
 
 
+@pytest.mark.slow
+def test_deep_trees_over_ranks_take_the_steps_of_sequences_that_share_prompts_alone():
+    cases = [
+        ("reward", "qwen3", {"dialogues": True}),
+        ("policy", "llama", {"dialogues": True, "recomputes": True, "lora": True}),
+    ]
+    deep = [(kind, name, {**options, "least_shared": 16}) for kind, name, options in cases]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = [parallel_work.alone(*case) for case in cases]
+    torch.set_num_threads(threads)
+    ranks = together(parallel_work.spread, 2, {"dp_shard": 2}, deep)
+    for case, wanted in enumerate(alone):
+        for found in (rank[case] for rank in ranks):
+            assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
+            assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+            assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
+            assert relative(found["weights"], wanted["weights"]) <= 1e-5
+
+
 ODD_VOCABULARIES = [
     ("policy", "qwen3", {"changes": {"vocab_size": 302}}),  # 151 for a rank of tp, odd over dp
     ("policy", "qwen3-tied", {"changes": {"vocab_size": 302, "pad_token_id": 200}}),
