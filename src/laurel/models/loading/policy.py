@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from laurel.models.spec import ModelSpec
 from laurel.types import PaddedRows, Span, TokenForest, Tree
 
 SHAPES = ((11, (5, 1, 8)), (1, (7,)))
-"""The lengths of the trunk and of the branches of each tree of the probe."""
+"""The lengths that `make_probe` takes, of the check of a policy."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,7 +272,8 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
 
     Args:
         model: The model whose vocabulary the tokens are from.
-        shapes: For each prompt, its length, and the lengths of its completions.
+        shapes: For each prompt, its length, and the lengths of its completions, of which every
+            second goes on from the one before it: so the tree has three levels.
         seed: The seed of the tokens.
     """
     pad_id = int(model.network.config.get_text_config().pad_token_id or 0)
@@ -282,15 +284,15 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
     ids_T += ids_T >= pad_id
     trees, sequences, starts, end = [], [], [], 0
     for trunk_length, branch_lengths in shapes:
-        trunk = Span(end, end + trunk_length)
-        end = trunk.end
-        branches = []
-        for length in branch_lengths:
-            branches.append(Span(end, end + length))
-            sequences.append(torch.cat((ids_T[slice(*trunk)], ids_T[end : end + length])))
+        edges = list(accumulate((trunk_length, *branch_lengths), initial=end))
+        nodes = tuple(map(Span, edges, edges[1:]))
+        parents = (-1, *(i if i % 2 else 0 for i in range(len(branch_lengths))))
+        tree, end = Tree(nodes, parents), edges[-1]
+        for node in range(1, len(nodes)):
+            path = [ids_T[slice(*nodes[above])] for above in tree.path(node)]
+            sequences.append(torch.cat(path))
             starts.append(trunk_length)
-            end += length
-        trees.append(Tree.of(trunk, branches))
+        trees.append(tree)
     rows = PaddedRows(
         ids_NL=torch.nn.utils.rnn.pad_sequence(
             sequences, batch_first=True, padding_value=float(pad_id)
