@@ -175,10 +175,4 @@ class RewardTrainingRun(Section):
                 "data.group_by_prefix shares what rows have in common, for which "
                 f"policy.sequence_packing.{off} must be on"
             )
-        for key in ("tensor_parallel_size", "context_parallel_size"):
-            if self.data.group_by_prefix and getattr(self.policy.dtensor_cfg, key) > 1:
-                raise ValueError(
-                    f"data.group_by_prefix was not tried with policy.dtensor_cfg.{key} above 1: "
-                    "set that to 1, or leave group_by_prefix off"
-                )
         return self

@@ -80,7 +80,9 @@ class Batcher:
         dp = self._dp_size
         divisors = [2**power for power in range((4 * dp).bit_length())] if dp > 1 else [1]
         ways = [
-            self._pack(shared_parts(tokens, max(1, limits.forest_tokens // by), limits.least_shared))
+            self._pack(
+                shared_parts(tokens, max(1, limits.forest_tokens // by), limits.least_shared)
+            )
             for by in divisors
         ]
         return min(ways, key=lambda way: way[0])[1]

@@ -129,9 +129,10 @@ def test_one_rank_computes_the_very_same_bits(one_process):
 
 
 @pytest.mark.slow
-def test_deep_trees_over_ranks_take_the_steps_of_sequences_that_share_prompts_alone():
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}], ids=name_of)
+def test_deep_trees_over_ranks_take_the_steps_of_sequences_that_share_prompts_alone(sizes):
     cases = [
-        ("reward", "qwen3", {"dialogues": True}),
+        ("reward", "qwen3", {"dialogues": True, "shares_tokens": True}),
         ("policy", "llama", {"dialogues": True, "recomputes": True, "lora": True}),
     ]
     deep = [(kind, name, {**options, "least_shared": 16}) for kind, name, options in cases]
@@ -139,7 +140,7 @@ def test_deep_trees_over_ranks_take_the_steps_of_sequences_that_share_prompts_al
     torch.set_num_threads(1)
     alone = [parallel_work.alone(*case) for case in cases]
     torch.set_num_threads(threads)
-    ranks = together(parallel_work.spread, 2, {"dp_shard": 2}, deep)
+    ranks = together(parallel_work.spread, 2, sizes, deep)
     for case, wanted in enumerate(alone):
         for found in (rank[case] for rank in ranks):
             assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)

@@ -122,10 +122,6 @@ def test_rows_that_begin_alike_share_only_where_the_packing_does():
         packing = {"sequence_packing": {key: False}}
         with pytest.raises(ValueError, match=rf"data\.group_by_prefix .*sequence_packing\.{key}"):
             RewardTrainingRun.model_validate({"data": data, "policy": packing})
-    for key in ("tensor_parallel_size", "context_parallel_size"):
-        parallel = {"dtensor_cfg": {key: 2}}
-        with pytest.raises(ValueError, match=rf"data\.group_by_prefix .*dtensor_cfg\.{key}"):
-            RewardTrainingRun.model_validate({"data": data, "policy": parallel})
 
 
 @pytest.mark.parametrize(
