@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -99,17 +100,20 @@ def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
         DataError: A completion has no prompt, so nothing predicts its first token.
     """
     if isinstance(batch, TokenForest):
-        index: list[Tensor] = []
-        targets: list[Tensor] = []
+        ends_N = batch.ends_N
+        if any(end.start == 0 for end in ends_N):
+            raise _no_prompt()
         starts = [tree.starts for tree in batch.trees]
-        for end in batch.ends_N:
-            if end.start == 0:
-                raise _no_prompt()
-            before, its_targets = _of_completion(batch.trees[end.tree], starts[end.tree], end)
-            index += before
-            targets += its_targets
-        targets_M = torch.cat(targets)
-        return torch.cat(index), batch.ids_T[targets_M.to(batch.ids_T.device)].long()
+        runs = [
+            run
+            for end in ends_N
+            for run in _of_completion(batch.trees[end.tree], starts[end.tree], end)
+        ]
+        targets_M = torch.cat([torch.arange(first, last) for first, last, _ in runs])
+        index_M = targets_M - 1
+        begins = accumulate((last - first for first, last, _ in runs[:-1]), initial=0)
+        index_M[list(begins)] = torch.tensor([before for _, _, before in runs])
+        return index_M, batch.ids_T[targets_M.to(batch.ids_T.device)].long()
     if bool((batch.starts_N < 1).any()):
         raise _no_prompt()
     column_L = torch.arange(batch.ids_NL.shape[1], device=batch.starts_N.device)
@@ -120,23 +124,19 @@ def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
 
 def _of_completion(
     tree: Tree, starts: Sequence[int], end: SequenceEnd
-) -> tuple[list[Tensor], list[Tensor]]:
-    # Returns the indices in the row of the predictors and of the tokens of one completion, in
-    # pieces. The nodes above the one in which the completion begins are not looked at.
-    index: list[Tensor] = []
-    targets: list[Tensor] = []
+) -> list[tuple[int, int, int]]:
+    # Returns the runs of tokens of one completion: the first, the end, and the predictor of the
+    # first. The nodes above the one in which the completion begins are not looked at.
+    runs = []
     node = end.node
     while True:
         span, parent = tree.nodes[node], tree.parents[node]
-        first = span.start + max(0, end.start - starts[node])
-        here = torch.arange(first, span.end)
-        before = here - 1
-        if first == span.start and span.length:
-            before[0] = tree.nodes[parent].end - 1
-        index.append(before)
-        targets.append(here)
+        skipped = max(0, end.start - starts[node])
+        first = span.start + skipped
+        if first < span.end:
+            runs.append((first, span.end, first - 1 if skipped else tree.nodes[parent].end - 1))
         if starts[node] <= end.start:
-            return index[::-1], targets[::-1]
+            return runs[::-1]
         node = parent
 
 
