@@ -260,10 +260,13 @@ def load_policy_bundle(
     data: TaskData,
     environments: dict[str, Environment],
     texts: Sequence[str] = (),
+    *,
+    trains: bool,
 ) -> PolicyBundle:
     """Load the policy and its generator, and leave out prompts that are too long for it.
 
-    `texts` are those on which the tokenizer of a model from scratch is trained.
+    `texts` are those on which the tokenizer of a model from scratch is trained. Unless it `trains`,
+    neither reference nor teacher is loaded.
     """
     from laurel.models.chat import ChatFormat
 
@@ -274,8 +277,8 @@ def load_policy_bundle(
         seed=config.grpo.seed,
         texts=texts,
         temperature=config.policy.generation.temperature,
-        needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        teacher=config.loss_fn.distillation.model_name,
+        needs_reference=trains and config.loss_fn.reference_policy_kl_penalty > 0,
+        teacher=config.loss_fn.distillation.model_name if trains else None,
         samples_from_copy=config.grpo.max_staleness > 0,
         with_entropy=config.loss_fn.entropy,
     )
@@ -302,7 +305,7 @@ def _with_policy(
     if context.store is not None and resume_from is not None and context.allocation.are_remote:
         # A lost replica of generation is restarted from this checkpoint.
         context.store.pin(resume_from)
-    found = load_policy_bundle(context, data, environments, task_texts(data))
+    found = load_policy_bundle(context, data, environments, task_texts(data), trains=True)
     from laurel.grpo.loop import GRPO, GRPOSettings
     from laurel.grpo.metrics import members_of
     from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
@@ -536,8 +539,7 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
     Raises:
         DataError: There are no validation tasks.
     """
-    loss = config.loss_fn.model_copy(update={"reference_policy_kl_penalty": 0.0})
-    config = resolve_model(config.model_copy(update={"loss_fn": loss}), console)
+    config = resolve_model(config, console)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack)
         data = _load_data(config)
@@ -547,7 +549,7 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
         data.train.clear()
         environments = environments_of(data, context)
         check_answers(data, environments, console)
-        parts = load_policy_bundle(context, data, environments, texts).parts
+        parts = load_policy_bundle(context, data, environments, texts, trains=False).parts
         from laurel.grpo.validation import validation_metrics
 
         assert parts.validation is not None
