@@ -155,8 +155,9 @@ class DistillationConfig(Section):
     """
 
     model_name: str | None = None
-    """Hub name or directory of the teacher, a causal language model with the policy's vocabulary;
-    it is computed beside the policy, on the same devices. Null: there is none."""
+    """Hub name, directory (a model's, or a run's with checkpoints) or GGUF file of the teacher, a
+    causal language model with the policy's vocabulary; it is computed beside the policy, on the
+    same devices. Null: there is none."""
     weight: float = Field(default=1.0, gt=0)
     """Weight of the teacher's part of an advantage. Default: the divergence as it is."""
     clamp_value: float | None = Field(default=20.0, gt=0)

@@ -12,6 +12,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
+from laurel.observe.console import say_on
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy, settings_of_grpo
@@ -23,7 +24,7 @@ from laurel.run.context import (
 )
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.micro_batches import resolve_micro_batches
-from laurel.run.model import resolve_model
+from laurel.run.model import found_teacher, resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
     judge_notes,
@@ -63,7 +64,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, the environments, and the policy.
     """
-    config = resolve_model(config, console)
+    config = _resolve_teacher(resolve_model(config, console), console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_grpo_run(config)
     planned = plan_allocation(config)
@@ -92,6 +93,17 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     if facts:
         training.services.logger.log(facts, step=position.step)
     return training, position
+
+
+def _resolve_teacher(config: GRPORun, console: Console) -> GRPORun:
+    """Return the configuration with the teacher's name resolved as that of the policy is."""
+    loss = config.loss_fn
+    if loss.distillation.model_name is None:
+        return config
+    say = say_on(console)
+    name = found_teacher(loss.distillation.model_name, say=lambda note: say(f"note    {note}"))
+    found = loss.distillation.model_copy(update={"model_name": name})
+    return config.model_copy(update={"loss_fn": loss.model_copy(update={"distillation": found})})
 
 
 def _load_data(config: GRPORun) -> TaskData:
