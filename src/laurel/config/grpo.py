@@ -306,7 +306,7 @@ class PolicyLossConfig(OpenSection):
             unread |= plugins.find(plugins.Loss, self.loss_type).unread(self)
         if self.reference_policy_kl_penalty == 0.0:
             unread["use_kl_in_reward"] = "reference_policy_kl_penalty is 0"
-        elif self.distillation.model_name is not None and not self.distillation.rewards:
+        elif not self.distillation.rewards:
             unread["use_kl_in_reward"] = "distillation.rewards is false, so no reward is learned"
         elif self.use_kl_in_reward:
             why = "the divergence is in the reward (use_kl_in_reward)"

@@ -98,7 +98,7 @@ class GRPORun(Section):
         steps = ["adv_estimator.per_step=true"] if grpo.adv_estimator.per_step else []
         turns = ["malformed_thinking_advantage", "invalid_tool_call_advantage"]
         turns = [key for key in turns if getattr(grpo, key) is not None]
-        if (steps or turns) and loss.distillation.model_name and not loss.distillation.rewards:
+        if (steps or turns) and not loss.distillation.rewards:
             raise ValueError(
                 f"grpo.{[*steps, *turns][0]} has no effect with "
                 "loss_fn.distillation.rewards=false: the teacher alone makes the advantages; use "
