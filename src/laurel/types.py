@@ -703,6 +703,11 @@ class RolloutGroup:
     """The greedy completion, where an estimator of advantages compares with it; it is not learned
     from."""
 
+    @property
+    def all_rollouts(self) -> tuple[Rollout, ...]:
+        """All rollouts that were sampled and scored, the greedy one last."""
+        return self.rollouts_G if self.greedy is None else (*self.rollouts_G, self.greedy)
+
     def tokens(self) -> TokenGroup:
         """Convert the group to tokens for the learner: the prompt is the trunk."""
         return TokenGroup(

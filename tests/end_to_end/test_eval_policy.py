@@ -71,6 +71,8 @@ def test_the_tasks_of_a_configuration(model, tasks, capsys, tmp_path):
         f"data: {{validation: {{dataset_name: ResponseDataset, data_path: {tasks}}}, "
         f"env_name: matches}}\npolicy: {{model_name: {model}}}\n"
         "grpo: {max_val_samples: 3}\n"
+        # What only training needs is not loaded.
+        "loss_fn: {use_kl_in_reward: true, distillation: {model_name: ./nowhere}}\n"
     )
     assert run_eval(config, SETTINGS, EvalPolicyOptions(as_json=True)) == 0
     assert len(json.loads(capsys.readouterr().out)["tasks"]) == 12, "all of them"

@@ -41,13 +41,20 @@ def test_a_policy_comes_nearer_to_its_teacher(tmp_path, model):
     (tmp_path / "teacher").mkdir()
     write_rows(tmp_path / "teacher" / "demonstrations.jsonl", rows)
     teacher = sft(sft_settings(tmp_path / "teacher", "sft.max_num_epochs=2", model=model))
-    chosen = f"+loss_fn.distillation={{model_name: {teacher.outcome.latest}, rewards: false}}"
+    run = teacher.outcome.latest.parent  # which means its best checkpoint
+    chosen = f"+loss_fn.distillation={{model_name: {run}, rewards: false}}"
     changes = ["grpo.max_num_steps=8", "grpo.val_period=0", "grpo.val_at_end=false", *MATCHES]
     changes += ["grpo.max_num_epochs=4", "loss_fn.reference_policy_kl_penalty=0", chosen]
     grpo(grpo_settings(tmp_path, model, *changes))
     gaps = [figures["train/teacher_gap"] for _, figures in sorted(metrics_of(tmp_path).items())]
     assert gaps[0] < -0.1
     assert sum(gaps[-2:]) > sum(gaps[:2]) / 2
+
+
+def test_a_teacher_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path, model):
+    chosen = f"+loss_fn.distillation.model_name={tmp_path}/nowhere"
+    with pytest.raises(ModelError, match=r"loss_fn\.distillation\.model_name=.*no such directory"):
+        grpo(grpo_settings(tmp_path, model, *ONE_STEP, chosen, "data.train_data_path=nowhere"))
 
 
 @pytest.mark.slow

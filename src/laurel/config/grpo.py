@@ -155,8 +155,9 @@ class DistillationConfig(Section):
     """
 
     model_name: str | None = None
-    """Hub name or directory of the teacher, a causal language model with the policy's vocabulary;
-    it is computed beside the policy, on the same devices. Null: there is none."""
+    """Hub name, directory (a model's, or a run's with checkpoints) or GGUF file of the teacher, a
+    causal language model with the policy's vocabulary; it is computed beside the policy, on the
+    same devices. Null: there is none."""
     weight: float = Field(default=1.0, gt=0)
     """Weight of the teacher's part of an advantage. Default: the divergence as it is."""
     clamp_value: float | None = Field(default=20.0, gt=0)
@@ -305,6 +306,8 @@ class PolicyLossConfig(OpenSection):
             unread |= plugins.find(plugins.Loss, self.loss_type).unread(self)
         if self.reference_policy_kl_penalty == 0.0:
             unread["use_kl_in_reward"] = "reference_policy_kl_penalty is 0"
+        elif not self.distillation.rewards:
+            unread["use_kl_in_reward"] = "distillation.rewards is false, so no reward is learned"
         elif self.use_kl_in_reward:
             why = "the divergence is in the reward (use_kl_in_reward)"
             unread["use_on_policy_kl_approximation"] = why

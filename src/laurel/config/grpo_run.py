@@ -72,21 +72,7 @@ class GRPORun(Section):
                 "loss_fn.use_kl_in_reward changes the rewards of completions, and "
                 "grpo.adv_estimator.per_step=true reads those of steps; use one of them"
             )
-        if grpo.adv_estimator.per_step and self.loss_fn.sequence_level_importance_ratios:
-            raise ValueError(
-                "loss_fn.sequence_level_importance_ratios gives all tokens of a completion the "
-                "same weight in the gradient, so grpo.adv_estimator.per_step=true would have no "
-                "effect on which of them are learned; use one of them"
-            )
-        if (
-            grpo.adv_estimator.per_step
-            and plugins.find(plugins.Loss, self.loss_fn.loss_type).of_completions
-        ):
-            raise ValueError(
-                f"loss_fn.loss_type={self.loss_fn.loss_type} has one loss for all tokens of a "
-                "completion, and grpo.adv_estimator.per_step=true an advantage for each; use one "
-                "of them"
-            )
+        self._advantages_of_tokens_count()
         transform = self.env.reward_model.transform
         if grpo.adv_estimator.per_step and transform.clip and transform.normalize != "none":
             raise ValueError(
@@ -106,6 +92,30 @@ class GRPORun(Section):
             if backend == name or (backend == "auto" and f"{name}_cfg" in set_up):
                 plugins.find(plugins.Engine, name).check(policy)
         return self
+
+    def _advantages_of_tokens_count(self) -> None:
+        grpo, loss = self.grpo, self.loss_fn
+        steps = ["adv_estimator.per_step=true"] if grpo.adv_estimator.per_step else []
+        turns = ["malformed_thinking_advantage", "invalid_tool_call_advantage"]
+        turns = [key for key in turns if getattr(grpo, key) is not None]
+        if (steps or turns) and not loss.distillation.rewards:
+            raise ValueError(
+                f"grpo.{[*steps, *turns][0]} has no effect with "
+                "loss_fn.distillation.rewards=false: the teacher alone makes the advantages; use "
+                "one of them"
+            )
+        if grpo.max_rollout_turns == 1:  # the only turn of a completion is all of it
+            turns = []
+        of_completions = ["sequence_level_importance_ratios"]
+        if not loss.sequence_level_importance_ratios:
+            has_one = plugins.find(plugins.Loss, loss.loss_type).of_completions
+            of_completions = [f"loss_type={loss.loss_type}"] if has_one else []
+        if (steps or turns) and of_completions:
+            raise ValueError(
+                f"loss_fn.{of_completions[0]} gives all tokens of a completion the same weight in "
+                f"the gradient, so grpo.{[*steps, *turns][0]} would have no effect on which of "
+                "them are learned; use one of them"
+            )
 
     @model_validator(mode="after")
     def _environments_fit(self) -> GRPORun:

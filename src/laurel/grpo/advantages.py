@@ -676,6 +676,26 @@ def _error(behaviour_U: LogProbs, old_U: LogProbs) -> float:
     return float(np.exp(np.minimum(apart_U, 20.0)).mean())  # `policy_loss.LIMIT`, without torch
 
 
+def leave_out_mismatched(
+    used_BG: Sequence[Sequence[bool]], errors_BG: Sequence[Sequence[float]], *, threshold: float
+) -> tuple[list[list[bool]], dict[str, float]]:
+    """Return which completions the loss still uses, and metrics of their `sequence_errors`.
+
+    Those whose error is above the threshold, or NaN, are left out. The metrics are
+    `max_seq_mult_prob_error`, of all that are finite, and `num_masked_seqs_by_logprob_error`, the
+    number that is left out for this reason alone.
+    """
+    kept_BG = [
+        [used and error <= threshold for used, error in zip(*rows, strict=True)]
+        for rows in zip(used_BG, errors_BG, strict=True)
+    ]
+    num_masked = sum(map(sum, used_BG)) - sum(map(sum, kept_BG))
+    metrics = {"num_masked_seqs_by_logprob_error": float(num_masked)}
+    if finite := [error for row in errors_BG for error in row if math.isfinite(error)]:
+        metrics["max_seq_mult_prob_error"] = max(finite)
+    return kept_BG, metrics
+
+
 # What happens to a reward between the environment and the advantages.
 #
 # The order is: `reward_scaling`, then `reward_shaping`, then, if configured, the KL divergence from

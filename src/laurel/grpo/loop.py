@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from laurel.grpo.advantages import (
     fail_without_divergence,
     greedy_rewards,
     lacks_divergences,
+    leave_out_mismatched,
     mean_divergence,
     penalize_turns,
     resolve,
@@ -221,17 +221,8 @@ class GRPO(TrainingLoop):
         if threshold is not None:
             assert old is not None
             errors_BG = sequence_errors(groups, old)
-            # An error that is no number is no reason to learn from a completion.
-            within_BG = [[error <= threshold for error in row] for row in errors_BG]
-            if finite := [e for row in errors_BG for e in row if math.isfinite(e)]:
-                figures["max_seq_mult_prob_error"] = max(finite)
-            figures["num_masked_seqs_by_logprob_error"] = float(
-                sum(not within for row in within_BG for within in row)
-            )
-            used_BG = [
-                [a and b for a, b in zip(used, within, strict=True)]
-                for used, within in zip(used_BG, within_BG, strict=True)
-            ]
+            used_BG, of_errors = leave_out_mismatched(used_BG, errors_BG, threshold=threshold)
+            figures |= of_errors
         tokens_BGL = advantages.tokens_BGL
         labels = [
             PolicyLabels(

@@ -197,7 +197,7 @@ def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dic
 def failure_counts(groups: Sequence[RolloutGroup]) -> Counter[str]:
     """Count completions without a reward by the category of the failure (`failure_reason`)."""
     counts: Counter[str] = Counter()
-    for failure in (r.failure for group in groups for r in group.rollouts_G):
+    for failure in (r.failure for group in groups for r in group.all_rollouts):
         if failure is not None:
             # Parts of composites put their names before it, each with a colon.
             parts = failure.split(": ", 3)

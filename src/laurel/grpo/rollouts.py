@@ -527,7 +527,7 @@ class Rollouts:
             EnvironmentFailedError: An environment failed on more.
         """
         for name in self.environments:
-            samples = [r for g in groups if g.task.environment == name for r in g.rollouts_G]
+            samples = [r for g in groups if g.task.environment == name for r in g.all_rollouts]
             failed = [r.failure for r in samples if r.failure is not None]
             if failed and len(failed) > self.limits.max_failed_share * len(samples):
                 raise EnvironmentFailedError(

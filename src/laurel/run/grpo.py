@@ -12,6 +12,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
+from laurel.observe.console import say_on
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy, settings_of_grpo
@@ -23,7 +24,7 @@ from laurel.run.context import (
 )
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.micro_batches import resolve_micro_batches
-from laurel.run.model import resolve_model
+from laurel.run.model import found_teacher, resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
     judge_notes,
@@ -63,7 +64,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, the environments, and the policy.
     """
-    config = resolve_model(config, console)
+    config = _resolve_teacher(resolve_model(config, console), console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_grpo_run(config)
     planned = plan_allocation(config)
@@ -92,6 +93,17 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     if facts:
         training.services.logger.log(facts, step=position.step)
     return training, position
+
+
+def _resolve_teacher(config: GRPORun, console: Console) -> GRPORun:
+    """Return the configuration with the teacher's name resolved as that of the policy is."""
+    loss = config.loss_fn
+    if loss.distillation.model_name is None:
+        return config
+    say = say_on(console)
+    name = found_teacher(loss.distillation.model_name, say=lambda note: say(f"note    {note}"))
+    found = loss.distillation.model_copy(update={"model_name": name})
+    return config.model_copy(update={"loss_fn": loss.model_copy(update={"distillation": found})})
 
 
 def _load_data(config: GRPORun) -> TaskData:
@@ -260,10 +272,13 @@ def load_policy_bundle(
     data: TaskData,
     environments: dict[str, Environment],
     texts: Sequence[str] = (),
+    *,
+    trains: bool,
 ) -> PolicyBundle:
     """Load the policy and its generator, and leave out prompts that are too long for it.
 
-    `texts` are those on which the tokenizer of a model from scratch is trained.
+    `texts` are those on which the tokenizer of a model from scratch is trained. Unless it `trains`,
+    neither reference nor teacher is loaded.
     """
     from laurel.models.chat import ChatFormat
 
@@ -274,8 +289,8 @@ def load_policy_bundle(
         seed=config.grpo.seed,
         texts=texts,
         temperature=config.policy.generation.temperature,
-        needs_reference=config.loss_fn.reference_policy_kl_penalty > 0,
-        teacher=config.loss_fn.distillation.model_name,
+        needs_reference=trains and config.loss_fn.reference_policy_kl_penalty > 0,
+        teacher=config.loss_fn.distillation.model_name if trains else None,
         samples_from_copy=config.grpo.max_staleness > 0,
         with_entropy=config.loss_fn.entropy,
     )
@@ -302,7 +317,7 @@ def _with_policy(
     if context.store is not None and resume_from is not None and context.allocation.are_remote:
         # A lost replica of generation is restarted from this checkpoint.
         context.store.pin(resume_from)
-    found = load_policy_bundle(context, data, environments, task_texts(data))
+    found = load_policy_bundle(context, data, environments, task_texts(data), trains=True)
     from laurel.grpo.loop import GRPO, GRPOSettings
     from laurel.grpo.metrics import members_of
     from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
@@ -536,8 +551,7 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
     Raises:
         DataError: There are no validation tasks.
     """
-    loss = config.loss_fn.model_copy(update={"reference_policy_kl_penalty": 0.0})
-    config = resolve_model(config.model_copy(update={"loss_fn": loss}), console)
+    config = resolve_model(config, console)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack)
         data = _load_data(config)
@@ -547,7 +561,7 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
         data.train.clear()
         environments = environments_of(data, context)
         check_answers(data, environments, console)
-        parts = load_policy_bundle(context, data, environments, texts).parts
+        parts = load_policy_bundle(context, data, environments, texts, trains=False).parts
         from laurel.grpo.validation import validation_metrics
 
         assert parts.validation is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from laurel.config.load import to_yaml, translated
 from laurel.config.resuming import changes, gone
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
-from laurel.errors import CheckpointError, ConfigError
+from laurel.errors import CheckpointError, ConfigError, Terms, speaking
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
 from laurel.observe.console import format_parameters, quiet_libraries, say_on
 from laurel.observe.hub import check_fetchable
@@ -208,6 +208,12 @@ def resolve_model(config: R, console: Console) -> R:
         return config
     found = {"policy": policy.model_copy(update={"model_name": name})}
     return cast(R, config.model_copy(update=found))
+
+
+def found_teacher(name: str, *, say: Say) -> str:
+    """Resolve the name of a teacher as `found_name` does that of the policy."""
+    with speaking(Terms({"policy.model_name": "loss_fn.distillation.model_name"})):
+        return found_name(name, say=say)
 
 
 def found_name(name: str, *, say: Say, instead: str = "") -> str:

@@ -56,7 +56,11 @@ def read_shapes(
     teacher: ModelShape | None = None
     if isinstance(config, GRPORun) and (name := config.loss_fn.distillation.model_name) is not None:
         try:
-            teacher = _read(teacher_spec(config.policy, name), True)
+            from laurel.run.model import found_teacher
+
+            teacher = _read(
+                teacher_spec(config.policy, found_teacher(name, say=notes.append)), True
+            )
         except (ModelError, CheckpointError) as error:
             notes.append(f"the teacher is left out of memory: {error}")
     shapes = Shapes(policy=policy, reward_models=judges, teacher=teacher)

@@ -76,6 +76,9 @@ def test_pass_at_2_by_hand() -> None:
     # With each of three others: 6 leads by 5, 4 and 3; 3 by 2, 1; 2 by 1.
     (found,) = advantages([[1.0, 2.0, 3.0, 6.0]], chosen)
     assert found == pytest.approx([0.0, 1 / 3, 1.0, 4.0], rel=1e-12)
+    # Failures may leave fewer than k; one alone has nothing to lead.
+    chosen = config("pass_at_k", adv_estimator={"scale": "none", "pass_at_k": {"k": 3}})
+    assert advantages([[5.0, None, 2.0], [None, 7.0, None]], chosen) == [[3.0, 0.0, 0.0], [0.0] * 3]
 
 
 @given(rewards=REWARDS, k=st.integers(2, 7))

@@ -298,6 +298,23 @@ def test_what_loading_would_not_split_is_a_conflict_and_never_proposed(
     assert run_plan(None, [*changes, f"{key}=2", plan], given)
 
 
+def test_a_teacher_tells_its_own_shape(tmp_path):
+    saved_config(tmp_path / "teacher", "qwen3", hidden_size=128)
+    key = "loss_fn.distillation.model_name"
+
+    def found(name):
+        settings = ["policy.scratch={}", f"+{key}={tmp_path / name}"]
+        return read_shapes(load_config(GRPORun, None, settings).config)
+
+    teacher = found("teacher").shapes.teacher
+    assert teacher is not None
+    assert (teacher.hidden_size, teacher.vocab_size) == (128, 500)
+    missing = found("nowhere")
+    assert missing.shapes.teacher is None
+    (note,) = missing.notes
+    assert note.startswith(f"the teacher is left out of memory: {key}=")
+
+
 def test_several_judges_in_directories_tell_their_own_shapes(tmp_path):
     saved_config(tmp_path, "mixtral", num_local_experts=4)
     judges = f"[{{name: a, model_name: {tmp_path}}}, {{name: b, model_name: {tmp_path}}}]"

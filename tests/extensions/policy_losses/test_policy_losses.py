@@ -128,6 +128,13 @@ def test_certain_tokens_have_a_finite_divergence():
         ({"loss_type": "dppo", "ratio_clip_c": 3.0}, "loss_fn.dppo"),
         *(
             (
+                {"loss_type": name, "token_level_loss": False, "force_on_policy_ratio": True},
+                "force_on_policy_ratio",
+            )
+            for name in ("gmpo", "sapo", "dppo")
+        ),
+        *(
+            (
                 {
                     "loss_type": name,
                     "token_level_loss": False,

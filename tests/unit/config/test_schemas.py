@@ -109,6 +109,12 @@ TRUNCATED = {
 CORRECTED = TRUNCATED | {"loss_fn.use_importance_sampling_correction": "true"}
 LEAVES_ONE_OUT = {"grpo.adv_estimator.leave_one_out_std": "true"}
 STOPS = {"grpo.health.stop_on": "[length]"}
+TEACHER_ALONE = {"loss_fn.distillation": "{model_name: teacher, rewards: false}"}
+THOUGHTS = {"grpo.malformed_thinking_advantage": "-5"}
+CALLS = {"grpo.invalid_tool_call_advantage": "-5", "grpo.max_rollout_turns": "2"}
+SEQUENCES = {"loss_fn.token_level_loss": "false"}
+GSPO = SEQUENCES | {"loss_fn.sequence_level_importance_ratios": "true"}
+GMPO = SEQUENCES | {"loss_fn.loss_type": "gmpo"}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +140,15 @@ STOPS = {"grpo.health.stop_on": "[length]"}
             {"grpo.health.stop_on": "[kl_jump]", "loss_fn.reference_policy_kl_penalty": "0"},
             "loss_fn.reference_policy_kl_penalty",
         ),
+        (TEACHER_ALONE | {"loss_fn.use_kl_in_reward": "true"}, "use_kl_in_reward=True has no"),
+        (TEACHER_ALONE | THOUGHTS, "grpo.malformed_thinking_advantage has no effect"),
+        (
+            TEACHER_ALONE | {"grpo.adv_estimator.per_step": "true"},
+            "grpo.adv_estimator.per_step=true has no effect",
+        ),
+        (GSPO | CALLS, "so grpo.invalid_tool_call_advantage would have no effect"),
+        (GMPO | CALLS, "loss_fn.loss_type=gmpo gives all tokens"),
+        (GSPO | {"grpo.adv_estimator.per_step": "true"}, "so grpo.adv_estimator.per_step=true"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(overrides: dict[str, str], said: str) -> None:
@@ -152,6 +167,12 @@ def test_what_an_estimator_reads_is_taken(settings: tuple[str, ...]) -> None:
     overrides = [f"grpo.adv_estimator.{one}" for one in settings]
     if settings is ALONE:
         overrides.append("grpo.use_leave_one_out_baseline=false")
+    assert load_config(GRPORun, None, overrides).warnings == ()
+
+
+@pytest.mark.parametrize("loss", [GSPO, GMPO])
+def test_the_only_turn_of_a_completion_may_have_another_advantage(loss: dict[str, str]) -> None:
+    overrides = [f"{key}={value}" for key, value in (loss | THOUGHTS).items()]
     assert load_config(GRPORun, None, overrides).warnings == ()
 
 

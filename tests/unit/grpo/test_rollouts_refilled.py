@@ -72,6 +72,16 @@ def test_a_group_with_enough_of_them_stays_and_its_failures_are_masked() -> None
     assert (batch.num_replaced, batch.failures_left_out) == (0, {})
 
 
+def test_a_group_whose_greedy_completion_failed_is_replaced_and_its_failure_counts() -> None:
+    remax = {"adv_estimator": {"name": "remax"}, "num_generations_per_prompt": 1}
+    (batch,), _ = play(failing(1, texts="a"), **remax)
+    assert names(batch) == ["0", "2"]
+    assert all(g.greedy is not None and g.greedy.reward == ord("a") for g in batch.groups)
+    assert (batch.num_replaced, batch.failures_left_out) == (1, {"timeout": 2})
+    with pytest.raises(EnvironmentFailedError, match="could not judge 6 of 6"):
+        play(failing(*range(8), texts="a"), num_prompts_per_step=3, **remax)
+
+
 def test_how_many_are_enough_can_be_said() -> None:
     (batch,), _ = play(failing(1, texts="a"), min_valid_per_group=3)
     assert names(batch) == ["0", "2"]

@@ -10,6 +10,7 @@ from laurel.config.grpo import GRPOConfig
 from laurel.grpo.advantages import (
     Advantages,
     is_malformed_thinking,
+    leave_out_mismatched,
     penalize_turns,
     sequence_errors,
 )
@@ -103,6 +104,22 @@ def test_how_far_the_generator_is_off():
     old_L[0] = -math.inf
     ((first, _),) = sequence_errors([group], [[old_L, np.zeros(2, np.float32)]])
     assert math.isnan(first)
+
+
+def test_what_is_too_far_off_is_left_out_and_counted_once():
+    used = [[True, True, False], [True, False]]
+    errors = [[2.0, 2.1, 9.0], [math.nan, 1.0]]
+    kept, metrics = leave_out_mismatched(used, errors, threshold=2.0)
+    assert kept == [[True, False, False], [False, False]]
+    # Completions that had no reward are not left out for this.
+    assert metrics == {
+        "num_masked_seqs_by_logprob_error": 2.0,
+        "max_seq_mult_prob_error": 9.0,
+    }
+    assert leave_out_mismatched([[True]], [[math.nan]], threshold=2.0) == (
+        [[False]],
+        {"num_masked_seqs_by_logprob_error": 1.0},
+    )
 
 
 def test_a_threshold_that_leaves_all_out_is_refused():

@@ -420,6 +420,23 @@ def test_colocated_roles_take_turns():
     assert taken == int(0.6 * 80 * GIB)
 
 
+def test_a_teacher_is_kept_in_float32_divided_as_the_policy():
+    changes = ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
+    alone = Shapes(policy=SMALL, reward_models=(SMALL,))
+    taught = replace(alone, teacher=POLICY_70B)
+    parts = {p.name: p.parts for p in fit(grpo(*changes), taught).phases}
+    without = {p.name: p.parts for p in fit(grpo(*changes), alone).phases}
+    teacher = {"teacher": 4 * POLICY_70B.num_parameters // 2}
+    assert parts["training"] == {**without["training"], **teacher}
+    assert parts["judging"] == {**without["judging"], **teacher}
+    assert parts["generation"] == without["generation"], "with vLLM it goes to the host"
+    # An engine in process leaves it where it is.
+    (here,) = [
+        p.parts["teacher"] for p in fit(grpo(*IN_PROCESS), taught).phases if p.name == "generation"
+    ]
+    assert here == 4 * POLICY_70B.num_parameters
+
+
 def test_in_process_generation_needs_a_second_copy_only_in_a_lower_precision():
     kept = "keys and values between turns"
     turns = ("grpo.max_rollout_turns=8", "policy.generation.conversation_cache_gib=0.5")

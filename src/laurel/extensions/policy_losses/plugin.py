@@ -20,9 +20,10 @@ log current. (Of GMPO it is that of a completion's mean.)
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -43,8 +44,23 @@ class _WithItsOwnRange(Loss):
 
     clips = False
 
+    @staticmethod
+    @abstractmethod
+    def term(section: Any, given: TokenValues) -> Tensor:
+        """Return the losses of tokens."""
+
+    def make(self, section: Any, settings: PolicyLossConfig) -> Callable[[TokenValues], Tensor]:
+        """Return the loss of tokens."""
+        return partial(self.term, section)
+
     def check(self, settings: PolicyLossConfig) -> None:
-        """Refuse one ratio for a whole completion."""
+        """Refuse one ratio for a whole completion, and ratios that are all 1."""
+        if settings.force_on_policy_ratio:
+            raise ValueError(
+                "force_on_policy_ratio=true takes every ratio to be 1, where "
+                f"loss_type={settings.loss_type} is REINFORCE; leave it out, or set "
+                "loss_type: reinforce"
+            )
         if settings.sequence_level_importance_ratios:
             raise ValueError(
                 "sequence_level_importance_ratios=true is GSPO, and "
@@ -74,27 +90,22 @@ class Gmpo(_WithItsOwnRange):
     section = GmpoConfig
     of_completions = True
 
-    def make(
-        self, section: GmpoConfig, settings: PolicyLossConfig
-    ) -> Callable[[TokenValues], Tensor]:
-        """Return the loss of tokens, which all have that of their completion."""
-        return partial(_gmpo, section)
+    @staticmethod
+    def term(section: GmpoConfig, given: TokenValues) -> Tensor:
+        """Return the losses of tokens, which all have that of their completion."""
+        import torch
 
+        from laurel.training.policy_loss import ratio_of
 
-def _gmpo(section: GmpoConfig, given: TokenValues) -> Tensor:
-    import torch
-
-    from laurel.training.policy_loss import ratio_of
-
-    tokens, advantages_U = given.tokens, given.advantages_U
-    log_ratio_U = given.current_U - given.old_U
-    clipped_U = log_ratio_U.clamp(-section.clip_low, section.clip_high)
-    kept_U = torch.where(
-        advantages_U > 0,
-        torch.minimum(log_ratio_U, clipped_U),
-        torch.maximum(log_ratio_U, clipped_U),
-    )
-    return tokens.spread(-tokens.means(advantages_U) * ratio_of(tokens.means(kept_U)))
+        tokens, advantages_U = given.tokens, given.advantages_U
+        log_ratio_U = given.current_U - given.old_U
+        clipped_U = log_ratio_U.clamp(-section.clip_low, section.clip_high)
+        kept_U = torch.where(
+            advantages_U > 0,
+            torch.minimum(log_ratio_U, clipped_U),
+            torch.maximum(log_ratio_U, clipped_U),
+        )
+        return tokens.spread(-tokens.means(advantages_U) * ratio_of(tokens.means(kept_U)))
 
 
 class SapoConfig(Section):
@@ -113,20 +124,15 @@ class Sapo(_WithItsOwnRange):
 
     section = SapoConfig
 
-    def make(
-        self, section: SapoConfig, settings: PolicyLossConfig
-    ) -> Callable[[TokenValues], Tensor]:
-        """Return the loss of tokens."""
-        return partial(_sapo, section)
+    @staticmethod
+    def term(section: SapoConfig, given: TokenValues) -> Tensor:
+        """Return the losses of tokens."""
+        import torch
 
-
-def _sapo(section: SapoConfig, given: TokenValues) -> Tensor:
-    import torch
-
-    advantages_U = given.advantages_U
-    tau_U = torch.full_like(advantages_U, section.tau_negative)
-    tau_U[advantages_U > 0] = section.tau_positive
-    return -advantages_U * torch.sigmoid(tau_U * (given.ratio_U - 1.0)) * 4.0 / tau_U
+        advantages_U = given.advantages_U
+        tau_U = torch.full_like(advantages_U, section.tau_negative)
+        tau_U[advantages_U > 0] = section.tau_positive
+        return -advantages_U * torch.sigmoid(tau_U * (given.ratio_U - 1.0)) * 4.0 / tau_U
 
 
 class DppoConfig(Section):
@@ -149,28 +155,22 @@ class Dppo(_WithItsOwnRange):
 
     section = DppoConfig
 
-    def make(
-        self, section: DppoConfig, settings: PolicyLossConfig
-    ) -> Callable[[TokenValues], Tensor]:
-        """Return the loss of tokens."""
-        return partial(_dppo, section)
+    @staticmethod
+    def term(section: DppoConfig, given: TokenValues) -> Tensor:
+        """Return the losses of tokens."""
+        import torch
 
-
-def _dppo(section: DppoConfig, given: TokenValues) -> Tensor:
-    import torch
-
-    advantages_U, current_U = given.advantages_U, given.current_U.detach()
-    now_U, old_U = current_U.exp(), given.old_U.exp()
-    apart_U = (now_U - old_U).abs()
-    if section.divergence == "kl":
-        least = torch.finfo(now_U.dtype).tiny  # probabilities of 1 leave nothing for the others
-        rest_U = torch.log((1.0 - old_U).clamp(min=least) / (1.0 - now_U).clamp(min=least))
-        apart_U = old_U * (given.old_U - current_U) + (1.0 - old_U) * rest_U
-    goes_up_U = advantages_U > 0
-    is_out_U = torch.where(
-        goes_up_U,
-        (now_U > old_U) & (apart_U > section.high),
-        (now_U < old_U) & (apart_U > section.low),
-    )
-    weights_U = given.ratio_U.detach().clamp(max=section.max_ratio) * ~is_out_U
-    return -advantages_U * weights_U * given.current_U
+        advantages_U, current_U = given.advantages_U, given.current_U.detach()
+        now_U, old_U = current_U.exp(), given.old_U.exp()
+        apart_U = (now_U - old_U).abs()
+        if section.divergence == "kl":
+            least = torch.finfo(now_U.dtype).tiny  # probabilities of 1 leave nothing for the others
+            rest_U = torch.log((1.0 - old_U).clamp(min=least) / (1.0 - now_U).clamp(min=least))
+            apart_U = old_U * (given.old_U - current_U) + (1.0 - old_U) * rest_U
+        is_out_U = torch.where(
+            advantages_U > 0,
+            (now_U > old_U) & (apart_U > section.high),
+            (now_U < old_U) & (apart_U > section.low),
+        )
+        weights_U = given.ratio_U.detach().clamp(max=section.max_ratio) * ~is_out_U
+        return -advantages_U * weights_U * given.current_U

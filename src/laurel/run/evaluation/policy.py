@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 
     from laurel.types import RolloutGroup
 
-# An evaluation trains nothing: it keeps no reference, saves nothing, and samples from one version.
-_ALWAYS = (
-    "checkpointing.enabled=false",
-    "loss_fn.reference_policy_kl_penalty=0",
-    "grpo.max_staleness=0",
-)
+# An evaluation trains nothing: it saves nothing, and samples from one version.
+_ALWAYS = ("checkpointing.enabled=false", "grpo.max_staleness=0")
 
 
 LONGEST = 4096
@@ -168,7 +164,7 @@ def _played(
     context = RunContext(config=everything, console=console, stack=stack).with_slots(planned)
     environments = environments_of(data, context)
     check_answers(data, environments, console)
-    found = load_policy_bundle(context, data, environments)
+    found = load_policy_bundle(context, data, environments, trains=False)
     from laurel.grpo.validation import validation_metrics
 
     parts = found.parts
