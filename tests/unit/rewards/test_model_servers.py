@@ -138,6 +138,27 @@ def test_a_server_that_does_not_start_says_why(started, tmp_path):
         started()
 
 
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_the_run_gets_as_well_loses_no_server(tmp_path, sent):
+    server = serving.ServerProcess(
+        "server 0",
+        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"],
+        {},
+        1,
+        tmp_path / "log",
+    )
+    try:
+        wait_until(lambda: "up" in (tmp_path / "log").read_text())
+        child = child_of(server._process.pid)
+        os.kill(server._process.pid, sent)
+        os.kill(child, 0)
+    finally:
+        server.end()
+    assert server.loss() is not None
+    assert "exit code 137" in server.loss()
+    assert not Path(f"/proc/{child}").exists()
+
+
 @pytest.mark.slow
 def test_they_end_with_the_run_that_was_killed(tmp_path):
     text = (
