@@ -220,6 +220,15 @@ def test_they_sleep_while_the_policy_trains(started, tmp_path):
     assert len((tmp_path / "asked.txt").read_text().split()) == 4
 
 
+def test_a_server_that_is_lost_while_it_sleeps_stops_no_run(started):
+    servers = started(rests=True)
+    asleep = servers._supervisor.replicas[0].value
+    with servers.resting():
+        os.kill(child_of(asleep._process.pid), signal.SIGKILL)
+        wait_until(lambda: asleep.loss() is not None)
+    assert ask(servers, content="x").status_code == 200
+
+
 def test_a_server_that_does_not_start_says_why(started, tmp_path):
     (tmp_path / "refuses").touch()
     with pytest.raises(ConfigError, match=r"m was not served.*exit code 1.*no such model"):
