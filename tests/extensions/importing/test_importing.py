@@ -29,7 +29,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
 from laurel.extensions.importing.import_config import to_text
-from laurel.extensions.importing.rules import Imported
+from laurel.extensions.importing.rules import Imported, shown
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.extensions.importing.tables import TableImporter
 from laurel.run.request import request_of
@@ -729,12 +729,20 @@ actor_rollout_ref:
 trainer: {project_name: p, experiment_name: e,
   default_local_dir: "ckpt/${trainer.project_name}/${trainer.experiment_name}",
   logger: "${nowhere.to_be.found}"}
+custom_reward_function: {path: r.py, name: f, reward_kwargs: {
+  longest: "${data.max_response_length}", api_key: sk-1, deep: {odd: "${nowhere}", even: 2}}}
 """
     found = imported(tmp_path, text)
     assert found.system == "verl"
     config: Any = found.imported.config
     assert config.checkpointing.checkpoint_dir == "ckpt/p/e"
     assert fates(found.imported)["trainer.logger"] == "not carried"
+    kwargs = config.env.reward_model.function.kwargs
+    assert kwargs == {"longest": 64, "api_key": "sk-1", "deep": {"even": 2}}
+    told = {entry.key: entry for entry in found.imported.entries}
+    call = "reward.custom_reward_function.reward_kwargs"
+    assert told[f"{call}.deep.odd"].status == "not carried"
+    assert "sk-1" not in shown(call, told[call].value)
 
 
 def test_nemo_rl_loads_unchanged_and_says_what_it_ignores(tmp_path: Path) -> None:
