@@ -478,6 +478,15 @@ def test_a_manager_by_its_path_gets_what_it_reads(tmp_path: Path) -> None:
     assert fates(alone)["reward.reward_manager.module.path"] == "not carried"
 
 
+def test_a_size_of_calls_without_a_limit_is_not_said_to_be_carried(tmp_path: Path) -> None:
+    line = "reward.reward_manager.name=rate_limited +reward.estimated_tokens_per_request=9 "
+    call = "reward.custom_reward_function.path=r.py "
+    told = fates(imported_line(tmp_path, "verl", MORE["verl"] + line + call))
+    assert told["reward.estimated_tokens_per_request"] == "not needed"
+    told = fates(imported_line(tmp_path, "verl", MORE["verl"] + line + call + "reward.max_tpm=90"))
+    assert told["reward.estimated_tokens_per_request"] == "carried"
+
+
 def test_a_manager_without_a_function_is_not_lost(tmp_path: Path) -> None:
     line = MORE["verl"] + "reward.reward_manager.name={} +reward.max_rpm=30"
     told = fates(imported_line(tmp_path, "verl", line.format("rate_limited")))
