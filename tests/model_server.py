@@ -4,13 +4,15 @@ import json
 import os
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+
+from json_replies import JSONHandler
 
 PORT, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(JSONHandler):
     protocol_version = "HTTP/1.1"
     health = 200
 
@@ -36,17 +38,6 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(asked.get("seconds", 0))
         status = asked.get("status", 200)
         self.answer(status, {"path": self.path, "server": PORT, "text": asked.get("content", "")})
-
-    def answer(self, status, value):
-        text = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *arguments):
-        pass
 
 
 if (FOLDER / "refuses").exists():

@@ -241,8 +241,6 @@ class ManagedFunction:
     """The arguments that each call has besides those of the completion."""
     timeout: float
     """Seconds of one call."""
-    max_concurrent: int
-    """Calls at a time."""
 
 
 class RewardManager(Choice):
@@ -254,7 +252,8 @@ class RewardManager(Choice):
 
         It is given the arguments of a completion, a mapping, and the call: `await call(arguments)`
         calls the function once, within its timeout, and returns its `types.Score`s, as a tuple. It
-        may wait, call again or change what it is given, and returns such a tuple.
+        may wait, call again or change what it is given, and returns such a tuple. No more than
+        `max_concurrent` of it run at a time.
 
         Args:
             section: The plug-in's own settings.

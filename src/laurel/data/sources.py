@@ -1256,7 +1256,11 @@ def _make(path: str, config: SetConfig) -> tuple[Any, set[str], list[str]]:
 
 def _rows_of(made: Any) -> Any:
     """Return the rows, or the rows by split, of what a class or function of the user gave."""
-    return getattr(made, "formatted_ds", getattr(made, "dataset", made))
+    if hasattr(made, "formatted_ds"):
+        return made.formatted_ds
+    # What has items is the rows itself; the `dataset` of torch's Subset is what it is a part of.
+    is_rows = hasattr(made, "__iter__") or hasattr(made, "__getitem__")
+    return made if is_rows else getattr(made, "dataset", made)
 
 
 def _split_of(made: Any, path: str, split: str) -> Iterable[Any]:

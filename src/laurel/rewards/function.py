@@ -134,7 +134,6 @@ class FunctionScorer:
             function=function,
             kwargs=kwargs,
             timeout=self.config.timeout,
-            max_concurrent=self._most,
         )
         return manager.make(section, managed)
 
@@ -154,14 +153,19 @@ class FunctionScorer:
         return tuple(score for scores in found for score in scores)
 
     async def _answered(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
-        if self._managed is None:
-            return await self._called(arguments, count)
+        async with self._gate():
+            if self._managed is None:
+                return await self._called(arguments, count)
+            return await self._called_by_manager(self._managed, arguments, count)
 
+    async def _called_by_manager(
+        self, managed: Callable[[Any, Any], Any], arguments: Mapping[str, Any], count: int
+    ) -> tuple[Score, ...]:
         def call(arguments: Mapping[str, Any]) -> Awaitable[tuple[Score, ...]]:
             return self._called(arguments, count)
 
         try:
-            found = tuple(await self._managed(arguments, call))
+            found = tuple(await managed(arguments, call))
         except Exception as error:  # a manager of another package may raise anything
             return (score_of_error(error),) * count
         if len(found) != count or not all(isinstance(one, Score) for one in found):
@@ -170,33 +174,32 @@ class FunctionScorer:
         return found
 
     async def _called(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
-        async with self._gate():
-            if self._processes is not None:
-                return await self._in_process(self._processes, arguments, count)
-            arguments = {k: v for k, v in arguments.items() if k not in self._unasked}
-            arguments |= self._served
-            limit = self.config.timeout
-            try:
-                async with asyncio.timeout(limit) as clock:
-                    if self._is_async:
-                        return await guarded(self._awaited(arguments, count))
-                    if self._hung >= MAX_HUNG:
-                        reason = (
-                            f"timeout: {self._hung} calls of the function hang in threads, which "
-                            "cannot be ended; set env.reward_model.num_workers, and its processes "
-                            "are killed"
-                        )
-                        return (failed(reason),) * count
-                    return await self._in_thread(arguments, count)
-            except asyncio.CancelledError as error:
-                # The function may raise one of its own, when nobody has cancelled this.
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                return (score_of_error(error),) * count
-            # A TimeoutError may be the function's own; its sys.exit() must not end the loop.
-            except (Exception, SystemExit) as error:
-                return (late(limit) if clock.expired() else score_of_error(error),) * count
+        if self._processes is not None:
+            return await self._in_process(self._processes, arguments, count)
+        arguments = {k: v for k, v in arguments.items() if k not in self._unasked}
+        arguments |= self._served
+        limit = self.config.timeout
+        try:
+            async with asyncio.timeout(limit) as clock:
+                if self._is_async:
+                    return await guarded(self._awaited(arguments, count))
+                if self._hung >= MAX_HUNG:
+                    reason = (
+                        f"timeout: {self._hung} calls of the function hang in threads, which "
+                        "cannot be ended; set env.reward_model.num_workers, and its processes "
+                        "are killed"
+                    )
+                    return (failed(reason),) * count
+                return await self._in_thread(arguments, count)
+        except asyncio.CancelledError as error:
+            # The function may raise one of its own, when nobody has cancelled this.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return (score_of_error(error),) * count
+        # A TimeoutError may be the function's own; its sys.exit() must not end the loop.
+        except (Exception, SystemExit) as error:
+            return (late(limit) if clock.expired() else score_of_error(error),) * count
 
     async def _awaited(self, arguments: Mapping[str, Any], count: int) -> tuple[Score, ...]:
         result = await self._function(**arguments)
@@ -239,14 +242,11 @@ class FunctionScorer:
     def _gate(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._gate_of is None or self._gate_of[0] is not loop:
-            self._gate_of = loop, asyncio.Semaphore(self._most)
+            # Processes have their own queue.
+            is_open = self._is_async or self._processes is not None
+            most = self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
+            self._gate_of = loop, asyncio.Semaphore(most)
         return self._gate_of[1]
-
-    @property
-    def _most(self) -> int:
-        # Processes have their own queue.
-        is_open = self._is_async or self._processes is not None
-        return self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
 
     def resting(self) -> AbstractContextManager[None]:
         """Free the device memory of the model's servers while the context is open."""

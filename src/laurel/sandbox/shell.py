@@ -23,7 +23,7 @@ from laurel.sandbox.zygote_process import SandboxStartError, inside_command, own
 
 _LONGEST_S = 20.0
 _LATE_S = 2.0
-_CPU_S, _FILE_MB = 10, 8
+_CPU_S, _FILE_MB, _MEMORY_MB = 10, 8, 1024
 _WHERE_TOOLS_ARE = "/usr/bin:/bin:/usr/local/bin"
 _TOOLS = (
     *("awk", "base64", "basename", "bash", "bc", "cat", "cut", "date", "dirname", "echo", "egrep"),
@@ -125,16 +125,17 @@ class _Box:
     def __init__(self, scratch: Path, bash: str) -> None:
         self.scratch = scratch
         self.work, self.tools = scratch / "work", scratch / "bin"
-        self.calls = scratch / "out" / "calls"
+        calls = scratch / "out" / "calls"
         self.executable = [str(self.tools), *map(str, Path("/").glob("lib*/ld-*"))]
         for directory in (self.work, self.tools, scratch / "out", scratch / "tmp"):
             directory.mkdir()
-        self.calls.touch()
+        # Read through this descriptor, for the script may put a link in the place of the file.
+        self.calls = calls.open("x+b")
         (scratch / "canary").touch()
         with contextlib.suppress(OSError):
             for entry in os.scandir():
                 (self.work / entry.name).symlink_to(Path.cwd() / entry.name)
-        note = self._program(".call", _NOTE.format(bash=bash, calls=self.calls))
+        note = self._program(".call", _NOTE.format(bash=bash, calls=calls))
         for name in _NOTED:
             (self.tools / name).symlink_to(note)
         for name in (*_TOOLS, *_TRIED):
@@ -164,6 +165,7 @@ class _Box:
             "canary": str(self.scratch / "canary"),
             "cpu_s": _CPU_S,
             "file_mb": _FILE_MB,
+            "memory_mb": _MEMORY_MB,
         }
         reading, writing = os.pipe()
         with open(reading, "rb") as report, tempfile.TemporaryFile() as stderr:
@@ -221,9 +223,12 @@ class _Box:
         return code
 
     def _noted(self) -> Iterator[ProgramCall]:
-        fields = self.calls.read_bytes().decode(errors="replace").split("\0")
+        with self.calls as calls:
+            fields = calls.read().decode(errors="replace").split("\0")
         at = 0
         while at + 2 < len(fields):
+            if not fields[at].isdecimal():
+                raise SandboxStartError("the script wrote into the list of what it starts")
             number = int(fields[at])
             words = fields[at + 2 : at + 2 + number]
             yield ProgramCall(

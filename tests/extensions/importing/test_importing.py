@@ -29,7 +29,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 from laurel.errors import ConfigError
 from laurel.extensions.importing.import_config import to_text
-from laurel.extensions.importing.rules import Imported
+from laurel.extensions.importing.rules import Imported, shown
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.extensions.importing.tables import TableImporter
 from laurel.run.request import request_of
@@ -478,6 +478,15 @@ def test_a_manager_by_its_path_gets_what_it_reads(tmp_path: Path) -> None:
     assert fates(alone)["reward.reward_manager.module.path"] == "not carried"
 
 
+def test_a_size_of_calls_without_a_limit_is_not_said_to_be_carried(tmp_path: Path) -> None:
+    line = "reward.reward_manager.name=rate_limited +reward.estimated_tokens_per_request=9 "
+    call = "reward.custom_reward_function.path=r.py "
+    told = fates(imported_line(tmp_path, "verl", MORE["verl"] + line + call))
+    assert told["reward.estimated_tokens_per_request"] == "not needed"
+    told = fates(imported_line(tmp_path, "verl", MORE["verl"] + line + call + "reward.max_tpm=90"))
+    assert told["reward.estimated_tokens_per_request"] == "carried"
+
+
 def test_a_manager_without_a_function_is_not_lost(tmp_path: Path) -> None:
     line = MORE["verl"] + "reward.reward_manager.name={} +reward.max_rpm=30"
     told = fates(imported_line(tmp_path, "verl", line.format("rate_limited")))
@@ -729,12 +738,20 @@ actor_rollout_ref:
 trainer: {project_name: p, experiment_name: e,
   default_local_dir: "ckpt/${trainer.project_name}/${trainer.experiment_name}",
   logger: "${nowhere.to_be.found}"}
+custom_reward_function: {path: r.py, name: f, reward_kwargs: {
+  longest: "${data.max_response_length}", api_key: sk-1, deep: {odd: "${nowhere}", even: 2}}}
 """
     found = imported(tmp_path, text)
     assert found.system == "verl"
     config: Any = found.imported.config
     assert config.checkpointing.checkpoint_dir == "ckpt/p/e"
     assert fates(found.imported)["trainer.logger"] == "not carried"
+    kwargs = config.env.reward_model.function.kwargs
+    assert kwargs == {"longest": 64, "api_key": "sk-1", "deep": {"even": 2}}
+    told = {entry.key: entry for entry in found.imported.entries}
+    call = "reward.custom_reward_function.reward_kwargs"
+    assert told[f"{call}.deep.odd"].status == "not carried"
+    assert "sk-1" not in shown(call, told[call].value)
 
 
 def test_nemo_rl_loads_unchanged_and_says_what_it_ignores(tmp_path: Path) -> None:

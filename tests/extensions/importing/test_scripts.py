@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from laurel.extensions.importing import scripts
 from laurel.extensions.importing.rules import Imported
 from laurel.sandbox import shell
 from laurel.sandbox.zygote_process import SandboxStartError
+from reward_servers import wait_until
 
 LINE = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=t.parquet "
@@ -110,6 +112,7 @@ def test_a_plain_line_is_read_as_bash_reads_it() -> None:
 def test_what_a_script_does_not_know_is_told(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("OF_MINE", "from_outside")
     monkeypatch.setenv("MY_API_KEY", "not_to_be_seen")
+    monkeypatch.setenv("MYPASSWD", "not_to_be_seen")
     # A variable that the text sets somewhere is empty, as for bash; one that it sets nowhere is
     # what the person has to say. An argument as well.
     report = imported(
@@ -117,7 +120,7 @@ def test_what_a_script_does_not_know_is_told(tmp_path: Path, monkeypatch: Any) -
         'if [ "$#" -lt 2 ]; then exit 1; fi\nout=$2\nshift 2\n[ -d /nowhere ] && MORE=x=1\n'
         f"{LINE} trainer.default_local_dir=$out/a trainer.project_name=$UNSET_ANYWHERE $MORE "
         'trainer.experiment_name="$OF_MINE" trainer.nnodes=$(nvidia-smi -L) '
-        'data.seed=$MY_API_KEY "$@"',
+        'data.seed=$MY_API_KEY trainer.val_only=$MYPASSWD "$@"',
         "run.sh",
     )
     told = lost(report.imported)
@@ -125,6 +128,7 @@ def test_what_a_script_does_not_know_is_told(tmp_path: Path, monkeypatch: Any) -
     assert "no value of UNSET_ANYWHERE" in told["trainer.project_name"]
     assert "the output of nvidia-smi" in told["trainer.nnodes"]
     assert "no value of MY_API_KEY" in told["data.seed"]
+    assert "no value of MYPASSWD" in told["trainer.val_only"]
     assert "no program is started here" in told["nvidia-smi -L"]
     assert "OF_MINE is of the environment" in report.by
     assert report.imported.values["logger.wandb.name"] == "from_outside"
@@ -206,6 +210,51 @@ python3 end
     assert sorted(os.listdir(tmp_path)) == ["checkout", "outside"]
     assert os.listdir(checkout) == ["attack.sh"]
     assert not os.path.lexists("/tmp/new-by-laurels-test")
+
+
+def test_a_script_has_nothing_else_read_in_the_place_of_its_list(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"2\x000\0python3\0secret\0")
+    calls = "$TMPDIR/../out/calls"
+    replaced = f"python3 kept\nrm {calls}\nln -s {outside} {calls}\n"
+    run = shell.run_script(replaced, environment={})
+    assert [call.words for call in run.calls] == [("python3", "kept")]
+    with pytest.raises(SandboxStartError, match="wrote into the list"):
+        shell.run_script(f"printf -- '-2\\0000\\0x\\0' >> {calls}", environment={})
+
+
+def test_a_script_in_a_home_or_above_it_reads_itself_alone(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    home, link = tmp_path / "homes" / "me", tmp_path / "link"
+    (home / "checkout" / ".git").mkdir(parents=True)
+    (home / ".git").mkdir()
+    link.symlink_to(home)
+    monkeypatch.setenv("HOME", str(link))
+    for script in (home / "run.sh", tmp_path / "homes" / "run.sh"):
+        assert scripts._checkout_of(script) == script
+    assert scripts._checkout_of(home / "checkout" / "a" / "run.sh") == home / "checkout"
+
+
+def test_a_script_has_a_limit_of_memory() -> None:
+    (call,) = shell.run_script("python3 $(ulimit -v)", environment={}).calls
+    assert call.words == ("python3", str(1 << 20))
+
+
+@pytest.mark.slow
+def test_a_script_ends_with_the_process_that_ran_it() -> None:
+    name = f"ends-{os.getpid()}"
+    text = (
+        "import sys\nfrom laurel.sandbox.shell import run_script\n"
+        "run_script('coproc cat; read <&${COPROC[0]}', sys.stdin.read().split(), environment={})"
+    )
+    with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, text=True) as run:
+        assert run.stdin is not None
+        run.stdin.write(name)
+        run.stdin.close()
+        wait_until(lambda: "stdin.sh " + name in _processes())
+        run.kill()
+    wait_until(lambda: name not in _processes())
 
 
 def test_what_a_script_leaves_behind_is_ended(tmp_path: Path, monkeypatch: Any) -> None:

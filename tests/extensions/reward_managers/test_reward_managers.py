@@ -94,6 +94,25 @@ def test_calls_begin_no_faster_than_a_service_allows(limits, interval):
     assert [at - begun[0] for at in begun] == [n * interval for n in range(6)]
 
 
+def test_calls_that_a_slow_one_held_up_do_not_come_all_at_once():
+    begun = []
+
+    async def compute_score(data_source, solution_str, ground_truth, extra_info):
+        begun.append(now())
+        await asyncio.sleep(100.0 if len(begun) == 1 else 1.0)
+        return 1.0
+
+    config = FunctionConfig(
+        path="a:b",
+        timeout=200,
+        max_concurrent=1,
+        manager="rate_limited",
+        rate_limited={"max_rpm": 6},
+    )
+    in_virtual_time(FunctionScorer(config, function=compute_score).score([GROUP]))
+    assert [at - begun[0] for at in begun] == [0.0, 100.0, 110.0]
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_class_that_was_written_for_verl(tmp_path, is_async):
     (tmp_path / "mine.py").write_text(CLASS, encoding="utf-8")

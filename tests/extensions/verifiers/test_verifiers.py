@@ -7,12 +7,13 @@ import sys
 import textwrap
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 
+from json_replies import JSONHandler
 from laurel.config.data import TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.interface import CONVERSATION_ID
@@ -427,7 +428,7 @@ def test_a_program_that_ends_the_runner_ends_the_run(play):
         assert lost.value.is_lost
 
 
-class SimulatedUser(BaseHTTPRequestHandler):
+class SimulatedUser(JSONHandler):
     """A server of chat completions: it asks for the vowels, and ends when it is told a number."""
 
     def do_POST(self):
@@ -440,15 +441,7 @@ class SimulatedUser(BaseHTTPRequestHandler):
             "finish_reason": "stop",
         }
         whole = {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-        reply = json.dumps({**whole, "choices": [choice]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-    def log_message(self, *args):
-        pass
+        self.answer(200, {**whole, "choices": [choice]})
 
 
 def test_their_simulated_user_runs_unchanged(play):

@@ -73,6 +73,25 @@ def breaks():
 def number():
     return 7
 
+class Filtered:
+    """Rows that are made of others."""
+    def __init__(self):
+        self.dataset = [row("all"), row("kept")]
+
+    def __iter__(self):
+        return iter(self.dataset[1:])
+
+class Part:
+    """Like torch's Subset, whose `dataset` is what it is a part of."""
+    def __init__(self):
+        self.dataset = [row("all"), row("kept")]
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return self.dataset[1:][index]
+
 class Fails:
     def __init__(self):
         raise RuntimeError("no such server")
@@ -113,6 +132,13 @@ def test_a_class_with_its_rows_by_split(load, name):
     assert prompts(validation) == ["v"]
     with pytest.raises(DataError, match="has no split 'test'; it has: train, validation"):
         load(None, dataset_name=name, split="test")
+
+
+def test_what_has_items_is_the_rows_itself(load):
+    preferences, _ = load(None, dataset_name="my_rows.Filtered")
+    assert prompts(preferences) == ["kept"]
+    with pytest.raises(DataError, match="a Part where rows are expected"):
+        load(None, dataset_name="my_rows.Part")
 
 
 def test_its_own_validation_split_is_found():

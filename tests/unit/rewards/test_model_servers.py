@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx2
@@ -89,6 +91,7 @@ def test_requests_go_to_the_server_with_the_fewest(started):
     # What a server says of a request is passed on.
     assert ask(servers, content="x", status=422).status_code == 422
     assert ask(servers, content="x", status=500).status_code == 500
+    assert ask(servers, content="x", status=503).status_code == 503
 
 
 @pytest.mark.parametrize("content", ["poison", "engine"])  # the server dies, or its engine first
@@ -104,6 +107,91 @@ def test_with_no_server_left_requests_are_refused(started):
     reply = ask(servers, content="poison")
     assert reply.status_code == 503
     assert "exit code 3" in reply.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def server_of_odd_requests(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    section = ModelServerConfig(model_name="m", start_timeout=30)
+    command = [sys.executable, str(PROGRAM)]
+    made = ModelServers(
+        section, lambda _, port: ([*command, str(port), str(folder)], {}), say=lambda line: None
+    )
+    with closing(made):
+        yield made
+
+
+def sent(servers, request: bytes) -> list[tuple[int, bytes]]:
+    """Return the replies to what is sent over one connection, until the router ends it."""
+    host, port = servers.address.split(":")
+    found = []
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(request)
+        replies = connection.makefile("rb")
+        while status := replies.readline():
+            size = 0
+            while line := replies.readline().strip():
+                if line.startswith(b"content-length:"):
+                    size = int(line.split(b":")[1])
+            found.append((int(status.split()[1]), replies.read(size)))
+            if b"last" in found[-1][1]:
+                break
+    return found
+
+
+ASKED = b'{"content": "%s"}'
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: m\r\n"
+
+
+def test_requests_in_chunks_and_one_after_the_other(server_of_odd_requests):
+    body = ASKED % b"x"
+    chunks = b"4;odd\r\n%s\r\n%x\r\n%s\r\n0\r\nafter: it\r\n\r\n" % (
+        body[:4],
+        len(body) - 4,
+        body[4:],
+    )
+    last = ASKED % b"last"
+    found = sent(
+        server_of_odd_requests,
+        HEAD
+        + b"transfer-encoding: chunked\r\n\r\n"
+        + chunks
+        + HEAD
+        + b"content-length: %d\r\n\r\n" % len(last)
+        + last,
+    )
+    assert [(status, json.loads(reply)["text"]) for status, reply in found] == [
+        (200, "x"),
+        (200, "last"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_sent", "told"),
+    [
+        (b"hello\r\n", "it begins with 'hello'"),
+        (b"GET @elsewhere/ HTTP/1.1\r\n\r\n", "@elsewhere"),
+        (b"GET http://elsewhere/ HTTP/1.1\r\n\r\n", "elsewhere"),
+        (HEAD + b"content-length: many\r\n\r\n", "many"),
+        (HEAD + b"content-length: 99999999999\r\n\r\n", "larger than 64 MB"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n7ffffffff\r\n", "larger than 64 MB"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nodd\r\n", "odd"),
+        (HEAD + b"an odd name: x\r\n\r\n", "an odd name"),
+        (HEAD + b"x: " + b"y" * 100_000 + b"\r\n\r\n", "limit"),
+    ],
+)
+def test_what_is_no_request_is_refused_at_once(server_of_odd_requests, request_sent, told):
+    ((status, reply),) = sent(server_of_odd_requests, request_sent)
+    assert status == 400
+    assert told in json.loads(reply)["error"]["message"]
+
+
+def test_an_answer_that_nobody_awaits_is_given_up(server_of_odd_requests):
+    (server,) = server_of_odd_requests._router._servers.values()
+    url = f"http://{server_of_odd_requests.address}/classify"
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(url, json={"content": "x", "seconds": 600}, timeout=0.5)
+    wait_until(lambda: server.num_waiting == 0)
 
 
 @pytest.mark.slow
@@ -132,10 +220,40 @@ def test_they_sleep_while_the_policy_trains(started, tmp_path):
     assert len((tmp_path / "asked.txt").read_text().split()) == 4
 
 
+def test_a_server_that_is_lost_while_it_sleeps_stops_no_run(started):
+    servers = started(rests=True)
+    asleep = servers._supervisor.replicas[0].value
+    with servers.resting():
+        os.kill(child_of(asleep._process.pid), signal.SIGKILL)
+        wait_until(lambda: asleep.loss() is not None)
+    assert ask(servers, content="x").status_code == 200
+
+
 def test_a_server_that_does_not_start_says_why(started, tmp_path):
     (tmp_path / "refuses").touch()
     with pytest.raises(ConfigError, match=r"m was not served.*exit code 1.*no such model"):
         started()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_the_run_gets_as_well_loses_no_server(tmp_path, sent):
+    server = serving.ServerProcess(
+        "server 0",
+        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"],
+        {},
+        1,
+        tmp_path / "log",
+    )
+    try:
+        wait_until(lambda: "up" in (tmp_path / "log").read_text())
+        child = child_of(server._process.pid)
+        os.kill(server._process.pid, sent)
+        os.kill(child, 0)
+    finally:
+        server.end()
+    assert server.loss() is not None
+    assert "exit code 137" in server.loss()
+    assert not Path(f"/proc/{child}").exists()
 
 
 @pytest.mark.slow

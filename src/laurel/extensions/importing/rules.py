@@ -305,6 +305,8 @@ def shown(key: str, value: Any) -> str:
         text = value if re.fullmatch(r"[\w./:@+-]+", value) else repr(value)
     elif value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, Mapping):
+        text = str({one: "(not shown)" if is_secret(str(one)) else value[one] for one in value})
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(shown("", item) for item in value) + "]"
     elif isinstance(value, float):

@@ -39,7 +39,7 @@ _SET_OR_OPTIONAL = (
     r"\s-[znv]\s+\"?\$?\{?([A-Za-z_]\w*)",
 )
 _READ = r"\bread\b([^\n;<|]*)"
-_SECRET = re.compile(r"(^|_)(token|key|secret|password|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(r"(token|key|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
 _OF_THE_SHELL = re.compile(
     "(BASH.*|EPOCH.*|S?RANDOM|SECONDS|LINENO|HOST(NAME|TYPE)|OSTYPE|MACHTYPE|E?UID|PPID|OLDPWD|"
     "SHLVL|IFS|OPT(ARG|IND|ERR)|PS[0-9]|PATH|LD_.*|PYTHON.*|FUNCNAME|PIPESTATUS|REPLY|DIRSTACK|"
@@ -166,12 +166,14 @@ def _environment(text: str) -> dict[str, str | None]:
 
 def _checkout_of(script: Path) -> Path:
     """Return what a script may read: its checkout, its directory, or only itself in a home."""
+    home = Path.home().resolve()
+    too_much = (home, *home.parents)
     for directory in script.parents:
-        if directory in (Path.home(), Path("/")):
+        if directory in too_much:
             break
         if (directory / ".git").exists():
             return directory
-    return script if script.parent in (Path.home(), Path("/")) else script.parent
+    return script if script.parent in too_much else script.parent
 
 
 def _python_problem(text: str, name: str) -> ConfigError | None:

@@ -113,9 +113,8 @@ def _said(table: MappingTable, source: Source) -> tuple[dict[str, Any], dict[str
                 f"{value!r}; keep one"
             )
         said[name], spelled[name] = value, key
-    for key, value in list(said.items()):
-        if isinstance(value, str) and "${" in value:
-            _resolve(said, table, key, lost)
+    for key in list(said):
+        _resolve(said, key, key, said, table, lost)
     if source.command is not None:
         lost |= {names.get(key, key): why for key, why in source.command.unresolved.items()}
     return said, lost
@@ -129,15 +128,32 @@ def _merged(key: str, values: Any, names: Sequence[str], value: Any) -> dict[str
     return {**values, first: _merged(key, values.get(first, {}), rest, value) if rest else value}
 
 
-def _resolve(said: dict[str, Any], table: MappingTable, key: str, lost: dict[str, str]) -> None:
-    """Replace references to other keys; drop a key if its reference cannot be resolved."""
+def _resolve(
+    place: dict[str, Any],
+    name: str,
+    key: str,
+    said: Mapping[str, Any],
+    table: MappingTable,
+    lost: dict[str, str],
+) -> None:
+    """Replace references to other keys in a mapping's value, and in the mappings below it.
+
+    A value whose reference cannot be resolved is dropped; `key` is its whole name.
+    """
 
     def value_of(found: re.Match[str]) -> Any:
-        name, default = found[1], found[2]
-        value = said.get(name, table.defaults.get(name, default))
+        other, default = found[1], found[2]
+        value = said.get(other, table.defaults.get(other, default))
         return None if isinstance(value, str) and "${" in value else value
 
-    text = said[key]
+    text = place[name]
+    if isinstance(text, dict):
+        place[name] = inner = dict(text)
+        for below in text:
+            _resolve(inner, below, f"{key}.{below}", said, table, lost)
+        return
+    if not isinstance(text, str) or "${" not in text:
+        return
     if whole := _REFERENCE.fullmatch(text):
         value = value_of(whole)
     else:
@@ -146,10 +162,10 @@ def _resolve(said: dict[str, Any], table: MappingTable, key: str, lost: dict[str
         for part, there in parts.items():
             value = value.replace(part, str(there)) if value is not None else None
     if value is None or (isinstance(value, str) and "${" in value):
-        del said[key]
+        del place[name]
         lost[key] = f"{text} refers to what the file does not hold: write its value"
     else:
-        said[key] = value
+        place[name] = value
 
 
 def _flat(

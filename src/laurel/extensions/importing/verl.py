@@ -597,8 +597,9 @@ class VerlPPO(VerlTrainer):
                 for name in _LIMITS[2:]
                 if self[f"reward.{name}"] is not None
             }
-            if rates.keys() & {"max_rpm", "max_tpm"}:
-                calls |= {"manager": "rate_limited", "rate_limited": rates}
+            if not rates.keys() & {"max_rpm", "max_tpm"}:  # it limits no rate
+                return calls, ["MAN.name", *limits[:2]]
+            calls |= {"manager": "rate_limited", "rate_limited": rates}
             return calls, ["MAN.name", *limits]
         self.skip("only reward_manager.name=rate_limited reads it in verl", *limits)
         if self["MAN.name"] not in _MANAGERS:

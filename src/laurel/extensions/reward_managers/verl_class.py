@@ -107,20 +107,18 @@ def scored_by(
             f"{where}.path={section.path} cannot be made with {', '.join(arguments)}, as verl "
             f"makes it: {error}"
         ) from error
-    made: dict[asyncio.AbstractEventLoop, tuple[Any, asyncio.Semaphore]] = {}
+    made: dict[asyncio.AbstractEventLoop, Any] = {}
 
     async def scored(given: Mapping[str, Any], call: object) -> tuple[Score, ...]:
         loop = asyncio.get_running_loop()
         if loop not in made:  # a manager keeps the event loop that it was made in
             made.clear()
-            made[loop] = kind(**arguments), asyncio.Semaphore(managed.max_concurrent)
-        manager, gate = made[loop]
-        async with gate:
-            try:
-                async with asyncio.timeout(managed.timeout) as clock:
-                    found = await manager.run_single(_sequence(given, tokenizer))
-            except Exception as error:  # the class may raise anything, TimeoutError too
-                return (late(managed.timeout) if clock.expired() else score_of_error(error),)
+            made[loop] = kind(**arguments)
+        try:
+            async with asyncio.timeout(managed.timeout) as clock:
+                found = await made[loop].run_single(_sequence(given, tokenizer))
+        except Exception as error:  # the class may raise anything, TimeoutError too
+            return (late(managed.timeout) if clock.expired() else score_of_error(error),)
         if not isinstance(found, Mapping) or "reward_score" not in found:
             return (failed("error: run_single returned no dictionary with a 'reward_score'"),)
         parts = found.get("reward_extra_info") or {}

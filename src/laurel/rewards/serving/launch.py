@@ -1,7 +1,8 @@
 """Runs a server as long as the process that started it lives: `python launch.py COMMAND ...`.
 
 The end of standard input is the end of that process, however it came; then the server and all that
-it started are killed.
+it started are killed. Until then it goes on, whatever signals come, such as Ctrl-C: they are meant
+for that process, and without this one nothing would end the server.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import threading
 
 def main(command: list[str]) -> int:
     """Run the command, and return its exit code, or 128 and the signal that ended it."""
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, lambda *_: None)  # unlike SIG_IGN the server does not inherit it
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def kill() -> None:

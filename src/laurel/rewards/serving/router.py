@@ -15,8 +15,8 @@ from laurel.generation.waiting import BackgroundLoop, cancel_others
 
 _MOST_BYTES = 64 << 20
 _END_SECONDS, _PROBE = 5.0, 10.0
-_GONE = (502, 503, 504)
-"""Replies of a server that starts or ends."""
+_LOOK = 1.0
+"""Seconds between two looks whether a client still waits."""
 _KEPT = 200
 """Durations of which `hedge` knows the longest of 95 %."""
 _DROPPED = frozenset(
@@ -89,15 +89,17 @@ class RequestRouter:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            with contextlib.suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
-                while (request := await _read(reader)) is not None:
-                    reply = await self._answered(*request)
-                    head = (
-                        f"HTTP/1.1 {reply.status} .\r\ncontent-type: {reply.kind}\r\n"
-                        f"content-length: {len(reply.body)}\r\n\r\n"
+            with contextlib.suppress(OSError, EOFError):
+                try:
+                    while (request := await _read(reader)) is not None:
+                        answer = asyncio.create_task(self._answered(*request))
+                        if not await _is_awaited(answer, reader):
+                            return
+                        await _write(writer, answer.result())
+                except (ValueError, httpx2.InvalidURL, httpx2.LocalProtocolError) as error:
+                    await _write(
+                        writer, _refused(f"no request that can be passed on: {error}", 400)
                     )
-                    writer.write(head.encode() + reply.body)
-                    await writer.drain()
         finally:
             writer.close()
 
@@ -172,13 +174,14 @@ class RequestRouter:
         begun = loop.time()
         try:
             reply = await self._client.request(method, url, headers=dict(headers), content=body)
+        except httpx2.LocalProtocolError:  # it breaks the rules, and no server gets it
+            raise
         except httpx2.TransportError as error:
             return _Reply(503, str(error).encode(), gone=True)
         self._seconds.append(loop.time() - begun)
         kind = reply.headers.get("content-type", "application/json")
-        gone = reply.status_code in _GONE
-        if reply.status_code == 500:  # of the request, or of a server whose engine has died?
-            gone = not await self._is_healthy(server)
+        # Of the request, or of a server that starts, ends or whose engine has died?
+        gone = reply.status_code >= 500 and not await self._is_healthy(server)
         return _Reply(reply.status_code, reply.content, kind, gone=gone)
 
     async def _is_healthy(self, server: _Server) -> bool:
@@ -215,27 +218,62 @@ async def _first_of(first: asyncio.Task[_Reply], second: asyncio.Task[_Reply]) -
         second.cancel()
 
 
-def _refused(reason: str) -> _Reply:
-    return _Reply(503, json.dumps({"error": {"message": reason, "code": 503}}).encode())
+async def _is_awaited(answer: asyncio.Task[_Reply], reader: asyncio.StreamReader) -> bool:
+    """Wait for an answer; cancel it, and return False, when its client has gone away."""
+    try:
+        while not answer.done():
+            await asyncio.wait({answer}, timeout=_LOOK)
+            if reader.at_eof():
+                return False
+        return True
+    finally:
+        answer.cancel()
+
+
+def _refused(reason: str, status: int = 503) -> _Reply:
+    return _Reply(status, json.dumps({"error": {"message": reason, "code": status}}).encode())
+
+
+async def _write(writer: asyncio.StreamWriter, reply: _Reply) -> None:
+    head = (
+        f"HTTP/1.1 {reply.status} .\r\ncontent-type: {reply.kind}\r\n"
+        f"content-length: {len(reply.body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + reply.body)
+    await writer.drain()
 
 
 async def _read(
     reader: asyncio.StreamReader,
 ) -> tuple[str, str, dict[str, str], bytes] | None:
-    """Read a request; None at the end of the connection."""
+    """Read a request; None at the end of the connection.
+
+    Raises:
+        ValueError: It is malformed, or too large.
+        EOFError: It breaks off.
+    """
     line = (await reader.readline()).decode("latin-1").split()
-    if len(line) < 2:
+    if not line:
         return None
+    if len(line) < 2 or not line[1].startswith("/"):
+        raise ValueError(f"it begins with {' '.join(line)!r}")
     headers: dict[str, str] = {}
     while name := (await reader.readline()).decode("latin-1").strip():
         key, _, value = name.partition(":")
         headers[key.strip().lower()] = value.strip()
     if headers.get("transfer-encoding", "").lower() == "chunked":
         body = b""
-        while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
-            body += await reader.readexactly(size)
+        while size := int((await reader.readline()).split(b";")[0], 16):
+            body += await reader.readexactly(_bounded(len(body) + size) - len(body))
             await reader.readline()
-        await reader.readline()
+        while (await reader.readline()).strip():
+            pass  # what may follow the last chunk
     else:
-        body = await reader.readexactly(min(int(headers.get("content-length", 0)), _MOST_BYTES))
+        body = await reader.readexactly(_bounded(int(headers.get("content-length", 0))))
     return line[0], line[1], {k: v for k, v in headers.items() if k not in _DROPPED}, body
+
+
+def _bounded(size: int) -> int:
+    if size > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MB")
+    return size

@@ -118,13 +118,17 @@ class ServerProcess:
     def ask(self, path: str) -> None:
         """Post an empty request, and wait for the answer.
 
+        Nothing is asked of a server that has ended: the one that is started in its place is awake.
+
         Raises:
-            EngineError: It refuses, or is lost.
+            EngineError: It refuses, or does not answer.
         """
         try:
             reply = httpx2.post(f"http://{self.address}{path}", timeout=60.0)
             reply.raise_for_status()
         except httpx2.HTTPError as error:
+            if self.loss() is not None:
+                return
             raise EngineError(f"{self.name} did not take {path}: {error}") from error
 
     def end(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 from collections.abc import Callable, Sequence
 
@@ -24,6 +25,7 @@ def main(
     canary: str,
     cpu_s: int,
     file_mb: int,
+    memory_mb: int,
 ) -> None:
     """Execute a command in this process, confined; write to `report` why that is impossible.
 
@@ -36,6 +38,7 @@ def main(
         canary: A file that could be written to if the files of the machine were not closed off.
         cpu_s: The CPU seconds of each process.
         file_mb: The largest size of a file.
+        memory_mb: The address space of each process.
     """
     try:
         os.set_inheritable(report, False)
@@ -45,11 +48,13 @@ def main(
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_CPU, cpu_s),
             (resource.RLIMIT_FSIZE, file_mb << 20),
+            (resource.RLIMIT_AS, memory_mb << 20),
             (resource.RLIMIT_NPROC, running + _MORE_PROCESSES),
         ):
             confinement.set_limit(which, most, most)
         kernel.renounce_privileges()
         kernel.drop_capabilities()
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # bash keeps it
         allowed = [*readable_paths(), *_ALSO_READABLE, *readable]
         confinement.restrict(allowed, DEVICES, writable, executable)
         seccomp.install_for_processes()
