@@ -70,7 +70,7 @@ def to_forest(
     )
 
 
-class Run(NamedTuple):
+class PrefixNode(NamedTuple):
     """A node of `prefix_trees`: a run of tokens, as part of the first sequence that holds it."""
 
     parent: int
@@ -82,7 +82,7 @@ class Run(NamedTuple):
     """The sequences that end with it."""
 
 
-def prefix_trees(sequences: Sequence[np.ndarray], least: int) -> list[Run]:
+def prefix_trees(sequences: Sequence[np.ndarray], least: int) -> list[PrefixNode]:
     """Find the longest common beginnings of sequences, and of their continuations.
 
     Sequences that go on with `least` or more equal tokens share all tokens that they have in
@@ -96,7 +96,7 @@ def prefix_trees(sequences: Sequence[np.ndarray], least: int) -> list[Run]:
         The runs of all trees in depth-first order, tree after tree, in the order in which the
         sequences first come to them.
     """
-    runs: list[Run] = []
+    runs: list[PrefixNode] = []
     waiting = [(-1, 0, members) for members in _alike(sequences, range(len(sequences)), 0, least)]
     waiting.reverse()
     while waiting:
@@ -112,7 +112,7 @@ def prefix_trees(sequences: Sequence[np.ndarray], least: int) -> list[Run]:
         others = [m for m in members if len(sequences[m]) > end]
         below = _alike(sequences, others, end, least)
         waiting += [(len(runs), end, some) for some in reversed(below)]
-        runs.append(Run(parent, members[0], start, end, ended))
+        runs.append(PrefixNode(parent, members[0], start, end, ended))
     return runs
 
 
@@ -185,7 +185,7 @@ def shared_parts(
     return parts
 
 
-def _count_within(budget: int, runs_of: Sequence[set[int]], runs: Sequence[Run]) -> int:
+def _count_within(budget: int, runs_of: Sequence[set[int]], runs: Sequence[PrefixNode]) -> int:
     # Counts the first groups whose runs are together within the budget; at least one.
     held: set[int] = set()
     size = 0

@@ -163,9 +163,11 @@ class _Box:
             "executable": self.executable,
             "writable": [str(self.work), str(self.scratch / "out"), str(self.scratch / "tmp")],
             "canary": str(self.scratch / "canary"),
-            "cpu_s": _CPU_S,
-            "file_mb": _FILE_MB,
-            "memory_mb": _MEMORY_MB,
+            "limits": {
+                "RLIMIT_CPU": _CPU_S,
+                "RLIMIT_FSIZE": _FILE_MB << 20,
+                "RLIMIT_AS": _MEMORY_MB << 20,
+            },
         }
         reading, writing = os.pipe()
         with open(reading, "rb") as report, tempfile.TemporaryFile() as stderr:

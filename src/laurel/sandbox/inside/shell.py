@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from laurel.sandbox.inside import confinement, kernel, seccomp
 from laurel.sandbox.inside.jail import DEVICES, readable_paths
@@ -23,9 +23,7 @@ def main(
     executable: Sequence[str],
     writable: Sequence[str],
     canary: str,
-    cpu_s: int,
-    file_mb: int,
-    memory_mb: int,
+    limits: Mapping[str, int],
 ) -> None:
     """Execute a command in this process, confined; write to `report` why that is impossible.
 
@@ -36,22 +34,15 @@ def main(
         executable: The programs that may be executed.
         writable: The directories that may be written to.
         canary: A file that could be written to if the files of the machine were not closed off.
-        cpu_s: The CPU seconds of each process.
-        file_mb: The largest size of a file.
-        memory_mb: The address space of each process.
+        limits: The limits of each process, by the kernel's names, in seconds or bytes.
     """
     try:
         os.set_inheritable(report, False)
         with open("/proc/loadavg") as file:
             running = int(file.read().split()[3].partition("/")[2])
-        for which, most in (
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_CPU, cpu_s),
-            (resource.RLIMIT_FSIZE, file_mb << 20),
-            (resource.RLIMIT_AS, memory_mb << 20),
-            (resource.RLIMIT_NPROC, running + _MORE_PROCESSES),
-        ):
-            confinement.set_limit(which, most, most)
+        most_of = {"RLIMIT_CORE": 0, "RLIMIT_NPROC": running + _MORE_PROCESSES, **limits}
+        for name, most in most_of.items():
+            confinement.set_limit(getattr(resource, name), most, most)
         kernel.renounce_privileges()
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # bash keeps it
