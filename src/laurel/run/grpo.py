@@ -64,7 +64,8 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     Errors are reported in the order of their cost: first those that need nothing loaded, then those
     that need the data, the environments, and the policy.
     """
-    config = _resolve_teacher(resolve_model(config, console), console)
+    policy_name = config.policy.model_name
+    config = _resolve_teacher(resolve_model(config, console), policy_name, console)
     deadline = Deadline(config.checkpointing.checkpoint_must_save_by)
     selection = check_grpo_run(config)
     planned = plan_allocation(config)
@@ -95,13 +96,20 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     return training, position
 
 
-def _resolve_teacher(config: GRPORun, console: Console) -> GRPORun:
-    """Return the configuration with the teacher's name resolved as that of the policy is."""
+def _resolve_teacher(config: GRPORun, policy_name: str | None, console: Console) -> GRPORun:
+    """Return the configuration with the teacher's name resolved as that of the policy is.
+
+    One that the configuration calls by the same name as the policy is not looked for again.
+    """
     loss = config.loss_fn
-    if loss.distillation.model_name is None:
+    name = loss.distillation.model_name
+    if name is None:
         return config
     say = say_on(console)
-    name = found_teacher(loss.distillation.model_name, say=lambda note: say(f"note    {note}"))
+    if name == policy_name:
+        name = config.policy.model_name
+    else:
+        name = found_teacher(name, say=lambda note: say(f"note    {note}"))
     found = loss.distillation.model_copy(update={"model_name": name})
     return config.model_copy(update={"loss_fn": loss.model_copy(update={"distillation": found})})
 
