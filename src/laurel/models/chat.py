@@ -203,13 +203,7 @@ class ChatFormat:
                 f"the role {role!r} of an observation is none that the chat template names, and "
                 f"none of {', '.join(USUAL_ROLES)}" + (f"; did you mean {near!r}?" if near else "")
             )
-        mark = _MARK
-        while any(mark in message.content for message in (*history, *said)):
-            mark += "k"
-        asked = tuple(history) or (Message("user", "a"),)
-        talk = (*asked, Message("assistant", mark), *said)
-        row = self._contents.render(talk, prompt=True, tools=tools)
-        start = row.text.rfind(mark) + len(mark) if mark in row.text else len(row.text)
+        row, _, start = self._marked_turn(history, said, tools)
         after = row.text[start:]
         for role, content in ((message.role, message.content) for message in said):
             # Llama's template writes what a tool answers as a JSON string.
@@ -226,6 +220,61 @@ class ChatFormat:
         ids = [] if ended else [self.end_ids[0]]
         ids += self._contents.ids(row, len(row.text) - len(after.removeprefix(self._end_text)))
         return np.asarray(ids, dtype=np.int32)
+
+    def rewritten_ids(
+        self,
+        observation: Observation,
+        *,
+        history: Conversation,
+        turn: Message,
+        tools: ToolSchemas = (),
+    ) -> TokenIds | None:
+        """Tokenise a conversation up to the policy's next turn if the template rewrites its turns.
+
+        Templates of thinking models leave out the thoughts of earlier turns, for example. White
+        space alone makes no difference.
+
+        Args:
+            observation: The environment's message, or several, that follow the turn.
+            history: The conversation before the policy's turn.
+            turn: The policy's turn.
+            tools: The functions that the prompt showed.
+
+        Returns:
+            All tokens from the first on, int32 [L]; None if the template appends the turn and what
+            follows to the text in which the turn was sampled.
+
+        Raises:
+            DataError: The template cannot render the conversation.
+        """
+        said = tuple(Message(one["role"], one["content"]) for one in messages_of(observation))
+        if any(message.role == ENVIRONMENT for message in (*history, *said)):
+            return None  # such text stands inside a turn, which no template renders
+        talk = (*history, turn, *said)
+        asked = self.render(history, prompt=True, tools=tools)
+        whole = self.render(talk, prompt=True, tools=tools)
+        if _continues(whole, asked + turn.content):
+            return None
+        # The policy may write a header of its turn itself, of tokens that are no text.
+        row, start, _ = self._marked_turn(history, said, tools)
+        opened = row.text[:start]
+        if _continues(opened, asked) and _continues(whole, opened + turn.content):
+            return None
+        return self.prompt_ids(talk, tools=tools)
+
+    def _marked_turn(
+        self, history: Conversation, said: Sequence[Message], tools: ToolSchemas
+    ) -> tuple[PlainText, int, int]:
+        # The text with a turn of a mark, and where in it the mark begins and ends.
+        mark = _MARK
+        while any(mark in message.content for message in (*history, *said)):
+            mark += "k"
+        asked = tuple(history) or (Message("user", "a"),)
+        row = self._contents.render(
+            (*asked, Message("assistant", mark), *said), prompt=True, tools=tools
+        )
+        start = row.text.rfind(mark)
+        return (row, start, start + len(mark)) if start >= 0 else (row, *[len(row.text)] * 2)
 
     def token_ends(
         self, turn_ids: Sequence[int] | TokenIds, text: str, ends: Sequence[int]
@@ -465,6 +514,11 @@ def _with_weights(pieces: Sequence[_Piece], learned: Sequence[bool]) -> list[_Pi
         piece._replace(is_learned=is_learned.get(index, False))
         for index, piece in enumerate(pieces)
     ]
+
+
+def _continues(text: str, beginning: str) -> bool:
+    """Report whether a text begins with another, white space aside."""
+    return "".join(text.split()).startswith("".join(beginning.split()))
 
 
 def _where_they_part(one: str, other: str) -> str:

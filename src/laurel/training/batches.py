@@ -133,7 +133,7 @@ class Batcher:
         for group, label in zip(tokens, labels, strict=True):
             for indices in shares(group, budget=budget):
                 parts.append(select_completions(group, indices))
-                whole = len(indices) == len(group.branches_ids_G)
+                whole = len(indices) == len(group.branches_of_G)
                 their_labels.append(label if whole else subset(label, indices))
         return parts, their_labels
 
@@ -194,12 +194,12 @@ def reward_values(
 
 
 def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
-    """Choose which completions of a group are computed together, as indices of its branches.
+    """Choose which completions of a group are computed together, as indices of its completions.
 
     These are all completions if they and the prompt fit into `budget` tokens, otherwise as many as
     fit. Without a budget each is computed alone, because no prompt is shared then.
     """
-    sizes = [len(ids) for ids in group.branches_ids_G]
+    sizes = group.num_own_tokens_G
     if budget is None:
         return [[i] for i in range(len(sizes))]
     if group.num_tokens <= budget:
@@ -231,7 +231,7 @@ def global_batches(
     batches: list[tuple[list[TokenGroup], list[Label]]] = []
     room = 0
     for group, label in zip(groups, labels, strict=True):
-        first, count = 0, len(group.branches_ids_G)
+        first, count = 0, len(group.branches_of_G)
         while first < count:
             if room == 0:
                 batches.append(([], []))
