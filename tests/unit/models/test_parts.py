@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
+from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
 from laurel.data.parts import parts_of
 from laurel.models.forest.parts import backward_in_parts
+from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
 from random_trees import groups_of_tree
 
@@ -72,13 +74,18 @@ def assert_same(found, wanted, *, outputs=1e-11, grads=1e-6):
         assert (found[1][name] - value).norm() <= grads * value.norm(), name
 
 
+def tolerance(name):
+    # These compute their norms in float32 in any model, and so the gradients of them.
+    return 1e-6 if name.startswith(("gemma", "cohere")) else 1e-10
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_parts_give_the_outputs_and_gradients_of_one_pass(name):
     model = tiny.tiny_policy(name, dtype=torch.float64, temperature=0.8)
     forest = to_forest(tiny.random_groups(1, SHAPES))
     wanted = in_one_pass(model, forest)
     for budget in (25, 7):
-        assert_same(in_parts(model, forest, budget), wanted)
+        assert_same(in_parts(model, forest, budget), wanted, grads=tolerance(name))
 
 
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2-capped", "gpt-oss", "cohere"])
@@ -87,8 +94,8 @@ def test_parts_of_deep_trees_give_the_outputs_and_gradients_of_one_pass(name):
     groups, _ = groups_of_tree(ALL.index(name), nodes=30, shapes=SHAPES[:1])
     forest = to_forest(groups, least_shared=1)
     wanted = in_one_pass(model, forest)
-    assert_same(in_parts(model, forest, 20), wanted)
-    assert_same(in_parts(model, forest, 60), wanted)
+    for budget in (60, 20):
+        assert_same(in_parts(model, forest, budget), wanted, grads=tolerance(name))
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,9 +118,36 @@ def test_parts_hold_every_token_once_behind_its_path(seed, nodes, budget, is_dee
         assert row == positions[path + own[number]].tolist()
 
 
-def test_recomputed_layers_and_dropout_in_parts():
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_parts_with_adapters_and_recomputed_layers(is_stored):
     model = tiny.tiny_policy("llama", dtype=torch.float64)
+    lora = LoraConfig(enabled=True, dim=4)
+    model.causal_lm = add_adapters(model.causal_lm, lora, trains_head=False)
+    tiny.draw_adapters(model.causal_lm, 0.3)
     forest = to_forest(tiny.random_groups(1, SHAPES))
+    model.train()
     wanted = in_one_pass(model, forest)
-    recompute_activations(model.train().causal_lm)
+    assert all("lora_" in name for name in wanted[1])
+    if not is_stored:
+        recompute_activations(model.causal_lm)
     assert_same(in_parts(model, forest, 25), wanted)
+
+
+def test_all_passes_over_a_part_draw_the_same_dropout(monkeypatch):
+    model = tiny.tiny_policy("llama", attention_dropout=0.5).train()
+    forest = to_forest(tiny.random_groups(1, SHAPES))
+    seen, own = {}, model.hidden_of_row
+
+    def hidden_of_row(ids_T, positions_T, plan):
+        hidden_TD = own(ids_T, positions_T, plan)
+        rows = plan.read_X.to(hidden_TD.device)
+        seen.setdefault(tuple(ids_T.tolist()), []).append(hidden_TD[rows].detach())
+        return hidden_TD
+
+    monkeypatch.setattr(model, "hidden_of_row", hidden_of_row)
+    in_parts(model.train(), forest, 25)
+    # Once without gradients for the outputs, then once, or twice where other parts hang below.
+    again = [passes for passes in seen.values() if len(passes) > 2]
+    assert again
+    for _, first, *others in again:
+        assert all(torch.equal(first, other) for other in others)

@@ -443,6 +443,7 @@ class _Training:
 
     def _learn_divided(self, units: list[int]) -> None:
         work = self._work
+        units = sorted(units)
         completions = [n for unit in units for n in self._units[unit]]
         outputs = work.outputs(completions)
         columns, shape_of = columns_of(outputs)
