@@ -271,6 +271,7 @@ def _batching(
         limits,
         pad_id=contract.rules.pad_id or 0,
         dp_size=model.learner.dp_size,
+        in_parts=model.learner.computes_parts,
     )
     return batcher, units
 
