@@ -30,6 +30,7 @@ from laurel.environments.interface import (
 )
 from laurel.errors import DataError, EnvironmentFailedError, WorkerError
 from laurel.generation.waiting import end_all
+from laurel.models.scoring import shared_prefix
 from laurel.observe.user_code import is_installed, is_ours, line_of
 from laurel.protocols import Environment
 from laurel.types import (
@@ -136,10 +137,8 @@ class RolloutInProgress:
 
     def num_shared(self, prompt_ids: TokenIds) -> int:
         """Count the first tokens of the prompt with which all sequences begin."""
-        return min(
-            (common_length(prompt_ids, self.ids[piece]) for piece in self.contexts),
-            default=len(prompt_ids),
-        )
+        contexts = [self.ids[piece] for piece in self.contexts]
+        return shared_prefix([np.append(prompt_ids, -1), *contexts])
 
     def _append(self, ids: TokenIds, is_policy: bool, logprobs: LogProbs) -> None:
         self.ids.append(np.asarray(ids, dtype=np.int32))
@@ -218,13 +217,6 @@ class RolloutInProgress:
             invalid_turns=tuple(self.invalid_turns),
             begins=tuple(begins[self.contexts].tolist()),
         )
-
-
-def common_length(one: TokenIds, other: TokenIds) -> int:
-    """Count the tokens with which two sequences both begin."""
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 TokenEnds = Callable[["TokenIds", str, Sequence[int]], Sequence[int]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -158,9 +159,22 @@ class Batcher:
             )
             if self._in_parts:
                 forest = replace(forest, part_tokens=self.limits.forest_tokens)
-            return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
+            return MicroBatch(
+                inputs=forest,
+                labels=labels,
+                num_tokens=len(forest.ids_T),
+                branches_of_N=_branches_of(tokens),
+            )
         rows = to_padded(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
+
+
+def _branches_of(tokens: Sequence[TokenGroup]) -> list[range]:
+    if not any(group.sequences_G for group in tokens):
+        return []
+    counts = [len(own) for group in tokens for own in group.branches_of_G]
+    ends = accumulate(counts)
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 Outputs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]

@@ -185,6 +185,9 @@ def test_batches_ahead_keep_their_sequences():
 LAYOUTS = {
     "forest": {},
     "divided": {"sequence_packing": {"train_mb_tokens": 20}},
+    "in parts": {"sequence_packing": {"train_mb_tokens": 20}},
+    "deep": {},
+    "deep in parts": {"sequence_packing": {"train_mb_tokens": 20}},
     "alone": {"sequence_packing": {"share_prompts": False}},
     "padded": {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 3},
 }
@@ -199,7 +202,10 @@ def policy(layout):
     model = model_of(path)
     section = GRPOPolicyConfig(max_total_sequence_length=64, **LAYOUTS[layout])
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
-    return learner, Batcher(path, section.batch_limits, pad_id=PAD)
+    limits = section.batch_limits
+    if "deep" in layout:
+        limits = replace(limits, least_shared=2)
+    return learner, Batcher(path, limits, pad_id=PAD, in_parts="parts" in layout)
 
 
 def gradient(model):
