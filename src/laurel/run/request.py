@@ -242,11 +242,20 @@ def _policy(config: Run) -> RoleRequest:
     elif config.command == "rm":
         unit, sequences = "groups", 2  # an item is a pair of conversations
     longest = sequences * policy.max_total_sequence_length
+    packing, part_tokens, path_tokens = policy.sequence_packing, None, 0
+    if packing.enabled and packing.share_prompts:
+        part_tokens = policy.batch_limits.forest_tokens
+        group = longest
+        if config.command == "grpo":
+            group *= config.grpo.num_generations_per_prompt
+        path_tokens = policy.max_total_sequence_length if group > part_tokens else 0
     batch = BatchRequest(
         unit=unit,
         size=policy.train_global_batch_size,
         longest=longest,
         tokens=_budget(config, longest),
+        part_tokens=part_tokens,
+        path_tokens=path_tokens,
         updates=config.updates_per_rollout if config.command == "grpo" else 1,
     )
     batches = [batch]
