@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
-from laurel.config.policy import PlacementConfig, ResourcesConfig, RolePlacement
+from laurel.config.policy import LearnerPlacement, ResourcesConfig, RolePlacement
 from laurel.errors import ConfigError
 from laurel.planning.request import (
     AdapterRequest,
@@ -338,10 +338,14 @@ def _validates(config: Run) -> bool:
     return is_asked and (bool(config.data.validation_sets()) or has_more)
 
 
-def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
+def _placements(placement: LearnerPlacement) -> dict[RoleName, RolePlacement]:
     roles: tuple[RoleName, ...] = get_args(RoleName)
-    said = {name: getattr(placement, name) for name in roles}
-    return {name: wish for name, wish in said.items() if wish is not None}
+    said = {name: placement.get(name) for name in roles}
+    return {
+        name: RolePlacement.model_validate(wish.model_dump())
+        for name, wish in said.items()
+        if wish is not None
+    }
 
 
 def _training(config: Run) -> TrainingRequest:
