@@ -11,9 +11,8 @@ import torch
 
 from laurel.types import PaddedRows, SequenceEnd, Span, TokenForest, TokenGroup, Tree
 
-LEAST_SHARED = 16
-"""The fewest tokens that sequences of several groups, or completions of one, have in common before
-they share them: each shared run costs every layer some calls of its own."""
+LEAST_SAVED = 0.05
+"""The least part of the tokens of a batch that makes up for trees of more than two levels."""
 
 
 def to_forest(
@@ -140,6 +139,15 @@ def distinct_tokens(groups: Sequence[TokenGroup], least_shared: int) -> int:
     """Count the tokens of `to_forest(groups, least_shared=least_shared)`."""
     runs = prefix_trees(whole_sequences(groups), least_shared)
     return sum(run.end - run.start for run in runs)
+
+
+def worth_sharing(groups: Sequence[TokenGroup], least_shared: int) -> bool:
+    """Report whether `to_forest` saves enough with `least_shared`, beyond prompts.
+
+    Otherwise groups are laid out with shared prompts, bit for bit as if none began alike.
+    """
+    prompts_shared = sum(group.num_tokens for group in groups)
+    return distinct_tokens(groups, least_shared) <= (1.0 - LEAST_SAVED) * prompts_shared
 
 
 def shared_parts(
