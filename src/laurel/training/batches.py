@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -149,7 +150,7 @@ class Batcher:
         for group, label in zip(tokens, labels, strict=True):
             for indices in shares(group, budget=budget):
                 parts.append(select_completions(group, indices))
-                whole = len(indices) == len(group.branches_ids_G)
+                whole = len(indices) == len(group.branches_of_G)
                 their_labels.append(label if whole else subset(label, indices))
         return parts, their_labels
 
@@ -161,9 +162,22 @@ class Batcher:
             forest = to_forest(tokens, share_prompts=share, least_shared=least)
             if self._in_parts:
                 forest = replace(forest, part_tokens=self.limits.forest_tokens)
-            return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
+            return MicroBatch(
+                inputs=forest,
+                labels=labels,
+                num_tokens=len(forest.ids_T),
+                branches_of_N=_branches_of(tokens),
+            )
         rows = to_padded(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
+
+
+def _branches_of(tokens: Sequence[TokenGroup]) -> list[range]:
+    if not any(group.sequences_G for group in tokens):
+        return []
+    counts = [len(own) for group in tokens for own in group.branches_of_G]
+    ends = accumulate(counts)
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 Outputs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
@@ -211,12 +225,12 @@ def reward_values(
 
 
 def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
-    """Choose which completions of a group are computed together, as indices of its branches.
+    """Choose which completions of a group are computed together, as indices of its completions.
 
     These are all completions if they and the prompt fit into `budget` tokens, otherwise as many as
     fit. Without a budget each is computed alone, because no prompt is shared then.
     """
-    sizes = [len(ids) for ids in group.branches_ids_G]
+    sizes = group.num_own_tokens_G
     if budget is None:
         return [[i] for i in range(len(sizes))]
     if group.num_tokens <= budget:
@@ -248,7 +262,7 @@ def global_batches(
     batches: list[tuple[list[TokenGroup], list[Label]]] = []
     room = 0
     for group, label in zip(groups, labels, strict=True):
-        first, count = 0, len(group.branches_ids_G)
+        first, count = 0, len(group.branches_of_G)
         while first < count:
             if room == 0:
                 batches.append(([], []))
