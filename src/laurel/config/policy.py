@@ -520,6 +520,11 @@ class ResourcesConfig(Section):
     num_nodes: int | None = Field(default=None, ge=1, le=16384)
     """Nodes with reserved slots."""
 
+    @property
+    def are_own(self) -> bool:
+        """Whether any are reserved; else the role shares those of the policy."""
+        return self.gpus_per_node is not None or self.num_nodes is not None
+
 
 class ClusterConfig(Section):
     """The devices and processes of the run."""
