@@ -94,8 +94,9 @@ from laurel.environments.interface import (
     response_of,
 )
 from laurel.environments.interface import numbers as as_numbers
-from laurel.observe.health import RULES, Alarms
+from laurel.observe.health import Alarms
 from laurel.observe.loggers import read_metrics
+from laurel.observe.rules import ALARMS
 from laurel.run.grpo import train_policy
 from laurel.run.reward_model import train_reward_model
 from laurel.run.sft import fine_tune
@@ -602,9 +603,9 @@ def show(found: Sequence[Watched], *, as_markdown: bool) -> None:
         f"\nAlarms: {len(fallen)} runs whose gold fell through a loophole, {len(sound)} healthy "
         "ones whose gold held\n"
     )
-    rows = [[name, *figures_of([name], fallen, sound)] for name in RULES]
+    rows = [[name, *figures_of([name], fallen, sound)] for name in ALARMS]
     rows.append([" or ".join(OF_GOLD), *figures_of(OF_GOLD, fallen, sound)])
-    rows.append(["any of them", *figures_of(list(RULES), fallen, sound)])
+    rows.append(["any of them", *figures_of(list(ALARMS), fallen, sound)])
     columns = (
         "alarm",
         "hits",

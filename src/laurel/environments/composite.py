@@ -76,7 +76,7 @@ class CompositeEnvironment(EnvironmentInterface):
             )
         self._added = [part for part in self.config.parts if part.gate is None]
         self._gates = [(p.env, p.gate) for p in self.config.parts if p.gate is not None]
-        # Their rewards are in no component; `observe.health.gold_metric` reads their mean metrics.
+        # Their rewards are in no component; `observe.history.gold_metric` reads their mean metrics.
         self._watched = {part.env for part in self._added if part.weight == 0.0}
         if not self._added:
             raise ConfigError("env.composite: all parts are gates; one must give the reward")

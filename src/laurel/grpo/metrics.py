@@ -25,16 +25,15 @@ from laurel.models.plain_contents import FOREIGN_MARK
 from laurel.observe.console import completion_text, shorten_middle
 from laurel.observe.files import replace_file
 from laurel.observe.forks import ForkGuard
-from laurel.observe.health import (
+from laurel.observe.health import AlarmEvent, Alarms
+from laurel.observe.history import (
     CONTROL_TOKENS,
     FAILURES,
     LENGTH_CORRELATION,
     REPETITION,
-    AlarmEvent,
-    Alarms,
-    Evidence,
     is_of_validation,
 )
+from laurel.observe.rules import Evidence
 from laurel.protocols import Environment
 from laurel.rewards.remote.replica import failure_reason
 from laurel.types import Rollout, RolloutGroup
@@ -298,7 +297,7 @@ def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
 
 
 # What is measured for the alarms, what they say, and whether the run ends. The arithmetic is in
-# `observe/health.py`; nothing here changes what is learned.
+# `observe/rules.py`; nothing here changes what is learned.
 
 HEALTH_FILE = "health.jsonl"
 """File in the run's log directory: a line for each alarm that is raised or ends."""
