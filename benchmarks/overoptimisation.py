@@ -89,7 +89,7 @@ from laurel.demo.data import NUMBER_REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
-    batch_figures,
+    batch_metrics,
     mean_of,
     response_of,
 )
@@ -324,7 +324,7 @@ class Judge(EnvironmentInterface):
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """See `protocols.Environment.global_post_process_and_metrics`."""
         rewards = as_numbers(batch["rewards"])
-        return batch, batch_figures(batch) | mean_of("reward_mean", rewards)
+        return batch, batch_metrics(batch) | mean_of("reward_mean", rewards)
 
 
 def repeated(words: Sequence[str]) -> float:

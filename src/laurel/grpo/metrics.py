@@ -378,7 +378,7 @@ class HealthWatch:
         """
         if not self._is_enabled:
             return {}
-        measured = completion_figures(groups, figures)
+        measured = completion_metrics(groups, figures)
         self._judge(step, groups, {**figures, **measured})
         raised = self._alarms.raised
         return measured | {f"health/{n}": float(n in raised) for n in self._alarms.known}
@@ -460,7 +460,7 @@ def _counts(line: str, *, until: int) -> bool:
         return False
 
 
-def completion_figures(
+def completion_metrics(
     groups: Sequence[RolloutGroup], figures: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of completions that are used only for alarms.

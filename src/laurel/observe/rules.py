@@ -1139,14 +1139,14 @@ _WEIGHTS: tuple[Weight, ...] = ("bad", "look", "good", "note")
 def findings(record: RunRecord) -> list[RunFinding]:
     """Apply all rules to a run; problems come first and plain facts last."""
     health = inside(record.settings, "grpo", "health")
-    told = {alarm.name for alarm in alarms_of(record.health) if alarm.until is None}
-    told |= set(health.get("ignore") or ())
+    reported = {alarm.name for alarm in alarms_of(record.health) if alarm.until is None}
+    reported |= set(health.get("ignore") or ())
     ends = _Ends.of(record, health.get("format_metric"))
     found: list[RunFinding] = []
     for name, rule in RULES.items():
         if rule.report is not None:
             found += rule.report(record)
-        if rule.compares_ends and rule.alarm and ends and name not in told:
+        if rule.compares_ends and rule.alarm and ends and name not in reported:
             checked = rule.alarm(ends)
             if checked is not None and checked.is_bad:
                 text = checked.text[0].upper() + checked.text[1:]

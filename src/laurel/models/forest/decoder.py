@@ -275,7 +275,7 @@ class RewardModel(Decoder):
             with self.autocast():
                 logits_NK: Tensor = self.classifier(**self.padded_inputs(batch)).logits
             return logits_NK.float()
-        return self.judge(self.last_hidden(batch))
+        return self.apply_head(self.last_hidden(batch))
 
     def last_hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
         """Return the hidden state of every token that is read: the last of every completion.
@@ -299,7 +299,7 @@ class RewardModel(Decoder):
         index_N = torch.arange(batch.num_completions, device=self.device)
         return hidden[index_N, batch.lengths_N.to(self.device, non_blocking=True) - 1]
 
-    def judge(self, hidden_ND: Tensor) -> Tensor:
+    def apply_head(self, hidden_ND: Tensor) -> Tensor:
         """Apply the head to hidden states `[N, D]`, and return the scores `[N, K]`."""
         head = getattr(self.classifier, self.head_name or "")
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
