@@ -305,13 +305,21 @@ class TokenForest:
     """End of each sequence, in the order of the completions; None: every node but the roots ends
     one, which is the completion of its tree's prompt.
     """
+    part_tokens: int | None = None
+    """Most tokens of one pass through a model; a larger forest is computed in parts. None: it is
+    computed in one pass, whatever its size."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Numbers travel several times as fast as the spans that they are read back into.
         edges = [[tree.nodes[0].start, *(node.end for node in tree.nodes)] for tree in self.trees]
         parents = [None if tree.has_two_levels else tree.parents for tree in self.trees]
         ends = None if self.ends is None else [tuple(end) for end in self.ends]
-        return _forest_of, (self.ids_T, edges, self.reads, parents, ends)
+        return _forest_of, (self.ids_T, edges, self.reads, parents, ends, self.part_tokens)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the forest has more tokens than one pass may have."""
+        return self.part_tokens is not None and len(self.ids_T) > self.part_tokens
 
     @property
     def positions_T(self) -> Tensor:
@@ -359,6 +367,7 @@ def _forest_of(
     reads: tuple[int, ...] | None,
     parents: Sequence[tuple[int, ...] | None],
     ends: Sequence[tuple[int, int, int]] | None,
+    part_tokens: int | None,
 ) -> TokenForest:
     trees = []
     for (start, *after), above in zip(edges, parents, strict=True):
@@ -370,6 +379,7 @@ def _forest_of(
         trees=tuple(trees),
         reads=reads,
         ends=None if ends is None else tuple(SequenceEnd(*end) for end in ends),
+        part_tokens=part_tokens,
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
-from laurel.config.policy import LoggerConfig
+from laurel.config.policy import RolloutLoggerConfig
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -84,7 +84,7 @@ class GRPOSettings:
 
     grpo: GRPOConfig
     loss: PolicyLossConfig
-    logging: LoggerConfig
+    logging: RolloutLoggerConfig
     max_length: int
     """The maximum number of tokens of a sequence."""
     longest_completion: int

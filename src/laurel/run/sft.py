@@ -95,7 +95,13 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         limits = config.policy.batch_limits
         parts = EpochParts(
             learner=learner,
-            batcher=Batcher(facts.path, limits, pad_id=pad_id, dp_size=learner.dp_size),
+            batcher=Batcher(
+                facts.path,
+                limits,
+                pad_id=pad_id,
+                dp_size=learner.dp_size,
+                in_parts=learner.computes_parts,
+            ),
             train=train,
             order=order,
             validation=validation,

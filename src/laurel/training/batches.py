@@ -35,6 +35,7 @@ class Batcher:
         *,
         pad_id: int,
         dp_size: int = 1,
+        in_parts: bool = False,
     ) -> None:
         """Choose the layout and limits of micro-batches.
 
@@ -43,11 +44,14 @@ class Batcher:
             limits: The size limits of micro-batches.
             pad_id: The padding token, for padded rows.
             dp_size: The number of data-parallel ranks, `Learner.dp_size`.
+            in_parts: Whether a group larger than the budget stays whole, as a forest that is
+                computed in parts (`Learner.computes_parts`).
         """
         self.path: Literal["forest", "padded"] = path
         self.limits = limits
         self._pad_id = pad_id
         self._dp_size = dp_size
+        self._in_parts = in_parts and limits.share_prompts
 
     def cut(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> list[MicroBatch[Label]]:
         """Divide all groups into micro-batches.
@@ -98,7 +102,13 @@ class Batcher:
     def filled(self) -> Batcher:
         """Return one that fills padded batches too, where no gradients are kept."""
         limits = replace(self.limits, padded_tokens=self.limits.forest_tokens)
-        return Batcher(self.path, limits, pad_id=self._pad_id, dp_size=self._dp_size)
+        return Batcher(
+            self.path,
+            limits,
+            pad_id=self._pad_id,
+            dp_size=self._dp_size,
+            in_parts=self._in_parts,
+        )
 
     def of_singles(self) -> Batcher:
         """Return one whose micro-batches hold a single conversation each."""
@@ -118,14 +128,16 @@ class Batcher:
         """Divide groups into smaller ones, for losses in which completions are independent.
 
         A group that exceeds the budget of a forest is divided into several, in which fewer
-        completions share the prompt. Without prompt sharing, and for padded rows, each completion
-        becomes a group.
+        completions share the prompt, unless it is computed in parts. Without prompt sharing, and
+        for padded rows, each completion becomes a group.
 
         Args:
             tokens: The groups.
             labels: The label of each group.
             subset: Returns the label of some completions of a group.
         """
+        if self._is_forest and self._in_parts:
+            return list(tokens), list(labels)
         parts: list[TokenGroup] = []
         their_labels: list[Label] = []
         shares_prompt = self._is_forest and self.limits.share_prompts
@@ -144,6 +156,8 @@ class Batcher:
                 share_prompts=self.limits.share_prompts,
                 least_shared=self.limits.least_shared,
             )
+            if self._in_parts:
+                forest = replace(forest, part_tokens=self.limits.forest_tokens)
             return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
         rows = to_padded(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
