@@ -15,14 +15,12 @@ from rich.text import Text
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
-from laurel.cli.evaluate import eval_app
 from laurel.cli.sandbox import sandbox_app
-from laurel.errors import ConfigError, LaurelError
+from laurel.errors import LaurelError
 from laurel.observe.console import make_console, verbosity
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
-    ExportOptions,
     JsonOption,
     JudgeOption,
     LocalScorerOptions,
@@ -155,36 +153,6 @@ def score_command(
         raise typer.Exit(exit_code)
 
 
-@app.command("export")
-def export_command(
-    *,
-    options: ExportOptions,
-    is_average: Annotated[
-        bool,
-        typer.Option(
-            "--average",
-            help="Write the mean of the weights of the checkpoints and runs that are named.",
-        ),
-    ] = False,
-) -> None:
-    """Write a model as a plain Hugging Face directory, and test it.
-
-    The directory loads without Laurel. Reward models of OpenRLHF and LLaMA-Factory can be exported
-    as well. With --average the mean of several models is written, with golden scores of its own;
-    how far their scores lie apart is shown, and stands in the card.
-
-    Example: laurel export --model results/rm --output exported --eval results/last
-    """
-    from laurel.export.export import run_export
-
-    if is_average != bool(options.average):
-        raise ConfigError(
-            "--average averages the models that are named: laurel export --average DIR DIR ... "
-            "--output DIR. One model is exported with --model DIR"
-        )
-    run_export(options)
-
-
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)
 
 
@@ -230,7 +198,6 @@ def data_check(
 
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(config_app, name="config")
-app.add_typer(eval_app, name="eval")
 app.add_typer(data_app, name="data")
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.evaluation.policy import pass_at, pass_figures, reward_figures
+from laurel.extensions.evaluation.pass_figures import pass_at, pass_figures, reward_figures
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
