@@ -232,7 +232,7 @@ def evaluate(
     """
     _check_choice("benchmark", benchmark, get_args(BenchmarkName))
     with speaking(_ARGUMENTS):
-        found: Evaluation = _functions_of("eval").evaluate(
+        found: Evaluation = _functions_of("eval").evaluate_model(
             benchmark,
             _path(model) if judge is None else str(model or ""),
             data,
@@ -282,7 +282,7 @@ def export(
         UserError: A model or a directory that cannot be used, or one that would give other scores.
     """
     with speaking(_ARGUMENTS):
-        written: Path = _functions_of("export").export(
+        written: Path = _functions_of("export").export_model(
             Path(output),
             _console(quiet),
             model=_path(model),

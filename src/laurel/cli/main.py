@@ -15,7 +15,6 @@ from rich.text import Text
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
-from laurel.cli.sandbox import sandbox_app
 from laurel.errors import LaurelError
 from laurel.observe.console import make_console, verbosity
 from laurel.run.options import (
@@ -151,6 +150,14 @@ def score_command(
     )
     if exit_code:
         raise typer.Exit(exit_code)
+
+
+sandbox_app = App(help="Where programs that a model wrote are run.", no_args_is_help=True)
+
+
+@sandbox_app.callback()
+def sandbox_commands() -> None:
+    """Where programs that a model wrote are run."""
 
 
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)

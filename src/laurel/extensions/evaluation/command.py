@@ -38,7 +38,7 @@ class Eval(Command):
         return eval_app
 
     def for_programs(self) -> ModuleType:
-        """Return the module with `evaluate` and `show`."""
+        """Return the module with `evaluate_model` and `show`."""
         from laurel.extensions.evaluation import programs
 
         return programs

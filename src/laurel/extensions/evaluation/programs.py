@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from laurel.config.data import BenchmarkName
 
-__all__ = ["evaluate", "show"]
+__all__ = ["evaluate_model", "show"]
 
 show = show_evaluation
 
 
-def evaluate(
+def evaluate_model(
     benchmark: BenchmarkName,
     model: str,
     data: Sequence[str | Path],

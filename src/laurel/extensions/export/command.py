@@ -23,7 +23,7 @@ class Export(Command):
         return export_command
 
     def for_programs(self) -> ModuleType:
-        """Return the module with `export`."""
+        """Return the module with `export_model`."""
         from laurel.extensions.export import programs
 
         return programs
