@@ -328,7 +328,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
     ]
     for which, most in (("grpo", 420), ("rm", 180)):
         keys = tuple(key.lstrip(".") for key in leaf_keys(SCHEMAS[which], ""))
-        found.append(Bar(f"leaf keys of {which}", len(keys), most, held=False, where=keys))
+        found.append(Bar(f"leaf keys of {which}", len(keys), most, which == "rm", where=keys))
     if traced:
         for which, in_step, before in (("grpo", 41, 61), ("rm", 14, 60)):
             run = trace(which)

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -345,12 +346,16 @@ def score_tokens(
 ) -> np.ndarray:
     """Score tokenised groups, without gradients, in token-budget batches.
 
+    A larger group is computed in parts of this size.
+
     Returns:
         float32 `[N, K]`, in the order of the groups whatever the batches were.
     """
     parts = divide_into_micro_batches(model.path, groups, batch_tokens)
     batches = [[groups[i] for i in part] for part in parts]
-    values = score_batches(model, batches, pad_id=pad_id, on_batch=on_batch)
+    values = score_batches(
+        model, batches, pad_id=pad_id, part_tokens=batch_tokens, on_batch=on_batch
+    )
     return in_order(groups, parts, values, num_outputs=model.num_outputs)
 
 
@@ -364,9 +369,18 @@ def score_batches(
     batches: Sequence[Sequence[TokenGroup]],
     *,
     pad_id: int,
+    part_tokens: int | None = None,
     on_batch: OnBatch | None = None,
 ) -> list[np.ndarray]:
     """Score micro-batches, without gradients.
+
+    Args:
+        model: The reward model.
+        batches: The groups of each micro-batch.
+        pad_id: The padding token, for padded rows.
+        part_tokens: Most tokens of one pass, where the model is whole and reads forests; a group
+            with more is computed in parts. None: any number.
+        on_batch: Called after each micro-batch with the number of its groups and of its tokens.
 
     Returns:
         float32 `[N, K]` of each micro-batch.
@@ -379,7 +393,9 @@ def score_batches(
             for batch in batches:
                 parts = _passes(model, batch)
                 passes = [
-                    model(model_batch(model, [batch[i] for i in part], pad_id=pad_id)).cpu().numpy()
+                    model(_input(model, [batch[i] for i in part], pad_id, part_tokens))
+                    .cpu()
+                    .numpy()
                     for part in parts
                 ]
                 values.append(in_order(batch, parts, passes, num_outputs=model.num_outputs))
@@ -405,6 +421,19 @@ def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> Sequence[Sequenc
         parts[-1].append(index)
         num_tokens += group.num_tokens
     return parts
+
+
+LEAST_PART = 256
+"""Fewer tokens are no part of a group: the passes would only cost time."""
+
+
+def _input(
+    model: RewardModel, groups: Sequence[TokenGroup], pad_id: int, part_tokens: int | None
+) -> TokenForest | PaddedRows:
+    batch = model_batch(model, groups, pad_id=pad_id)
+    if isinstance(batch, PaddedRows) or part_tokens is None or model.mesh is not None:
+        return batch
+    return replace(batch, part_tokens=max(part_tokens, LEAST_PART))
 
 
 def by_completion(values_NK: np.ndarray, counts: Iterable[int]) -> list[list[float]]:
@@ -570,7 +599,8 @@ def _score_alone(
     # By themselves and in the dtype of the weights, so that any machine can check the scores
     # strictly.
     with model.in_full_precision():
-        return score_tokens(model, groups, batch_tokens=1, pad_id=pad_id or 0)
+        alone = [[group] for group in groups]
+        return np.concatenate(score_batches(model, alone, pad_id=pad_id or 0))
 
 
 # The self-check at load: a batch must score as its sequences do one by one.

@@ -108,7 +108,7 @@ def reward_selection(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         return selection, None
     watched = select(
         stopping.metric_name,
-        stopping.higher_is_better,
+        saving.higher_is_better if stopping.metric_name == saving.metric_name else None,
         setting="rm.early_stopping.metric_name",
     )
     if watched.key is None or not watched.key.startswith("validation"):
@@ -270,6 +270,7 @@ def _batching(
         limits,
         pad_id=contract.rules.pad_id or 0,
         dp_size=model.learner.dp_size,
+        in_parts=model.learner.computes_parts,
     )
     return batcher, units
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -36,6 +37,7 @@ class Batcher:
         *,
         pad_id: int,
         dp_size: int = 1,
+        in_parts: bool = False,
     ) -> None:
         """Choose the layout and limits of micro-batches.
 
@@ -44,11 +46,14 @@ class Batcher:
             limits: The size limits of micro-batches.
             pad_id: The padding token, for padded rows.
             dp_size: The number of data-parallel ranks, `Learner.dp_size`.
+            in_parts: Whether a group larger than the budget stays whole, as a forest that is
+                computed in parts (`Learner.computes_parts`).
         """
         self.path: Literal["forest", "padded"] = path
         self.limits = limits
         self._pad_id = pad_id
         self._dp_size = dp_size
+        self._in_parts = in_parts and limits.share_prompts
 
     def cut(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> list[MicroBatch[Label]]:
         """Divide all groups into micro-batches.
@@ -102,7 +107,13 @@ class Batcher:
     def filled(self) -> Batcher:
         """Return one that fills padded batches too, where no gradients are kept."""
         limits = replace(self.limits, padded_tokens=self.limits.forest_tokens)
-        return Batcher(self.path, limits, pad_id=self._pad_id, dp_size=self._dp_size)
+        return Batcher(
+            self.path,
+            limits,
+            pad_id=self._pad_id,
+            dp_size=self._dp_size,
+            in_parts=self._in_parts,
+        )
 
     def of_singles(self) -> Batcher:
         """Return one whose micro-batches hold a single conversation each."""
@@ -122,14 +133,16 @@ class Batcher:
         """Divide groups into smaller ones, for losses in which completions are independent.
 
         A group that exceeds the budget of a forest is divided into several, in which fewer
-        completions share the prompt. Without prompt sharing, and for padded rows, each completion
-        becomes a group.
+        completions share the prompt, unless it is computed in parts. Without prompt sharing, and
+        for padded rows, each completion becomes a group.
 
         Args:
             tokens: The groups.
             labels: The label of each group.
             subset: Returns the label of some completions of a group.
         """
+        if self._is_forest and self._in_parts:
+            return list(tokens), list(labels)
         parts: list[TokenGroup] = []
         their_labels: list[Label] = []
         shares_prompt = self._is_forest and self.limits.share_prompts
@@ -137,7 +150,7 @@ class Batcher:
         for group, label in zip(tokens, labels, strict=True):
             for indices in shares(group, budget=budget):
                 parts.append(select_completions(group, indices))
-                whole = len(indices) == len(group.branches_ids_G)
+                whole = len(indices) == len(group.branches_of_G)
                 their_labels.append(label if whole else subset(label, indices))
         return parts, their_labels
 
@@ -147,9 +160,24 @@ class Batcher:
         if self._is_forest:
             share = self.limits.share_prompts
             forest = to_forest(tokens, share_prompts=share, least_shared=least)
-            return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
+            if self._in_parts:
+                forest = replace(forest, part_tokens=self.limits.forest_tokens)
+            return MicroBatch(
+                inputs=forest,
+                labels=labels,
+                num_tokens=len(forest.ids_T),
+                branches_of_N=_branches_of(tokens),
+            )
         rows = to_padded(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
+
+
+def _branches_of(tokens: Sequence[TokenGroup]) -> list[range]:
+    if not any(group.sequences_G for group in tokens):
+        return []
+    counts = [len(own) for group in tokens for own in group.branches_of_G]
+    ends = accumulate(counts)
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 Outputs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
@@ -197,12 +225,12 @@ def reward_values(
 
 
 def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
-    """Choose which completions of a group are computed together, as indices of its branches.
+    """Choose which completions of a group are computed together, as indices of its completions.
 
     These are all completions if they and the prompt fit into `budget` tokens, otherwise as many as
     fit. Without a budget each is computed alone, because no prompt is shared then.
     """
-    sizes = [len(ids) for ids in group.branches_ids_G]
+    sizes = group.num_own_tokens_G
     if budget is None:
         return [[i] for i in range(len(sizes))]
     if group.num_tokens <= budget:
@@ -234,7 +262,7 @@ def global_batches(
     batches: list[tuple[list[TokenGroup], list[Label]]] = []
     room = 0
     for group, label in zip(groups, labels, strict=True):
-        first, count = 0, len(group.branches_ids_G)
+        first, count = 0, len(group.branches_of_G)
         while first < count:
             if room == 0:
                 batches.append(([], []))

@@ -138,8 +138,7 @@ def test_every_sequence_of_a_deep_tree_can_be_read_back(seed, least, vocabulary)
     groups, _ = groups_of_tree(seed, nodes=20, vocabulary=max(vocabulary, 24))
     groups += [group([1] * 9, [1, 1, vocabulary], [1, 1], [1, 1])]
     groups = [
-        replace(g, reads_G=tuple(tuple(range(length)) for length in g.lengths_G))
-        for g in groups
+        replace(g, reads_G=tuple(tuple(range(length)) for length in g.lengths_G)) for g in groups
     ]
     forest = to_forest(groups, least_shared=least)
     whole = [[*g.trunk_ids, *b] for g in groups for b in g.branches_ids_G]

@@ -46,16 +46,22 @@ def some_labels(groups, *, used=True):
 
 def gradients(batch, of_batch, *, path="forest", **changes):
     """The gradient of one optimizer step in float64, and the tokens that it counted."""
+    gradient, _, count = step_of(batch, of_batch, path=path, **changes)
+    return gradient, count
+
+
+def step_of(batch, of_batch, *, path="forest", in_parts=False, loss=None, **changes):
+    """The same, and its metrics; with `in_parts`, as a run in one process computes it."""
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64, path=path)
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
-    batcher = Batcher(path, policy.batch_limits, pad_id=PAD)
+    batcher = Batcher(path, policy.batch_limits, pad_id=PAD, in_parts=in_parts)
     micro_batches = batcher.cut(*batcher.divide(batch, of_batch, PolicyLabels.subset))
-    loss = loss_of()
+    loss = loss or loss_of()
     update = learner.update(micro_batches, loss)
     assert update.failure is None
     gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return gradient, loss.count(of_batch)
+    return gradient, update.metrics, loss.count(of_batch)
 
 
 def assert_same(found, expected):
@@ -125,6 +131,42 @@ def test_how_a_step_is_computed_does_not_change_it(changes):
     expected, _ = gradients(groups, of_groups)
     found, _ = gradients(groups, of_groups, **changes)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("budget", [3, 9])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {},
+        {"token_level_loss": False, "sequence_level_importance_ratios": True},
+    ],
+    ids=["tokens", "sequences"],
+)
+def test_a_group_larger_than_the_budget_is_computed_in_parts(budget, loss):
+    """Those of 3 tokens cut prompts and completions, whose losses need all of their tokens."""
+    groups = random_groups(2, SHAPES)
+    of_groups = some_labels(groups, used=False)
+    expected, metrics, _ = step_of(groups, of_groups, loss=loss_of(**loss))
+    small = {"sequence_packing": {"train_mb_tokens": budget}}
+    found, same, _ = step_of(groups, of_groups, in_parts=True, loss=loss_of(**loss), **small)
+    assert_same(found, expected)
+    assert same == pytest.approx(metrics, rel=1e-6)
+
+
+@pytest.mark.parametrize("budget", [3, 9])
+def test_log_probabilities_of_a_large_group_are_computed_in_parts(budget):
+    groups = random_groups(2, SHAPES)
+    model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64)
+    learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
+    found = []
+    for tokens in (1000, budget):
+        packing = {"train_mb_tokens": tokens}
+        policy = GRPOPolicyConfig.model_validate({"sequence_packing": packing})
+        batcher = Batcher("forest", policy.batch_limits, pad_id=PAD, in_parts=True)
+        found.append(policy_logprobs(learner.outputs, groups, batcher))
+    for whole, cut in zip(*found, strict=True):
+        for one, other in zip(whole, cut, strict=True):
+            np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
 LOSSES = {
