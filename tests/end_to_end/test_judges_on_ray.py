@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -195,26 +194,16 @@ def several_here(tmp_path_factory, model, judges):
     return directory
 
 
-WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "two replicas of each": ({"resources": {"gpus_per_node": 2}}, ("cluster.gpus_per_node=3",)),
-    "at the end, in turns with the policy": (
-        {"use_reward_loop": False},
-        ("cluster.backend=ray", "cluster.gpus_per_node=1"),
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_several_models_judge_from_slots_as_they_do_here(
-    tmp_path, model, judges, several_here, small_cluster, monkeypatch, ways
+def test_two_replicas_of_several_models_judge_from_slots_as_they_do_here(
+    tmp_path, model, judges, several_here, small_cluster, monkeypatch
 ):
     def load_here(*_, **__):
         raise AssertionError("it was loaded in the process of the run")
 
     monkeypatch.setattr(open, "LocalScorer", load_here)
-    rewards, changes = ways
-    done = run(tmp_path, model, {**ensemble(judges), **rewards}, *changes)
+    rewards = {**ensemble(judges), "resources": {"gpus_per_node": 2}}
+    done = run(tmp_path, model, rewards, "cluster.gpus_per_node=3")
     assert "reward_model: node 0, slot" in done.text
     parts = (
         f"env/reward_model/part/{name}/{what}"

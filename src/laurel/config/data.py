@@ -11,7 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from laurel.config.yaml_tree import MAY_CHANGE, NO_ITEMS_IS_NONE, Section, foreign
+from laurel.config.yaml_tree import (
+    MAY_CHANGE,
+    NO_ITEMS_IS_NONE,
+    Removed,
+    Section,
+    foreign,
+    removed,
+)
 
 
 class SetConfig(Section):
@@ -183,12 +190,13 @@ BenchmarkName = Literal[
 _ONLY_FOR: dict[str, BenchmarkName] = {
     "dataset_name": "pairs",
     "prior": "reward-bench",
-    "zero_spread": "reward-bench-2",
 }
 
 
 class BenchmarkSetConfig(Section):
     """One benchmark, with the rows that `laurel eval` would read."""
+
+    removed: ClassVar[Mapping[str, Removed]] = removed("BenchmarkSetConfig")
 
     benchmark: BenchmarkName
     """The benchmark."""
@@ -202,9 +210,6 @@ class BenchmarkSetConfig(Section):
     """The class that reads them (`pairs`); null: the columns decide."""
     prior: bool = False
     """The prior sets too, from the hub (`reward-bench`)."""
-    zero_spread: Literal["limit", "leave_out"] = "limit"
-    """Prompts of Ties whose right answers all have one score (`reward-bench-2`); see
-    `evaluation.reward_bench`."""
     max_samples: int | None = Field(default=None, ge=1)
     """Rows at most, a share of each subset, always the same ones. A shortened benchmark has no
     final score."""
@@ -278,11 +283,10 @@ class DataConfig(SetsConfig):
     train: DatasetConfig | list[DatasetConfig] | None = None
     """Block form of the training set; a list is concatenated."""
     validation: Annotated[
-        DatasetConfig | BenchmarkSetConfig | dict[str, DatasetConfig | BenchmarkSetConfig] | None,
-        NO_ITEMS_IS_NONE,
+        dict[str, DatasetConfig | BenchmarkSetConfig] | None, NO_ITEMS_IS_NONE
     ] = None
-    """Block form of the validation set, or several by name; any of them may be a `benchmark`, such
-    as `{benchmark: reward-bench, data_path: rows.jsonl.gz}`."""
+    """Validation sets by name (a block without one is called `default`); any of them may be a
+    `benchmark`, such as `{Bench: {benchmark: reward-bench, data_path: rows.jsonl.gz}}`."""
 
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens; null means `policy.max_total_sequence_length`."""
@@ -307,14 +311,15 @@ class DataConfig(SetsConfig):
 
     @field_validator("validation", mode="before")
     @classmethod
-    def _one_or_named(cls, value: Any) -> Any:
-        # A mapping whose values are all mappings names several sets.
-        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-            return {
-                name: (BenchmarkSetConfig if "benchmark" in block else DatasetConfig)(**block)
-                for name, block in value.items()
-            }
-        return value
+    def _sets_or_benchmarks(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: (BenchmarkSetConfig if "benchmark" in block else DatasetConfig)(**block)
+            if isinstance(block, dict)
+            else block
+            for name, block in value.items()
+        } or None
 
     @model_validator(mode="after")
     def _one_form(self) -> DataConfig:
@@ -343,15 +348,11 @@ class DataConfig(SetsConfig):
         return {k: v for k, v in named.items() if isinstance(v, BenchmarkSetConfig)}
 
     def _named_sets(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
-        # A lone set is called `default`.
         if self.val_data_path:
             return {"default": flat_set(self, DatasetConfig, self.val_data_path, self.val_split)}
-        blocks = self.validation
-        if blocks is None:
-            return {}
         return {
             name: block if isinstance(block, BenchmarkSetConfig) else filled(self, block)
-            for name, block in (blocks if isinstance(blocks, dict) else {"default": blocks}).items()
+            for name, block in (self.validation or {}).items()
         }
 
 

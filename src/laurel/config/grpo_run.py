@@ -11,7 +11,7 @@ from laurel import plugins
 from laurel.config.data import TaskDataConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig, PolicyLossConfig
-from laurel.config.policy import CheckpointingConfig, ClusterConfig, LoggerConfig
+from laurel.config.policy import CheckpointingConfig, RolesConfig, RolloutLoggerConfig
 from laurel.config.yaml_tree import LENGTH_MAY_CHANGE, MAY_CHANGE, Section, foreign
 
 
@@ -34,8 +34,8 @@ class GRPORun(Section):
     checkpointing: Annotated[CheckpointingConfig, LENGTH_MAY_CHANGE] = CheckpointingConfig(
         checkpoint_dir="results/grpo", save_period=10
     )
-    logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
-    cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
+    logger: Annotated[RolloutLoggerConfig, MAY_CHANGE] = RolloutLoggerConfig()
+    cluster: Annotated[RolesConfig, MAY_CHANGE] = RolesConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> GRPORun:

@@ -197,6 +197,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
     if "loss_fn" in schema.model_fields:
         _name_loss(work, values, problems)
     if "data" in schema.model_fields:
+        _name_lone_set(work, schema, values)
         _name_validation_sets(work, schema, values, problems)
         _fill_sets(work, schema, values, problems)
         _give_own_keywords(work, schema, values)
@@ -522,6 +523,17 @@ def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
         work.set(ours, name, by=key, was=True)
 
 
+def _name_lone_set(work: Adapted, schema: type[Section], values: _Values) -> None:
+    """Name a validation set `default` that stands where sets stand by their names."""
+    block, kinds = _block_at(work, values, "data.validation"), _kinds_of_sets(schema, "validation")
+    has_names_alone = not sections_of(kinds) and any(map(is_mapping, kinds))
+    if block is None or not has_names_alone or not isinstance(block.value, dict):
+        return
+    if not all(isinstance(one.value, dict) for one in block.value.values()):
+        named = YamlNode({"default": block}, block.place)
+        work.tree = with_key(work.tree, ["data", "validation"], named)
+
+
 def _name_validation_sets(
     work: Adapted, schema: type[Section], values: _Values, problems: list[str]
 ) -> None:
@@ -530,10 +542,7 @@ def _name_validation_sets(
     if paths is None:
         return
     there, split = _block_at(work, values, "data.validation"), _at(work.tree, "data.val_split")
-    named: dict[str, YamlNode] = {}
-    if there is not None:
-        are_named = _are_named(there, _kinds_of_sets(schema, "validation"))
-        named = dict(there.value) if are_named else {"default": there}
+    named = dict(there.value) if there is not None else {}
     base = {} if split is None else {"split": split}
     for name, one in paths.value.items():
         if name in named:

@@ -465,7 +465,6 @@ class BenchmarkSet:
             split=config.split,
             dataset=config.dataset_name,
             prior=config.prior,
-            zero_spread=config.zero_spread,
         )
         try:
             notes: list[str] = []

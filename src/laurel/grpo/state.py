@@ -157,6 +157,7 @@ def _rollout_from_dict(saved: Mapping[str, Any]) -> Rollout:
             "steps": _steps_from(saved.get("steps")),
             "turns": tuple(Turn(*one) for one in saved.get("turns", ())),
             "invalid_turns": tuple(saved.get("invalid_turns", ())),
+            "begins": tuple(saved.get("begins", ())),
             **{name: saved[name].numpy() for name in _ARRAYS},
         }
     )

@@ -371,7 +371,7 @@ class BatcherLimits:
     """Limits the size of a batch and of the queue."""
 
     batch_tokens: int = 8192
-    """Distinct tokens of a batch; a larger group is computed alone."""
+    """Distinct tokens of a batch; a larger group is computed alone, in parts."""
     max_delay: float = 0.002
     """Seconds that an idle model waits for more requests."""
     max_waiting: int = 2000

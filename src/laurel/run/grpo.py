@@ -482,6 +482,7 @@ def _parts(
         config.policy.batch_limits,
         pad_id=model.facts.tokenizer.pad_token_id or 0,
         dp_size=model.learner.dp_size,
+        in_parts=model.learner.computes_parts,
     )
     return PolicyParts(
         learner=model.learner,

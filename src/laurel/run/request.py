@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from laurel import plugins
-from laurel.config.policy import PlacementConfig, ResourcesConfig, RolePlacement
+from laurel.config.policy import LearnerPlacement, ResourcesConfig, RolePlacement
 from laurel.errors import ConfigError
 from laurel.planning.request import (
     AdapterRequest,
@@ -245,11 +245,20 @@ def _policy(config: Run) -> RoleRequest:
     elif config.command == "rm":
         unit, sequences = "groups", 2  # an item is a pair of conversations
     longest = sequences * policy.max_total_sequence_length
+    packing, part_tokens, path_tokens = policy.sequence_packing, None, 0
+    if packing.enabled and packing.share_prompts:
+        part_tokens = policy.batch_limits.forest_tokens
+        group = longest
+        if config.command == "grpo":
+            group *= config.grpo.num_generations_per_prompt
+        path_tokens = policy.max_total_sequence_length if group > part_tokens else 0
     batch = BatchRequest(
         unit=unit,
         size=policy.train_global_batch_size,
         longest=longest,
         tokens=_budget(config, longest),
+        part_tokens=part_tokens,
+        path_tokens=path_tokens,
         updates=config.updates_per_rollout if config.command == "grpo" else 1,
     )
     batches = [batch]
@@ -351,10 +360,14 @@ def _validates(config: Run) -> bool:
     return is_asked and (bool(config.data.validation_sets()) or has_more)
 
 
-def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
+def _placements(placement: LearnerPlacement) -> dict[RoleName, RolePlacement]:
     roles: tuple[RoleName, ...] = get_args(RoleName)
-    said = {name: getattr(placement, name) for name in roles}
-    return {name: wish for name, wish in said.items() if wish is not None}
+    said = {name: placement.get(name) for name in roles}
+    return {
+        name: RolePlacement.model_validate(wish.model_dump())
+        for name, wish in said.items()
+        if wish is not None
+    }
 
 
 def _training(config: Run) -> TrainingRequest:

@@ -39,6 +39,8 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("sft", "sft.val_perod=3", "did you mean 'val_period'"),
     ("rm", "policy.optimizer.kwargs.lr=.inf", "kwargs.lr is inf, and must be a finite number"),
     ("rm", "policy.max_grad_norm=.inf", "must be a finite number, or null, not inf"),
+    ("rm", "cluster.placement.reward_model.slots=2", "only laurel grpo has such a role"),
+    ("sft", "cluster.placement.policy.shares=policy", "known here: nodes, labels, slots"),
     ("grpo", "policy.generation.temperature=0", "greedy decoding"),
     ("grpo", "policy.generation.max_new_tokens=513", "more than policy.max_total_sequence_length"),
     ("grpo", "policy.generation.vllm_cfg.max_model_len=500", "max_model_len=500 is less than"),

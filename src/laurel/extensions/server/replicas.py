@@ -22,7 +22,6 @@ from laurel.errors import (
 from laurel.extensions.server.service import (
     ServedModel,
     ServingSpec,
-    open_backend,
 )
 from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
 from laurel.rewards.preparing import Prepared, Rendered
@@ -223,7 +222,7 @@ class ModelWorker:
                 torch.cuda.set_device(place.local_rank % count)
         self._said: list[str] = []
         self._model, self._version, self._backend = spoken_in(
-            terms, open_backend, spec, say=self._said.append
+            terms, spec.opens, spec, say=self._said.append
         )
         # A conversation that the model could score.
         self._known: list[TokenGroup] = []
