@@ -50,6 +50,8 @@ class StepRequest:
 
     num_prompts: int
     per_prompt: int
+    beside: int = 0
+    """Completions of each prompt that are sampled and scored besides, and not trained on."""
     logprob_passes: int = 0
     """Number of forward passes over all completions, for their log-probabilities, before
     training."""

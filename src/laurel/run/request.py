@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+from laurel import plugins
 from laurel.config.policy import LearnerPlacement, ResourcesConfig, RolePlacement
 from laurel.errors import ConfigError
 from laurel.planning.request import (
@@ -66,6 +67,7 @@ def request_of(config: Run) -> ClusterRequest:
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,
+            beside=_greedy(config),
             # The reference's, the teacher's, as if it were of the policy's size, and the old
             # policy's where several updates move away from it or its difference is bounded.
             logprob_passes=(config.loss_fn.reference_policy_kl_penalty > 0)
@@ -326,6 +328,11 @@ def _model_servers(config: GRPORun) -> list[RoleRequest]:
     ]
 
 
+def _greedy(config: GRPORun) -> int:
+    """Return how many greedy completions each prompt gets besides."""
+    return int(plugins.find(plugins.Advantage, config.grpo.adv_estimator.name).baseline == "greedy")
+
+
 def _own_slots(key: str, resources: ResourcesConfig) -> OwnSlots:
     return OwnSlots(key=key, per_node=resources.gpus_per_node, nodes=resources.num_nodes)
 
@@ -335,7 +342,7 @@ def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest,
     grpo = config.grpo
     batch = BatchRequest(
         unit="completions",
-        size=grpo.num_prompts_per_step * grpo.num_generations_per_prompt,
+        size=grpo.num_prompts_per_step * (grpo.num_generations_per_prompt + _greedy(config)),
         longest=longest,
         tokens=tokens,
     )

@@ -26,6 +26,7 @@ from laurel.run.context import (
     describe_output,
     make_services,
 )
+from laurel.run.learning_rate import resolve_rate
 from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.request import why_not_validated
@@ -76,7 +77,7 @@ def train_reward_model(
         check_figure("checkpointing.metric_name", selection.key, data.benchmarks)
         if early_stopping is not None:
             check_figure("rm.early_stopping.metric_name", early_stopping.key, data.benchmarks)
-        context = resolve_micro_batches(context.with_slots(planned))
+        context = resolve_rate(resolve_micro_batches(context.with_slots(planned)))
         return _train(context, data, early_stopping, on_validation)
 
 

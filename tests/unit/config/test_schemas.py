@@ -104,6 +104,16 @@ def test_a_bound_of_rewards_may_be_none() -> None:
         load_config(GRPORun, None, [f"{clip}=[.nan,5]"])
 
 
+def test_a_teacher_alone_needs_no_other_completion_to_compare_with():
+    lone = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=1"]
+    taught = "loss_fn.distillation={model_name: teacher, rewards: %s}"
+    config = load_config(GRPORun, None, [*lone, taught % "false"]).config
+    assert config.grpo.num_generations_per_prompt == 1
+    for rewards in ([], [taught % "true"]):
+        with pytest.raises(ConfigError, match="num_generations_per_prompt must be at least 2"):
+            load_config(GRPORun, None, [*lone, *rewards])
+
+
 TRUNCATED = {
     "loss_fn.truncated_importance_sampling_type": "tis",
     "loss_fn.truncated_importance_sampling_ratio": "2",

@@ -136,6 +136,17 @@ def test_generation_reads_weights_and_cache_for_every_token():
     assert few.limit == "memory"
 
 
+def test_a_greedy_completion_is_sampled_and_scored_and_not_trained_on():
+    judge = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
+    shapes = Shapes(policy=SHAPE, reward_models=(HEAD,))
+    plain = phases(timed(*judge, shapes=shapes))
+    more = phases(timed(*judge, shapes=shapes, work=replace(WORK, per_prompt=WORK.per_prompt + 1)))
+    remax = phases(timed(*judge, "grpo.adv_estimator.name=remax", shapes=shapes))
+    for name in ("generation", "scoring"):
+        assert remax[name].shared.flops == more[name].shared.flops > plain[name].shared.flops
+    assert remax["training"].shared == plain["training"].shared
+
+
 def test_log_probabilities_are_of_the_reference_and_of_the_old_policy():
     assert "log-probs" not in phases(timed())
     one = phases(

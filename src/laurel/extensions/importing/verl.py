@@ -538,10 +538,10 @@ class VerlPPO(VerlTrainer):
         self.put(to + "tensor_parallel_size", each, size, "RM.enable")
         pool = "RM.enable_resource_pool"
         if self.flag(pool) and self.has("RM.n_gpus_per_node"):
-            gpus, by = self.count("RM.n_gpus_per_node"), (pool, "RM.n_gpus_per_node")
+            gpus, by = self.count("RM.n_gpus_per_node"), [pool, "RM.n_gpus_per_node"]
             nodes = self.whole("RM.nnodes") if self.has("RM.nnodes") else 1
             if nodes > 1:
-                by = (*by, "RM.nnodes")
+                by.append("RM.nnodes")
                 self.put(to + "resources.num_nodes", nodes, "RM.nnodes")
             of_node = max(1, gpus // each)
             how = f"{nodes} x {gpus} GPUs, {each} for each replica"
