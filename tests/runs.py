@@ -95,6 +95,36 @@ def write_rows(path: Path, rows: Iterable[object]) -> Path:
     return path
 
 
+def dialogue_rows() -> list[object]:
+    """Pairs of eight dialogues, each going on from the last, which are far apart in the file."""
+    turns = [
+        {"role": role, "content": f"{role} says what it has to say " * (number + 2)}
+        for number in range(3)
+        for role in ("user", "assistant")
+    ]
+    return [
+        {
+            "context": [{"role": "user", "content": f"dialogue {dialogue}"}, *turns[1:end]],
+            "completions": [
+                {"rank": rank, "completion": [{"role": "assistant", "content": f"{word} {end}"}]}
+                for rank, word in enumerate((GOOD[0], BAD[0]))
+            ],
+        }
+        for end in (1, 3, 5)
+        for dialogue in range(8)
+    ]
+
+
+DIALOGUES = (
+    "data.dataset_name=PreferenceDataset",
+    "data.split_validation_size=0",
+    *("policy.train_global_batch_size=6", "policy.max_total_sequence_length=512"),
+    *("rm.val_period=0", "checkpointing.keep_top_k=null"),
+)
+"""Settings for `dialogue_rows`, of which a step has two whole dialogues if they are brought
+together."""
+
+
 def settings(directory: Path, *changes: str, rows: Path | None = None) -> list[str]:
     """Overrides of a tiny run that writes below `directory`; 40 pairs where no rows are given."""
     if rows is None:
