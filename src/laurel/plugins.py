@@ -31,6 +31,8 @@ from laurel import __version__
 from laurel.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import typer
     from torch import Tensor
 
@@ -596,6 +598,10 @@ class Command(Plugin):
             section: A command has no settings but its options.
             name: The name that it was declared with.
         """
+
+    def for_programs(self) -> ModuleType:
+        """Return the module with what it does as functions, where `laurel.api` has them."""
+        raise NotImplementedError(f"{type(self).__name__} is for the command line alone")
 
 
 class Importer(Plugin):

@@ -28,7 +28,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 # report everything that does not fit at once.
 
 
-class OwnSlots(Section):
+class RoleSlots(Section):
     """The slots of one role. Keys that are null restrict nothing: `{}` takes all free slots."""
 
     nodes: int | list[int] | None = None
@@ -59,7 +59,7 @@ class OwnSlots(Section):
         return value
 
 
-class RolePlacement(OwnSlots):
+class RolePlacement(RoleSlots):
     """The slots of one role of several, its own or those of another."""
 
     shares: Literal["policy", "generation"] | None = None
@@ -82,7 +82,7 @@ class LearnerPlacement(Section):
         ("generation", "reward_model"), "only laurel grpo has such a role"
     )
 
-    policy: OwnSlots | None = None
+    policy: RoleSlots | None = None
     """The model that is trained."""
 
 

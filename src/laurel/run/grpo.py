@@ -19,8 +19,8 @@ from laurel.run.cards import facts_of_policy, settings_of_grpo
 from laurel.run.context import (
     RunContext,
     checkpoint_parts,
-    judge_figures,
     make_services,
+    reward_model_metrics,
 )
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.micro_batches import resolve_micro_batches
@@ -89,7 +89,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     check_components(config, data, environments)
     check_answers(data, environments, console)
     # A resumed run has measured these at its beginning.
-    facts = judge_figures([] if context.resume_from else benchmarks, environments, console)
+    facts = reward_model_metrics([] if context.resume_from else benchmarks, environments, console)
     training, position = _with_policy(context, data, environments)
     if facts:
         training.services.logger.log(facts, step=position.step)

@@ -142,7 +142,7 @@ class Learner(Protocol):
         self,
         batches: Sequence[Inputs],
         *,
-        of: ModelRole = "model",
+        role: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
@@ -153,7 +153,7 @@ class Learner(Protocol):
 
         Args:
             batches: Any number of inputs, as in `MicroBatch`.
-            of: The model, the reference policy, or the teacher.
+            role: The model, the reference policy, or the teacher.
             in_full_precision: Whether to compute in the dtype of the weights.
             temperature: The temperature of log-probabilities; None: that of the run.
         """
@@ -465,14 +465,14 @@ class LocalLearner:
         self,
         batches: Sequence[Inputs],
         *,
-        of: ModelRole = "model",
+        role: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
         """Compute the outputs of the model for each batch, as `Learner.outputs` describes."""
-        asked: Any = getattr(self, of)
-        assert asked is not None, f"this run has no {of}"
-        network: Any = asked.model if isinstance(asked, Reference) else asked
+        model: Any = getattr(self, role)
+        assert model is not None, f"this run has no {role}"
+        network: Any = model.model if isinstance(model, Reference) else model
         for batch in batches:
             # No context stays open between two batches, because other code computes then.
             with ExitStack() as stack:
@@ -482,8 +482,8 @@ class LocalLearner:
                     stack.enter_context(network.in_full_precision())
                 if temperature is not None:
                     stack.enter_context(network.at_temperature(temperature))
-                if isinstance(asked, Reference | PolicyModel):
-                    outputs = TokenOutputs(asked.logprobs(batch), None)
+                if isinstance(model, Reference | PolicyModel):
+                    outputs = TokenOutputs(model.logprobs(batch), None)
                 else:
                     stack.enter_context(evaluating(network))
                     outputs = network(batch)

@@ -21,7 +21,6 @@ from typing import Any
 import yaml
 
 from laurel import plugins
-from laurel.cli.data_check import examine_data
 from laurel.config.json_schema import schema_text
 from laurel.config.load import load_config, to_yaml
 from laurel.config.overrides import COLUMN_KEYS
@@ -322,6 +321,7 @@ def _rows_in(path: str, task: Mapping[str, Any], said_columns: Mapping[str, str]
     judge = task["settings"].get("data.env_name")
     said = [f"{key}={column}" for key, column in said_columns.items()]
     said += [f"data.env_name={judge}"] if judge else []
+    examine_data = plugins.find(plugins.Command, "data check").for_programs().examine_data
     findings, columns = examine_data(path, task["trainer"], said), []
     if not findings.is_usable:
         near = next((one for one in findings.near if one.trainer == task["trainer"]), None)

@@ -286,7 +286,7 @@ class RewardModel(Decoder):
             with self.autocast():
                 logits_NK: Tensor = self.classifier(**self.padded_inputs(batch)).logits
             return logits_NK.float()
-        return self.judge(self.last_hidden(batch))
+        return self.apply_head(self.last_hidden(batch))
 
     def last_hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
         """Return the hidden state of every token that is read: the last of every completion.
@@ -316,9 +316,9 @@ class RewardModel(Decoder):
 
     def read(self, hidden_XD: Tensor, targets_X: Tensor) -> Tensor:
         """Compute the scores of hidden states; a reward head predicts no tokens."""
-        return self.judge(hidden_XD)
+        return self.apply_head(hidden_XD)
 
-    def judge(self, hidden_ND: Tensor) -> Tensor:
+    def apply_head(self, hidden_ND: Tensor) -> Tensor:
         """Apply the head to hidden states `[N, D]`, and return the scores `[N, K]`."""
         head = getattr(self.classifier, self.head_name or "")
         dtype = torch.promote_types(head.weight.dtype, torch.float32)

@@ -22,7 +22,13 @@ from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.schemas import SCHEMAS
 from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
-from laurel.data.formats import (
+from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
+from laurel.data.sources import Row, UnusableRow, locate, read_rows
+from laurel.data.task_formats import OWN_TESTS
+from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, TaskData, load_task_data
+from laurel.environments.registry import row_sources, shown_tools
+from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
+from laurel.extensions.data_check.formats import (
     FORMATS,
     TRAINERS,
     KnownFormat,
@@ -31,12 +37,6 @@ from laurel.data.formats import (
     recognise,
     suggestions,
 )
-from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
-from laurel.data.sources import Row, UnusableRow, locate, read_rows
-from laurel.data.task_formats import OWN_TESTS
-from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, TaskData, load_task_data
-from laurel.environments.registry import row_sources, shown_tools
-from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
 from laurel.observe.console import (
     UNBROKEN,
     is_unbroken,
