@@ -257,6 +257,8 @@ class DatasetConfig(SetConfig):
     """Column of the margin of `chosen` (a number), for `rm.loss.use_margin`."""
     target_key: str | None = None
     """Column of the probability, 0 to 1, that `chosen` is better (soft label)."""
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share held out for validation where no validation set is named."""
 
 
 class DataConfig(SetsConfig):
