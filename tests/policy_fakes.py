@@ -54,6 +54,11 @@ class ByteChat:
         said = "".join(message["content"] for message in messages_of(observation))
         return ids_of(f"[{said}]>")
 
+    def rewritten_ids(
+        self, observation: Any, /, *, history: Conversation, turn: Message, tools: Any = ()
+    ) -> Any:
+        return None
+
     def control_token_in(self, text: str, /) -> str | None:
         return "</s>" if "</s>" in text else None
 

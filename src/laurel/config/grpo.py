@@ -437,7 +437,7 @@ Alarm = Literal[
     "ensemble",
     "failures",
 ]
-"""The names of the health alarms; `observe/health.py` explains each."""
+"""The names of the health alarms; `observe/rules.py` explains each."""
 
 
 class HealthConfig(Section):

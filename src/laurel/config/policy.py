@@ -269,12 +269,18 @@ class PackingConfig(BatchingConfig):
     largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
     keeps what it began with."""
     share_prompts: bool = True
-    """Compute a prompt once for all its completions. Off is for measuring what that brings."""
+    """Compute a prompt once for all its completions, and once also what else sequences of a
+    micro-batch begin with alike, where that saves a twentieth. Off is for measuring."""
 
     @property
     def tokens(self) -> int | None:
         """`train_mb_tokens` where it is a number."""
         return None if self.train_mb_tokens == "auto" else self.train_mb_tokens
+
+
+LEAST_SHARED = 16
+"""The fewest tokens that sequences of a micro-batch have in common, beyond the prompt of a group,
+before they share them: each shared run costs every layer some calls of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +296,8 @@ class BatchLimits:
     share_prompts: bool = True
     """True if a forest computes each prompt once for all its completions."""
     least_shared: int | None = None
-    """The fewest tokens that sequences of different groups share; None: they share none."""
+    """The fewest tokens that sequences share beyond prompts, where that saves enough
+    (`data.forest.worth_sharing`); None: they share prompts alone."""
 
 
 class ScratchConfig(Section):
@@ -394,6 +401,7 @@ class PolicyConfig(Section):
             padded_tokens=self.token_budget if has_budget else None,
             padded_groups=self.train_micro_batch_size,
             share_prompts=self.sequence_packing.share_prompts,
+            least_shared=LEAST_SHARED,
         )
 
 
@@ -511,6 +519,11 @@ class ResourcesConfig(Section):
     """Slots reserved on each node."""
     num_nodes: int | None = Field(default=None, ge=1, le=16384)
     """Nodes with reserved slots."""
+
+    @property
+    def are_own(self) -> bool:
+        """Whether any are reserved; else the role shares those of the policy."""
+        return self.gpus_per_node is not None or self.num_nodes is not None
 
 
 class ClusterConfig(Section):

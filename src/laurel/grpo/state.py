@@ -155,6 +155,7 @@ def _rollout_from_dict(saved: Mapping[str, Any]) -> Rollout:
             "messages": tuple(Message(*said) for said in saved["messages"]),
             "steps": _steps_from(saved.get("steps")),
             "invalid_turns": tuple(saved.get("invalid_turns", ())),
+            "begins": tuple(saved.get("begins", ())),
             **{name: saved[name].numpy() for name in _ARRAYS},
         }
     )

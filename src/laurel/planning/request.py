@@ -34,6 +34,10 @@ class BatchRequest:
     """Number of tokens of the longest item."""
     tokens: int
     """Most tokens of one forward pass; for generation, of all running completions."""
+    part_tokens: int | None = None
+    """Most tokens of one forward pass where one process computes a larger group in parts."""
+    path_tokens: int = 0
+    """Most tokens that a part attends to besides its own; 0: no group is larger than a pass."""
     updates: int = 1
     """Number of such batches in a training step."""
     is_validation: bool = False

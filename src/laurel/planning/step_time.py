@@ -380,7 +380,10 @@ def _of_policy(
 ) -> Iterator[PhaseTime]:
     request, plan, _ = run
     step = request.step
-    divided = workload if step is None else workload.divided(plan.batch("policy").tokens)
+    batch = plan.batch("policy")
+    # Where parts of a tree are computed, no prompt is computed in several passes.
+    is_whole = step is None or batch.part_tokens is not None
+    divided = workload if is_whole else workload.divided(batch.tokens)
     works = (_on(policy.mesh, divided), workload.padded())
     shared, padded = (_training(run, policy, shape, work) for work in works)
     yield _phase("training", policy, shared, padded)

@@ -50,10 +50,10 @@ def request_of(config: Run) -> ClusterRequest:
     )
     if config.command != "grpo":
         return request
-    judges = uses_reward_model(config)
+    judges = [_reward_model(config)] if uses_reward_model(config) else _model_servers(config)
     return replace(
         request,
-        roles=(*request.roles, _generation(config), *([_reward_model(config)] if judges else [])),
+        roles=(*request.roles, _generation(config), *judges[:1]),
         training=replace(
             request.training,
             keeps_reference=config.loss_fn.reference_policy_kl_penalty > 0,
@@ -141,7 +141,7 @@ def loaded_judges(config: GRPORun) -> dict[str, JudgeConfig]:
 
 
 def model_servers(config: GRPORun) -> dict[str, ModelServerConfig]:
-    """Return the models that the run serves for a function, which no plan counts, by section."""
+    """Return the models that the run serves for a function, by section."""
     return {
         f"{at}.server": source.server
         for at, source in _scorer_sources(config)
@@ -180,16 +180,17 @@ def section_of(config: Run) -> tuple[Kind, RewardTrainingConfig | SFTConfig | GR
 
 def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
     """Say which judges are beside the policy without being counted, or that they cannot be."""
-    judges, servers = loaded_judges(config), model_servers(config)
+    judges = loaded_judges(config)
+    servers = [
+        f"{served.replicas} x {served.model_name}: the run starts its servers in slots of the "
+        "reward model; their memory and their time are not estimated"
+        for served in model_servers(config).values()
+    ]
     if on_cluster:
-        uncounted: dict[str, JudgeConfig | ModelServerConfig] = {**judges, **servers}
-        return [f"the run is refused. {one.lacks_slot(at)}" for at, one in uncounted.items()]
+        refused = [f"the run is refused. {one.lacks_slot(at)}" for at, one in judges.items()]
+        return [*servers, *refused]
     return [
-        *(
-            f"{served.replicas} x {served.model_name} is not counted in the plan: the run starts "
-            f"its servers, with {served.resources.gpus_per_node or 'no'} GPUs of their own"
-            for served in servers.values()
-        ),
+        *servers,
         *(
             f"the judge {judge.model} is not counted in the plan: the run loads it beside the "
             "policy, and its memory and its time are not estimated"
@@ -242,11 +243,20 @@ def _policy(config: Run) -> RoleRequest:
     elif config.command == "rm":
         unit, sequences = "groups", 2  # an item is a pair of conversations
     longest = sequences * policy.max_total_sequence_length
+    packing, part_tokens, path_tokens = policy.sequence_packing, None, 0
+    if packing.enabled and packing.share_prompts:
+        part_tokens = policy.batch_limits.forest_tokens
+        group = longest
+        if config.command == "grpo":
+            group *= config.grpo.num_generations_per_prompt
+        path_tokens = policy.max_total_sequence_length if group > part_tokens else 0
     batch = BatchRequest(
         unit=unit,
         size=policy.train_global_batch_size,
         longest=longest,
         tokens=_budget(config, longest),
+        part_tokens=part_tokens,
+        path_tokens=path_tokens,
         updates=config.updates_per_rollout if config.command == "grpo" else 1,
     )
     batches = [batch]
@@ -292,14 +302,28 @@ def _reward_model(config: GRPORun) -> RoleRequest:
         length = source.max_model_len or DEFAULT_SCORED_LENGTH
         longest, tokens = max(longest, length), max(tokens, length, source.batch_tokens)
     key, resources = "env.reward_model.resources", judge.resources
-    is_own = resources.gpus_per_node is not None or resources.num_nodes is not None
     return RoleRequest(
         name="reward_model",
         parallel_key="env.reward_model.dtensor_cfg",
         tp=judge.dtensor_cfg.tensor_parallel_size,
-        own=_own_slots(key, resources) if is_own else None,
+        own=_own_slots(key, resources) if resources.are_own else None,
         batches=_rollouts(config, longest, tokens),
     )
+
+
+def _model_servers(config: GRPORun) -> list[RoleRequest]:
+    # They have the slots of a reward model; what they compute is not known.
+    return [
+        RoleRequest(
+            name="reward_model",
+            parallel_key=at,
+            tp=served.tensor_parallel_size,
+            own=_own_slots(f"{at}.resources", served.resources)
+            if served.resources.are_own
+            else None,
+        )
+        for at, served in model_servers(config).items()
+    ]
 
 
 def _own_slots(key: str, resources: ResourcesConfig) -> OwnSlots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -253,14 +253,13 @@ def _batching(
     context: RunContext[RewardTrainingRun], model: TrainedModel, train: list[PreferenceSample]
 ) -> tuple[Batcher, list[list[int]] | None]:
     """What fills micro-batches, and the rows that stay together in a step, if any do."""
-    from laurel.data.forest import LEAST_SHARED
     from laurel.training.batches import Batcher, rows_of_dialogues
 
     limits, units = context.config.policy.batch_limits, None
     contract = model.facts.contract
     assert contract is not None
     if context.config.data.group_by_prefix:
-        limits, units = replace(limits, least_shared=LEAST_SHARED), rows_of_dialogues(train)
+        units = rows_of_dialogues(train)
         if model.facts.path == "padded":
             context.console.print(
                 "note    data.group_by_prefix: this model reads padded rows, which share nothing; "
@@ -271,6 +270,7 @@ def _batching(
         limits,
         pad_id=contract.rules.pad_id or 0,
         dp_size=model.learner.dp_size,
+        in_parts=model.learner.computes_parts,
     )
     return batcher, units
 

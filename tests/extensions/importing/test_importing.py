@@ -517,7 +517,9 @@ def test_a_function_beside_a_reward_model_asks_a_server_of_the_run(tmp_path: Pat
     assert not apart.with_status("not carried")
     nodes = "reward.reward_model.nnodes=2"
     wide = imported_line(tmp_path, "verl", MORE["verl"] + model + call + pool + nodes)
-    assert fates(wide)["reward.reward_model.nnodes"] == "not carried"
+    to = "env.reward_model.server"
+    slots = {"resources.gpus_per_node": 8, "resources.num_nodes": 2}
+    assert_values(wide, {to: {"replicas": 8, **slots}})
 
 
 def test_what_is_below_a_mapping_is_part_of_it(tmp_path: Path) -> None:

@@ -696,12 +696,21 @@ def first_row(reading: Reading, model: str) -> FirstRow:
             f"{row.source}: no token of the answer is within the first {longest} tokens; raise "
             "policy.max_total_sequence_length"
         )
-    trunk, (branch,) = learned.tokens.trunk_ids, learned.tokens.branches_ids_G
-    learned_L = np.concatenate((np.zeros(len(trunk), dtype=bool), learned.mask_L))
-    ids_L = np.concatenate((trunk, branch))
-    tokens = pieces_of(tokenizer, ids_L, learned_L=learned_L)
-    part = replace(part, tokens=tokens, is_cut=learned.truncated)
-    return FirstRow(source=row.source, parts=[part])
+    trunk, branches = learned.tokens.trunk_ids, learned.tokens.branches_ids_G
+    masks = np.split(learned.mask_L, np.cumsum(list(map(len, branches)))[:-1])
+    parts = [
+        replace(
+            part,
+            tokens=pieces_of(
+                tokenizer,
+                np.concatenate((trunk, branch)),
+                learned_L=np.concatenate((np.zeros(len(trunk), dtype=bool), mask)),
+            ),
+            is_cut=is_cut,
+        )
+        for branch, mask, is_cut in zip(branches, masks, learned.tokens.truncated_G, strict=True)
+    ]
+    return FirstRow(source=row.source, parts=parts)
 
 
 def _scored(

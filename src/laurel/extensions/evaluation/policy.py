@@ -18,7 +18,7 @@ from laurel.data.tasks import TaskData, is_endless, load_tasks, sets_of_run
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.extensions.evaluation.options import EvalPolicyOptions
-from laurel.extensions.evaluation.pass_figures import pass_figures, reward_figures
+from laurel.extensions.evaluation.pass_metrics import pass_metrics, reward_metrics
 from laurel.models.gguf import local_files
 from laurel.observe.console import make_console, message_console, print_metrics, say_on
 from laurel.observe.files import check_output, replace_file
@@ -189,9 +189,9 @@ def _played(
         groups = parts.validation.play(parts.source, while_waiting=show)
         figures = validation_metrics(groups, environments)
     rewards_BG = [[rollout.reward for rollout in group.rollouts_G] for group in groups]
-    first = reward_figures(rewards_BG)
+    first = reward_metrics(rewards_BG)
     if "accuracy" in figures:  # rewards mean right or wrong
-        first |= pass_figures(rewards_BG)
+        first |= pass_metrics(rewards_BG)
     return groups, first | {name: v for name, v in figures.items() if name not in first}
 
 

@@ -533,19 +533,20 @@ class VerlPPO(VerlTrainer):
         if self.text("RM.model_path") is None:
             raise self.problem("RM.model_path", "reward.reward_model.enable is true: which model?")
         self.carry("RM.model_path", to + "model_name")
-        why = "a run on a cluster starts no servers: serve it, and set function.router"
-        self.note("RM.model_path", why)
         size = "RM.rollout.tensor_model_parallel_size"
         each = 2 if self[size] is None else self.count(size)
         self.put(to + "tensor_parallel_size", each, size, "RM.enable")
         pool = "RM.enable_resource_pool"
         if self.flag(pool) and self.has("RM.n_gpus_per_node"):
             gpus, by = self.count("RM.n_gpus_per_node"), (pool, "RM.n_gpus_per_node")
-            if self.has("RM.nnodes") and self.whole("RM.nnodes") > 1:
-                self.refuse("RM.nnodes")
-            replicas = max(1, gpus // each)
-            self.put(to + "replicas", replicas, *by, how=f"{gpus} GPUs, {each} for each replica")
-            self.put(to + "resources.gpus_per_node", replicas * each, *by)
+            nodes = self.whole("RM.nnodes") if self.has("RM.nnodes") else 1
+            if nodes > 1:
+                by = (*by, "RM.nnodes")
+                self.put(to + "resources.num_nodes", nodes, "RM.nnodes")
+            of_node = max(1, gpus // each)
+            how = f"{nodes} x {gpus} GPUs, {each} for each replica"
+            self.put(to + "replicas", nodes * of_node, *by, how=how)
+            self.put(to + "resources.gpus_per_node", of_node * each, *by)
         options = {"RM.rollout.max_model_len": "max-model-len", "RM.rollout.dtype": "dtype"}
         said = {key: name for key, name in options.items() if self[key] is not None}
         arguments = [f"--{name}={self[key]}" for key, name in said.items()]

@@ -22,9 +22,8 @@ from laurel.errors import (
 from laurel.extensions.server.service import (
     ServedModel,
     ServingSpec,
-    open_backend,
 )
-from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
+from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer, KnownInput
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.spec import Say
 from laurel.sandbox.limits import available_cores
@@ -223,10 +222,9 @@ class ModelWorker:
                 torch.cuda.set_device(place.local_rank % count)
         self._said: list[str] = []
         self._model, self._version, self._backend = spoken_in(
-            terms, open_backend, spec, say=self._said.append
+            terms, spec.opens, spec, say=self._said.append
         )
-        # A conversation that the model could score.
-        self._known: list[TokenGroup] = []
+        self._known = KnownInput()
 
     def about(self) -> tuple[str, str, list[str]]:
         """Return the model's name and version, and the lines logged while it was loaded."""
@@ -247,13 +245,10 @@ class ModelWorker:
         except EngineError:
             os._exit(_BROKEN_EXIT_CODE)
         except Exception:
-            if self._known:
-                try:
-                    self._backend.score_tokens(self._known)
-                except Exception:
-                    os._exit(_BROKEN_EXIT_CODE)
+            if self._known.is_scored_by(self._backend) is False:
+                os._exit(_BROKEN_EXIT_CODE)
             raise
-        self._known = self._known or list(tokens[:1])
+        self._known.note(tokens, scores)
         return scores
 
     def sleep(self) -> None:
