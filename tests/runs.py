@@ -25,9 +25,12 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from typer.testing import CliRunner
 
+from laurel.cli.main import app
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.errors import LaurelError
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.observe.loggers import read_metrics
 from laurel.run import grpo, reward_model
@@ -226,6 +229,17 @@ def run(
 def laurel(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run `laurel` with these arguments to its end."""
     return run(arguments, program=("-m", "laurel.cli.main"))
+
+
+def laurel_here(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run `laurel` with these arguments in this process: a process for each takes seconds."""
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    status, stderr, error = result.exit_code, result.stderr, result.exception
+    if isinstance(error, LaurelError):  # what `main` makes of it
+        status, stderr = error.exit_code, f"{stderr}error: {error}\n"
+    elif error is not None and not isinstance(error, SystemExit):
+        raise error
+    return subprocess.CompletedProcess(list(arguments), status, result.stdout, stderr)
 
 
 class WarmPython:

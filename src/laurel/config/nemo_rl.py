@@ -21,6 +21,7 @@ from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.schema_info import (
     Kinds,
     is_mapping,
+    item_kinds,
     kind_that_fits,
     sections_of,
     step_into,
@@ -623,7 +624,9 @@ def _with_keywords(block: YamlNode, kinds: Kinds, of_sets: Kinds) -> YamlNode:
     said = block.value.get("dataset_name") if isinstance(block.value, dict) else None
     if said is None or not re.search(r"[.:]", str(said.value)):
         return block
-    known = [key for one in sections_of(of_sets) for key in (*one.model_fields, *one.foreign_keys)]
+    inside = (inner for kind in of_sets for inner in item_kinds(kind) or ())
+    sections = sections_of((*of_sets, *inside))
+    known = [key for one in sections for key in (*one.model_fields, *one.foreign_keys)]
     own = {
         key: value
         for key, value in block.value.items()
