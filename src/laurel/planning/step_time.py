@@ -204,7 +204,7 @@ def step_time(
         # A group that is larger than a pass is scored in one all the same.
         shared, padded = (
             _scoring(run, judge, shapes, work)
-            for work in (_on(judge.mesh, sampled), sampled.padded())
+            for work in (_on(judge.mesh, sampled.shared()), sampled.padded())
         )
         phases.append(_phase("scoring", judge, shared, padded))
     order: tuple[PhaseName, ...] = (
@@ -384,7 +384,8 @@ def _of_policy(
     batch = plan.batch("policy")
     # Where parts of a tree are computed, no prompt is computed in several passes.
     is_whole = step is None or batch.part_tokens is not None
-    divided = workload if is_whole else workload.divided(batch.tokens)
+    tree = workload.shared()
+    divided = tree if is_whole else tree.divided(batch.tokens)
     works = (_on(policy.mesh, divided), workload.padded())
     shared, padded = (_training(run, policy, shape, work) for work in works)
     yield _phase("training", policy, shared, padded)

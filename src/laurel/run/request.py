@@ -81,7 +81,11 @@ def request_of(config: Run) -> ClusterRequest:
 
 
 def workload_of(
-    config: Run, *, prompt_tokens: int | None = None, completion_tokens: int | None = None
+    config: Run,
+    *,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+    alike_tokens: int = 0,
 ) -> Workload:
     """Return the number and lengths of the conversations in one training step.
 
@@ -91,9 +95,11 @@ def workload_of(
             conversation.
         completion_tokens: The length of each completion; None is half of the longest conversation,
             or less if the run allows no more.
+        alike_tokens: How many of them the completions of a prompt begin with alike.
 
     Raises:
-        ConfigError: A conversation would be longer than the run allows.
+        ConfigError: A conversation would be longer than the run allows, or completions would not
+            differ.
     """
     longest = config.policy.max_total_sequence_length
     most = config.policy.generation.max_new_tokens if config.command == "grpo" else None
@@ -107,6 +113,11 @@ def workload_of(
             f"a prompt of {prompt_tokens} tokens and a completion of {completion_tokens} do not "
             f"fit into policy.max_total_sequence_length={longest}"
         )
+    if alike_tokens >= completion_tokens:
+        raise ConfigError(
+            f"completions of {completion_tokens} tokens cannot begin with {alike_tokens} alike and "
+            "differ: give --alike-tokens fewer"
+        )
     if config.command == "grpo":
         num_prompts = config.grpo.num_prompts_per_step
         per_prompt = config.grpo.num_generations_per_prompt
@@ -118,6 +129,7 @@ def workload_of(
         per_prompt=per_prompt,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
+        alike_tokens=alike_tokens,
     )
 
 

@@ -324,6 +324,23 @@ def test_a_shared_prompt_counts_once_unless_passes_divide_its_group():
     assert work.divided(2048).tokens == work.padded().tokens
 
 
+def test_what_completions_begin_with_alike_is_trained_once_and_drawn_for_each():
+    alike = replace(WORK, alike_tokens=3)
+    assert alike.shared().tokens == 3 * (5 + 3 + 2 * 1)
+    assert alike.padded().tokens == WORK.padded().tokens
+    plain, found = (phases(timed(work=one)) for one in (WORK, alike))
+    for name, phase in found.items():
+        assert phase.padded == plain[name].padded
+        is_shared = name in ("training", "log-probs", "scoring")
+        assert (phase.shared.seconds < plain[name].shared.seconds) == is_shared, name
+    run = load_config(GRPORun, None, GRPO).config
+    assert workload_of(run, alike_tokens=3) == replace(
+        WORK, completion_tokens=4, prompt_tokens=5, alike_tokens=3
+    )
+    with pytest.raises(ConfigError, match="--alike-tokens"):
+        workload_of(run, alike_tokens=4)
+
+
 HEAD = decoder_shape(
     hidden_size=4,
     num_layers=2,
