@@ -58,7 +58,7 @@ def main() -> None:
         samples = [one.group for one in code_samples()]
         every = max(1, len(samples) // options.groups)
         groups = [
-            small(encoded(tokenizer, group), shape.vocabulary)
+            small(encoded(tokenizer, group).select(range(options.completions)), shape.vocabulary)
             for group in samples[::every][: options.groups]
         ]
         for group in groups:
@@ -125,8 +125,9 @@ def report(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> str:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", help="a model whose template renders; none: no real groups")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8, 16, 32, 64])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[4, 8, 16, 32, 64])
     parser.add_argument("--groups", type=int, default=8, help="of real completions")
+    parser.add_argument("--completions", type=int, default=16, help="of a real group")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--json", type=Path, default=Path("benchmark_results/prefix_trees.json"))

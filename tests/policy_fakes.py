@@ -143,7 +143,7 @@ class Judge(EnvironmentInterface):
     """Judges by a function of the latest answer and the metadata; remembers its calls.
 
     The verdict is a dictionary: `reward` (or `rewards`, named), `over`, `observation`, `stops`,
-    `metadata`, `failure`, `answer`, `note`, `steps`, `invalid`.
+    `metadata`, `failure`, `answer`, `note`, `steps`, `invalid`, `parts`.
     """
 
     def __init__(
@@ -191,6 +191,7 @@ class Judge(EnvironmentInterface):
             notes=[v.get("note") for v in verdicts],
             steps=[v.get("steps") for v in verdicts],
             invalid_calls=[v.get("invalid", False) for v in verdicts],
+            components=[v["parts"] for v in verdicts] if "parts" in verdicts[0] else None,
         )
 
     def close_conversations(self, metadata: Sequence[Any]) -> None:

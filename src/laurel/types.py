@@ -696,6 +696,16 @@ class RejectedTask:
     reason: str
 
 
+class Turn(NamedTuple):
+    """A message of a rollout that the policy wrote; others may have its role."""
+
+    message: int
+    """Its index in the rollout's messages."""
+    begin: int
+    end: int
+    """Its tokens among those of the rollout."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """A finished rollout: one completion with its reward."""
@@ -717,6 +727,8 @@ class Rollout:
     truncated: bool = False
     """Whether it was cut off by `max_new_tokens`, the context or the number of turns."""
     num_turns: int = 1
+    turns: tuple[Turn, ...] = ()
+    """The policy's turns; without any, of an older checkpoint, they are taken as one."""
     weight_version: int = 0
     answer: str | None = None
     note: Any = None

@@ -120,6 +120,12 @@ def _not_negative(call: NamedCall) -> NamedCall:
     return call
 
 
+def _not_negative_or_auto(call: NamedCall) -> NamedCall:
+    rest = {key: one for key, one in call.kwargs.items() if (key, one) != ("lr", "auto")}
+    _not_negative(call.model_copy(update={"kwargs": rest}))
+    return call
+
+
 OptimizerCall = Annotated[NamedCall, AfterValidator(_not_negative)]
 
 
@@ -408,6 +414,13 @@ class PolicyConfig(Section):
 class RewardPolicyConfig(PolicyConfig):
     """The reward model that is trained, how, and with what memory."""
 
+    optimizer: Annotated[NamedCall, AfterValidator(_not_negative_or_auto)] = NamedCall(
+        name="torch.optim.AdamW",
+        kwargs={"lr": "auto", "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
+    )
+    """Any class of `torch.optim`, with its arguments. Kwargs beside a `name` replace all of these;
+    without a `name` they change single ones. `lr: auto` is 1e-4 for a pretrained model of fewer
+    than 500 million parameters, else 2e-6; a run that resumes keeps the one that it began with."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
 
 

@@ -42,6 +42,7 @@ from laurel.types import (
     Observation,
     Rollout,
     StepReward,
+    Turn,
     messages_of,
 )
 from laurel.workers.threads import DaemonThread
@@ -86,6 +87,7 @@ class RolloutInProgress:
     weight_version: int | None = None
     answer: str | None = None
     note: Any = None
+    turns: list[Turn] = field(default_factory=list)
     invalid_turns: list[int] = field(default_factory=list)
     new_steps: Sequence[StepReward] | None = None
     """Rewards of steps of the last turn, as the environment gave them."""
@@ -109,6 +111,8 @@ class RolloutInProgress:
 
     def add_turn(self, generated: Generated) -> None:
         """Append an assistant turn that the generator has sampled."""
+        begin = sum(map(len, self.ids))
+        self.turns.append(Turn(len(self.messages), begin, begin + len(generated.ids_L)))
         self._append(generated.ids_L, True, generated.logprobs_L)
         self.messages.append(Message("assistant", generated.text))
         self.num_turns += 1
@@ -210,6 +214,7 @@ class RolloutInProgress:
             failure=self.failure,
             truncated=self.truncated,
             num_turns=self.num_turns,
+            turns=tuple(self.turns),
             weight_version=self.weight_version or 0,
             answer=self.answer,
             note=self.note,

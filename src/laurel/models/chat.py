@@ -277,7 +277,9 @@ class ChatFormat:
             (*asked, Message("assistant", mark), *said), prompt=True, tools=tools
         )
         start = row.text.rfind(mark)
-        return (row, start, start + len(mark)) if start >= 0 else (row, *[len(row.text)] * 2)
+        if start < 0:  # the template writes the message otherwise
+            return row, len(row.text), len(row.text)
+        return row, start, start + len(mark)
 
     def token_ends(
         self, turn_ids: Sequence[int] | TokenIds, text: str, ends: Sequence[int]

@@ -245,6 +245,9 @@ class FunctionScorer:
             # Processes have their own queue.
             is_open = self._is_async or self._processes is not None
             most = self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
+            if self._processes is not None and self._managed is not None:
+                # A call that waited in their queue would begin at another time than its manager's.
+                most = min(most, self._processes.num_workers)
             self._gate_of = loop, asyncio.Semaphore(most)
         return self._gate_of[1]
 

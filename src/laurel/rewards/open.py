@@ -32,8 +32,6 @@ from laurel.errors import (
     key_of,
     setting_of,
     speaking,
-    spoken_in,
-    terms_in_use,
 )
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.loading.reward_model import (
@@ -390,8 +388,7 @@ def _open_replicas(
     shape = placement.shape
     spec = replace(spec, model=replace(spec.model, tensor_parallel_size=shape.tp))
     place, spec = _found(spec, say)
-    # Workers report errors in the terms of this spec, as this process does.
-    load = partial(spoken_in, terms_in_use(), load_scorer, place, spec)
+    load = partial(_load, place, spec)
 
     def open_group(ranks: range | None, shape: ParallelShape, tell: Say) -> GroupScorer:
         try:
@@ -433,6 +430,12 @@ def _open_replicas(
         for replica in replicas.replicas:
             replica.value.preparers = loop.preparers
     return loop
+
+
+def _load(place: ModelPlace, spec: ScorerSpec, *, say: Say, mesh: DeviceMesh | None) -> LocalScorer:
+    # Workers report errors in the terms of the spec, as this process does.
+    with speaking(*spec.terms):
+        return load_scorer(place, spec, say=say, mesh=mesh)
 
 
 def _found(spec: ScorerSpec, say: Say) -> tuple[ModelPlace, ScorerSpec]:

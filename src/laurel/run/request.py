@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
+from laurel import plugins
 from laurel.config.policy import LearnerPlacement, ResourcesConfig, RolePlacement
 from laurel.errors import ConfigError
 from laurel.planning.request import (
@@ -66,6 +67,7 @@ def request_of(config: Run) -> ClusterRequest:
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,
+            beside=_greedy(config),
             # The reference's, the teacher's, as if it were of the policy's size, and the old
             # policy's where several updates move away from it or its difference is bounded.
             logprob_passes=(config.loss_fn.reference_policy_kl_penalty > 0)
@@ -79,7 +81,11 @@ def request_of(config: Run) -> ClusterRequest:
 
 
 def workload_of(
-    config: Run, *, prompt_tokens: int | None = None, completion_tokens: int | None = None
+    config: Run,
+    *,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+    alike_tokens: int = 0,
 ) -> Workload:
     """Return the number and lengths of the conversations in one training step.
 
@@ -89,9 +95,11 @@ def workload_of(
             conversation.
         completion_tokens: The length of each completion; None is half of the longest conversation,
             or less if the run allows no more.
+        alike_tokens: How many of them the completions of a prompt begin with alike.
 
     Raises:
-        ConfigError: A conversation would be longer than the run allows.
+        ConfigError: A conversation would be longer than the run allows, or completions would not
+            differ.
     """
     longest = config.policy.max_total_sequence_length
     most = config.policy.generation.max_new_tokens if config.command == "grpo" else None
@@ -105,6 +113,11 @@ def workload_of(
             f"a prompt of {prompt_tokens} tokens and a completion of {completion_tokens} do not "
             f"fit into policy.max_total_sequence_length={longest}"
         )
+    if alike_tokens >= completion_tokens:
+        raise ConfigError(
+            f"completions of {completion_tokens} tokens cannot begin with {alike_tokens} alike and "
+            "differ: give --alike-tokens fewer"
+        )
     if config.command == "grpo":
         num_prompts = config.grpo.num_prompts_per_step
         per_prompt = config.grpo.num_generations_per_prompt
@@ -116,6 +129,7 @@ def workload_of(
         per_prompt=per_prompt,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
+        alike_tokens=alike_tokens,
     )
 
 
@@ -326,6 +340,11 @@ def _model_servers(config: GRPORun) -> list[RoleRequest]:
     ]
 
 
+def _greedy(config: GRPORun) -> int:
+    """Return how many greedy completions each prompt gets besides."""
+    return int(plugins.find(plugins.Advantage, config.grpo.adv_estimator.name).baseline == "greedy")
+
+
 def _own_slots(key: str, resources: ResourcesConfig) -> OwnSlots:
     return OwnSlots(key=key, per_node=resources.gpus_per_node, nodes=resources.num_nodes)
 
@@ -335,7 +354,7 @@ def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest,
     grpo = config.grpo
     batch = BatchRequest(
         unit="completions",
-        size=grpo.num_prompts_per_step * grpo.num_generations_per_prompt,
+        size=grpo.num_prompts_per_step * (grpo.num_generations_per_prompt + _greedy(config)),
         longest=longest,
         tokens=tokens,
     )

@@ -120,7 +120,7 @@ def test_a_model_that_fails_at_everything_ends_its_process(monkeypatch):
         raise EndedError(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    worker = ModelWorker(RankPlace(role="replica"), NULL, ())
+    worker = ModelWorker(RankPlace(role="replica"), NULL)
     backend = worker._backend = ScriptedBackend(fails=lambda tokens: len(tokens) > 1)
     one, two = (tokens for tokens, _ in worker.prepare([group("a"), group("b")]))
     with pytest.raises(RuntimeError, match="device"):  # nothing that it could score is known yet

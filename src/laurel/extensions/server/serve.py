@@ -102,8 +102,7 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
         raise ConfigError(
             f"the admin key is the API key: set {admin_key.header[1:]} to another one, or unset it"
         )
-    with speaking(OPTIONS):
-        spec = _serving_spec(options, opens)
+    spec = _serving_spec(options, opens)
     try:
         access_log = (
             None if options.access_log == "none" else AccessLog(options.access_log, say=say)
@@ -126,7 +125,8 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
             return await _open(options, spec)
         # In a thread, as other requests wait in the event loop.
         changed = replace(options, model=model)
-        return await _open(options, await in_thread(lambda: _serving_spec(changed), name="finding"))
+        loaded = await in_thread(lambda: _serving_spec(changed, terms=_NAMELESS), name="finding")
+        return await _open(options, loaded)
 
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
@@ -134,8 +134,7 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
                 f"{model!r} is no directory of this machine. Give the path of a model, a "
                 "checkpoint or a run, as the server's machine sees it"
             )
-        with speaking(Terms({"policy.model_name": ""})):
-            served = await open_model(model)
+        served = await open_model(model)
         say(f"serving {model} from now on, version {served.version}")
         return served
 
@@ -160,8 +159,7 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
 
     run = ServerRun(app, service, listener, drain_seconds=options.drain_seconds)
     try:
-        with speaking(OPTIONS):
-            run.run(open_model, on_ready=report_ready)
+        run.run(open_model, on_ready=report_ready)
     finally:
         if access_log is not None:
             access_log.close()
@@ -313,7 +311,14 @@ def _app(
     return make_app(service, gate, access_log=log)
 
 
-def _serving_spec(options: ServeOptions, opens: Opening | None = None) -> ServingSpec:
+_TERMS = (OPTIONS, Terms({"policy.tokenizer.date": "--date"}))
+# A model that a request names has no option.
+_NAMELESS = (*_TERMS, Terms({"policy.model_name": ""}))
+
+
+def _serving_spec(
+    options: ServeOptions, opens: Opening | None = None, *, terms: Sequence[Terms] = _TERMS
+) -> ServingSpec:
     """Return the spec of the model to serve, which is resolved here and loaded later."""
     limits = BatcherLimits(batch_tokens=options.batch_tokens, max_waiting=options.max_waiting)
     spec = ServingSpec(limits=limits, cpu_threads=options.cpu_threads)
@@ -328,16 +333,18 @@ def _serving_spec(options: ServeOptions, opens: Opening | None = None) -> Servin
         section = plugin.scoring_section and plugin.scoring_section()
         engine = ScoringEngine(plugin=plugin, section=section)
     day = None if options.date is None else options.date.date()
+    with speaking(*terms):
+        found = find_reward_model(options.model)
     scorer = ScorerSpec(
         model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),
-        found=find_reward_model(options.model),
+        found=found,
         max_length=options.max_length,
         batch_tokens=options.batch_tokens,
         precision=options.precision,
         device=options.device,
         engine=engine,
         aggregate=options.aggregate,
-        terms=(Terms({"policy.tokenizer.date": "--date"}),),
+        terms=tuple(terms),
     )
     return replace(spec, scorer=scorer)
 

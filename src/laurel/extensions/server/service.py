@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from laurel.errors import BusyError, LaurelError
+from laurel.errors import BusyError, LaurelError, speaking
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.spec import Say, ScorerSpec, find_reward_model
@@ -404,7 +404,8 @@ def open_model(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
     from laurel.rewards.scorer import ContractScorer
     from laurel.workers.process import prepare
 
-    prepare(spec.scorer.device, cpu_threads=spec.cpu_threads, seed=0)
+    with speaking(*spec.scorer.terms):
+        prepare(spec.scorer.device, cpu_threads=spec.cpu_threads, seed=0)
     scorer = open_scorer(replace(spec.scorer, found=place), say=say)
     assert isinstance(scorer, ContractScorer)
     return name, model_version(place.name, scorer.contract.rules), scorer

@@ -48,6 +48,7 @@ from laurel.observe.files import check_output, replace_file
 from laurel.observe.hub import check_not_missing
 from laurel.observe.json_output import write_json
 from laurel.rewards.spec import find_model
+from laurel.run.specs import RATE_OF_SMALL, is_small
 
 _TABLE = yaml.safe_load(files(__package__).joinpath("starters.yaml").read_text(encoding="utf-8"))
 TASKS: Mapping[str, Any] = _TABLE["tasks"]
@@ -393,8 +394,9 @@ def _write(
     about: dict[str, str] = {}
     if is_new:
         special, about = scratch[device] | table["scratch"], scratch["about"]
-    elif 0 < model.num_parameters < small["max_parameters"]:
-        special, about = table["small"], small["about"]
+    elif is_small(model.num_parameters):
+        special = table.get("small") or {"policy.optimizer.kwargs.lr": RATE_OF_SMALL}
+        about = small["about"]
     settings = {key: json.dumps(value) for key, value in (own | special).items()} | chosen
     overrides = [f"{key}={value}" for key, value in settings.items()]
     config = load_config(SCHEMAS[table["trainer"]], None, overrides).config
