@@ -12,8 +12,8 @@ from laurel.planning.request import (
     BatchRequest,
     ClusterRequest,
     DrawingRequest,
-    JudgingRequest,
     OwnSlots,
+    RewardModelRequest,
     RoleName,
     RoleRequest,
     StepRequest,
@@ -59,8 +59,8 @@ def request_of(config: Run) -> ClusterRequest:
             keeps_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         ),
         drawing=_drawing(config),
-        judging=tuple(
-            JudgingRequest(precision=judge.precision, compiles=judge.compile)
+        reward_models=tuple(
+            RewardModelRequest(precision=judge.precision, compiles=judge.compile)
             for judge in config.env.reward_model.loaded
         ),
         step=StepRequest(
