@@ -28,14 +28,10 @@ COMMON = 3
 """Commands that must share an option before it stands among the common ones."""
 MANY = 6
 """Common options of a command that are not named again where another command has the same."""
-SHORT = 45
+SHORT = 60
 """Characters of a meaning after which no further sentence is written, except what null means."""
 RESUMES = " \u21bb"
 """What stands behind a key that may change when a run resumes."""
-LONG = 60
-"""Characters of a meaning after which its first sentence is cut where a clause of it ends."""
-LISTED = 6
-"""Values, at least, of a list that is not cut."""
 FEW = 3
 """Keys of a section that is written inside the section above it, at most."""
 
@@ -235,26 +231,9 @@ def _short(text: str | None) -> str:
     whole = re.sub(r" ?\bDefault: .*", "", paragraph)
     kept = ""
     for sentence in re.split(r"(?<=[.?)])(?<!e\.g\.)(?<!Dr\.) (?=[A-Z`0-9])", whole):
-        if not kept:
-            kept = _cut(sentence)
-        elif len(kept) + len(sentence) < SHORT or re.match("Null|`?auto", sentence):
+        if not kept or len(kept) + len(sentence) < SHORT or re.match("Null|`?auto", sentence):
             kept += f" {sentence}"
-    return kept
-
-
-def _cut(sentence: str) -> str:
-    """Cut a long sentence behind its first clause; one that lists values stays whole."""
-    is_list = sentence.startswith("`") or sentence.count(", ") > LISTED
-    if len(sentence) <= LONG or is_list:
-        return sentence
-    for clause in re.finditer(
-        r"(; | \(|, (?:which|so|such as|unless|whatever|as) )(?!false|null)", sentence
-    ):
-        kept, rest = sentence[: clause.start()], sentence[clause.start() :]
-        is_closed = kept.count("(") == kept.count(")") and kept.count("`") % 2 == 0
-        if len(kept) > LONG // 3 and is_closed and not re.search("null|false", rest):
-            return f"{kept} \u2026"
-    return sentence
+    return kept.strip()
 
 
 GENERATED: dict[str, Callable[[], str]] = {

@@ -4,16 +4,19 @@ import itertools
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import yaml
 
 from laurel.rewards import open
+from packages import installed
 from policy_runs import grpo, grpo_settings, metrics_of
 from reward_models import small_model, write_model
 
 ray = pytest.importorskip("ray")
 from laurel.workers.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
+from laurel.workers.ray_group import RayGroup  # noqa: E402
 
 BOUND = 1e-5
 STORE = 80 * 2**20
@@ -107,6 +110,73 @@ def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
     # A worker that was still being started would start a cluster of its own where Ray has ended.
     left = [one.name for one in threading.enumerate() if one not in before]
     assert not [name for name in left if name.startswith("laurel-")]
+
+
+ENGINE = """
+import sys
+from laurel.plugins import EngineThatServes
+
+class Stub(EngineThatServes):
+    def make(self, section, start): ...
+
+    def serve_command(self, section, host, port, *, on_gpu, rests):
+        assert not (on_gpu or rests)
+        return [sys.executable, {program!r}, host, str(port), {folder!r}], {{}}
+"""
+ASKS = """
+import httpx2
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info,
+                        reward_router_address):
+    async with httpx2.AsyncClient(timeout=120) as client:
+        url = f"http://{reward_router_address}/score"
+        reply = await client.post(url, json={"content": "poison"})
+    return {"score": len(solution_str), "server": reply.json()["server"]}
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_a_run_serves_is_on_another_node_and_comes_back(
+    tmp_path, model, two_nodes, monkeypatch
+):
+    program = str(Path(__file__).parents[1] / "model_server.py")
+    engine = ENGINE.format(program=program, folder=str(tmp_path))
+    site = tmp_path / "site"
+    site.mkdir()
+    installed(site, "stub", {"stub_engine": engine}, {"engines": {"stub": "stub_engine:Stub"}})
+    monkeypatch.syspath_prepend(site)
+    (tmp_path / "asks.py").write_text(ASKS)
+    placed: list[tuple[str, str]] = []
+    build = RayGroup._build
+
+    def noted(group, reservation, payload):
+        build(group, reservation, payload)
+        placed.append((group.role, group._node_ids[0]))
+
+    monkeypatch.setattr(RayGroup, "_build", noted)
+    done = run(
+        tmp_path / "run",
+        model,
+        {
+            "function": {"path": f"{tmp_path}/asks.py:compute_score"},
+            "server": {
+                "model_name": "m",
+                "backend": "stub",
+                "resources": {"gpus_per_node": 1, "num_nodes": 1},
+            },
+        },
+        "cluster.num_nodes=2",
+        "cluster.gpus_per_node=1",
+        f"cluster.address={two_nodes}",
+        "grpo.max_num_steps=1",
+    )
+    assert "reward_model: node 1, slot 0" in done.text
+    first, second = [node for role, node in placed if role.startswith("model server")]
+    assert first == second  # with its first question it died
+    assert dict(placed)["policy"] != first
+    figures = metrics_of(tmp_path / "run")[1]
+    assert figures["train/num_failures"] == 0
+    assert figures["env/reward_model/num_samples"] == 12
 
 
 def ensemble(judges):

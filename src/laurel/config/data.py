@@ -11,14 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from laurel.config.yaml_tree import (
-    MAY_CHANGE,
-    NO_ITEMS_IS_NONE,
-    Removed,
-    Section,
-    foreign,
-    removed,
-)
+from laurel.config.yaml_tree import MAY_CHANGE, NO_ITEMS_IS_NONE, Section, foreign
 
 
 class SetConfig(Section):
@@ -190,13 +183,12 @@ BenchmarkName = Literal[
 _ONLY_FOR: dict[str, BenchmarkName] = {
     "dataset_name": "pairs",
     "prior": "reward-bench",
+    "zero_spread": "reward-bench-2",
 }
 
 
 class BenchmarkSetConfig(Section):
     """One benchmark, with the rows that `laurel eval` would read."""
-
-    removed: ClassVar[Mapping[str, Removed]] = removed("BenchmarkSetConfig")
 
     benchmark: BenchmarkName
     """The benchmark."""
@@ -210,6 +202,9 @@ class BenchmarkSetConfig(Section):
     """The class that reads them (`pairs`); null: the columns decide."""
     prior: bool = False
     """The prior sets too, from the hub (`reward-bench`)."""
+    zero_spread: Literal["limit", "leave_out"] = "limit"
+    """Prompts of Ties whose right answers all have one score (`reward-bench-2`); see
+    `evaluation.reward_bench`."""
     max_samples: int | None = Field(default=None, ge=1)
     """Rows at most, a share of each subset, always the same ones. A shortened benchmark has no
     final score."""
@@ -257,6 +252,8 @@ class DatasetConfig(SetConfig):
     """Column of the margin of `chosen` (a number), for `rm.loss.use_margin`."""
     target_key: str | None = None
     """Column of the probability, 0 to 1, that `chosen` is better (soft label)."""
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share held out for validation where no validation set is named."""
 
 
 class DataConfig(SetsConfig):

@@ -72,6 +72,7 @@ class GRPORun(Section):
                 "loss_fn.use_kl_in_reward changes the rewards of completions, and "
                 "grpo.adv_estimator.per_step=true reads those of steps; use one of them"
             )
+        self._groups_can_be_compared()
         self._advantages_of_tokens_count()
         transform = self.env.reward_model.transform
         if grpo.adv_estimator.per_step and transform.clip and transform.normalize != "none":
@@ -92,6 +93,19 @@ class GRPORun(Section):
             if backend == name or (backend == "auto" and f"{name}_cfg" in set_up):
                 plugins.find(plugins.Engine, name).check(policy)
         return self
+
+    def _groups_can_be_compared(self) -> None:
+        grpo = self.grpo
+        if not self.loss_fn.distillation.rewards:  # a teacher compares with nothing
+            return
+        if grpo.num_generations_per_prompt < 2 and grpo.compares_within_groups:
+            # Its own mean is its baseline: every advantage would be 0, and nothing learned.
+            raise ValueError(
+                "grpo.num_generations_per_prompt must be at least 2: a lone completion has nothing "
+                "to be compared with, so its advantage is 0 and the policy learns nothing. Sample "
+                "more for fewer prompts (num_prompts_per_step), or compare over the whole batch "
+                "with adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
+            )
 
     def _advantages_of_tokens_count(self) -> None:
         grpo, loss = self.grpo, self.loss_fn

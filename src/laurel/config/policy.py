@@ -28,7 +28,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 # report everything that does not fit at once.
 
 
-class OwnSlots(Section):
+class RoleSlots(Section):
     """The slots of one role. Keys that are null restrict nothing: `{}` takes all free slots."""
 
     nodes: int | list[int] | None = None
@@ -59,7 +59,7 @@ class OwnSlots(Section):
         return value
 
 
-class RolePlacement(OwnSlots):
+class RolePlacement(RoleSlots):
     """The slots of one role of several, its own or those of another."""
 
     shares: Literal["policy", "generation"] | None = None
@@ -82,7 +82,7 @@ class LearnerPlacement(Section):
         ("generation", "reward_model"), "only laurel grpo has such a role"
     )
 
-    policy: OwnSlots | None = None
+    policy: RoleSlots | None = None
     """The model that is trained."""
 
 
@@ -117,6 +117,12 @@ def _not_negative(call: NamedCall) -> NamedCall:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value < inf):
             raise ValueError(f"kwargs.{name} is {value!r}, and must be a finite number, 0 or more")
+    return call
+
+
+def _not_negative_or_auto(call: NamedCall) -> NamedCall:
+    rest = {key: one for key, one in call.kwargs.items() if (key, one) != ("lr", "auto")}
+    _not_negative(call.model_copy(update={"kwargs": rest}))
     return call
 
 
@@ -269,12 +275,18 @@ class PackingConfig(BatchingConfig):
     largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
     keeps what it began with."""
     share_prompts: bool = True
-    """Compute a prompt once for all its completions. Off is for measuring what that brings."""
+    """Compute a prompt once for all its completions, and once also what else sequences of a
+    micro-batch begin with alike, where that saves a twentieth. Off is for measuring."""
 
     @property
     def tokens(self) -> int | None:
         """`train_mb_tokens` where it is a number."""
         return None if self.train_mb_tokens == "auto" else self.train_mb_tokens
+
+
+LEAST_SHARED = 16
+"""The fewest tokens that sequences of a micro-batch have in common, beyond the prompt of a group,
+before they share them: each shared run costs every layer some calls of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +302,8 @@ class BatchLimits:
     share_prompts: bool = True
     """True if a forest computes each prompt once for all its completions."""
     least_shared: int | None = None
-    """The fewest tokens that sequences of different groups share; None: they share none."""
+    """The fewest tokens that sequences share beyond prompts, where that saves enough
+    (`data.forest.worth_sharing`); None: they share prompts alone."""
 
 
 class ScratchConfig(Section):
@@ -394,12 +407,20 @@ class PolicyConfig(Section):
             padded_tokens=self.token_budget if has_budget else None,
             padded_groups=self.train_micro_batch_size,
             share_prompts=self.sequence_packing.share_prompts,
+            least_shared=LEAST_SHARED,
         )
 
 
 class RewardPolicyConfig(PolicyConfig):
     """The reward model that is trained, how, and with what memory."""
 
+    optimizer: Annotated[NamedCall, AfterValidator(_not_negative_or_auto)] = NamedCall(
+        name="torch.optim.AdamW",
+        kwargs={"lr": "auto", "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
+    )
+    """Any class of `torch.optim`, with its arguments. Kwargs beside a `name` replace all of these;
+    without a `name` they change single ones. `lr: auto` is 1e-4 for a pretrained model of fewer
+    than 500 million parameters, else 2e-6; a run that resumes keeps the one that it began with."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
 
 
@@ -511,6 +532,11 @@ class ResourcesConfig(Section):
     """Slots reserved on each node."""
     num_nodes: int | None = Field(default=None, ge=1, le=16384)
     """Nodes with reserved slots."""
+
+    @property
+    def are_own(self) -> bool:
+        """Whether any are reserved; else the role shares those of the policy."""
+        return self.gpus_per_node is not None or self.num_nodes is not None
 
 
 class ClusterConfig(Section):

@@ -465,6 +465,7 @@ class BenchmarkSet:
             split=config.split,
             dataset=config.dataset_name,
             prior=config.prior,
+            zero_spread=config.zero_spread,
         )
         try:
             notes: list[str] = []

@@ -526,9 +526,11 @@ def policy_logprobs(
         batcher: Divides groups into micro-batches of its budget of tokens.
 
     Returns:
-        For each group, an array float32 [L] for each completion, in order.
+        For each group, an array float32 [L] for each completion, in order: of its sequences, one
+        after the other.
     """
-    every = [[(g, b) for b in range(len(group.branches_ids_G))] for g, group in enumerate(groups)]
+    lengths = [group.num_own_tokens_G for group in groups]
+    every = [[(g, i) for i in range(len(lengths_G))] for g, lengths_G in enumerate(lengths)]
     parts, labels = batcher.divide(groups, every, lambda of, some: [of[i] for i in some])
     micro_batches = batcher.filled().cut(parts, labels)
     computed = outputs([one.inputs for one in micro_batches])
@@ -536,6 +538,6 @@ def policy_logprobs(
     for micro_batch, its_outputs in zip(micro_batches, computed, strict=True):
         logprobs_M = its_outputs.logprobs_M.float().cpu().numpy()
         whose = [one for label in micro_batch.labels for one in label]
-        ends = np.cumsum([len(groups[g].branches_ids_G[branch]) for g, branch in whose])
+        ends = np.cumsum([lengths[g][i] for g, i in whose])
         found |= zip(whose, np.split(logprobs_M, ends[:-1]), strict=True)
     return [[found[one] for one in of_group] for of_group in every]

@@ -74,6 +74,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "completions/clipped_ratio": cut.mean(),
         "num_failures": sum(r.failure is not None for r in rollouts),
     }
+    if turns.max() > 1:
+        figures["sequences_per_rollout"] = np.mean([r.num_sequences for r in rollouts])
     if not cut.all():
         ended = written[~cut]
         figures["completions/mean_terminated_length"] = ended.mean()

@@ -50,6 +50,8 @@ class StepRequest:
 
     num_prompts: int
     per_prompt: int
+    beside: int = 0
+    """Completions of each prompt that are sampled and scored besides, and not trained on."""
     logprob_passes: int = 0
     """Number of forward passes over all completions, for their log-probabilities, before
     training."""
@@ -198,11 +200,26 @@ class Workload:
     """Number of completions to each prompt."""
     prompt_tokens: int
     completion_tokens: int
+    alike_tokens: int = 0
+    """Number of tokens with which the completions of a prompt begin alike."""
     copies: int = 1
     """Number of times that each prompt is computed; 1 if all its completions share it."""
     skips_unread: bool = True
     """Whether the last layer skips tokens whose hidden states are not read, except for their keys
     and values."""
+
+    def shared(self) -> Workload:
+        """Return the same conversations as trees: what completions begin with alike is computed
+        once, as more of the prompt.
+
+        The few tokens that it has count as unread, though each has a label.
+        """
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens + self.alike_tokens,
+            completion_tokens=self.completion_tokens - self.alike_tokens,
+            alike_tokens=0,
+        )
 
     def padded(self) -> Workload:
         """Return the same conversations as others compute them: each with its own prompt, whole."""

@@ -103,6 +103,8 @@ class ScorerPlacement:
 
     None keeps models in this process, and replicas in other processes of this machine.
     """
+    make_server: Callable[[int], MakeGroup] | None = None
+    """Returns what makes a worker group for a replica of a served model, given its number."""
     shape: ParallelShape = field(default_factory=ParallelShape)
     """Replicas of each model that `make_group` has room for, and the ranks of each."""
     is_one_group: bool = False
@@ -168,6 +170,7 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
                 is_elsewhere=placement is not HERE,
                 say=say,
                 server=source.server,
+                make_server=placement.make_server,
             )
             return plugins.find(ScoreSource, source.name).make(source.section, services)
         return _open_model(spec, placement, say, name)

@@ -16,7 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laurel.data.forest import bin_pack, pack_padded, to_forest, to_padded
+from laurel.config.policy import LEAST_SHARED
+from laurel.data.forest import (
+    bin_pack,
+    pack_padded,
+    shared_parts,
+    to_forest,
+    to_padded,
+    worth_sharing,
+)
 from laurel.errors import ScoringContractError, setting_of
 from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
@@ -383,11 +391,14 @@ def score_batches(
     try:
         with model.without_gradients():
             for batch in batches:
+                parts = _passes(model, batch)
                 passes = [
-                    model(_input(model, part, pad_id, part_tokens)).cpu().numpy()
-                    for part in _passes(model, batch)
+                    model(_input(model, [batch[i] for i in part], pad_id, part_tokens))
+                    .cpu()
+                    .numpy()
+                    for part in parts
                 ]
-                values.append(np.concatenate(passes))
+                values.append(in_order(batch, parts, passes, num_outputs=model.num_outputs))
                 if on_batch is not None:
                     on_batch(len(batch), sum(group.num_tokens for group in batch))
     finally:
@@ -395,19 +406,21 @@ def score_batches(
     return values
 
 
-def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> list[Sequence[TokenGroup]]:
-    """The groups of a micro-batch that are computed together, in order."""
+def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> Sequence[Sequence[int]]:
+    """The groups of a micro-batch that are computed together, by their indices."""
     if model.device.type != "cpu" or model.path != "forest" or model.mesh is not None:
-        return [batch]
-    parts: list[list[TokenGroup]] = []
+        return [range(len(batch))]
+    if worth_sharing(batch, LEAST_SHARED):
+        return divide_into_micro_batches(model.path, batch, CPU_PASS_TOKENS)
+    parts: list[list[int]] = []
     num_tokens = CPU_PASS_TOKENS
-    for group in batch:
+    for index, group in enumerate(batch):
         if num_tokens + group.num_tokens > CPU_PASS_TOKENS:
             parts.append([])
             num_tokens = 0
-        parts[-1].append(group)
+        parts[-1].append(index)
         num_tokens += group.num_tokens
-    return list(parts)
+    return parts
 
 
 LEAST_PART = 256
@@ -456,16 +469,23 @@ def divide_into_micro_batches(
     path: Path, groups: Sequence[TokenGroup], batch_tokens: int
 ) -> list[list[int]]:
     """Return the indices of the groups of each micro-batch, by the model's path."""
-    if path == "forest":
+    if path == "padded":
+        return pack_padded([group.lengths_G for group in groups], batch_tokens)
+    if not worth_sharing(groups, LEAST_SHARED):
         return bin_pack([group.num_tokens for group in groups], batch_tokens)
-    return pack_padded([group.lengths_G for group in groups], batch_tokens)
+    parts = shared_parts(groups, batch_tokens, LEAST_SHARED)
+    packed = bin_pack([size for _, size in parts], batch_tokens)
+    return [sorted(index for number in some for index in parts[number][0]) for some in packed]
 
 
 def model_batch(
     model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int
 ) -> TokenForest | PaddedRows:
     """Build one micro-batch in the form that the model's path reads."""
-    return to_forest(groups) if model.path == "forest" else to_padded(groups, pad_id=pad_id)
+    if model.path == "padded":
+        return to_padded(groups, pad_id=pad_id)
+    least = LEAST_SHARED if worth_sharing(groups, LEAST_SHARED) else None
+    return to_forest(groups, least_shared=least)
 
 
 def golden_scores(

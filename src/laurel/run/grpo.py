@@ -217,9 +217,13 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
         MissingDependencyError: The package of a judge's engine is not installed.
         ConfigError: A judge would have no slot, or would take the GPU that the policy needs.
     """
-    for where, served in model_servers(config).items():
-        if on_cluster:
-            raise ConfigError(served.lacks_slot(where))
+    servers = list(model_servers(config))
+    if on_cluster and servers and (len(servers) > 1 or uses_reward_model(config)):
+        raise ConfigError(
+            f"{servers[0]}: a run on a cluster has slots for one such model, and for no reward "
+            "model beside it; serve the others yourself, and name their HOST:PORT in "
+            "function.router, or their addresses in urls"
+        )
     for where, judge in loaded_judges(config).items():
         if on_cluster:
             raise ConfigError(judge.lacks_slot(where))
@@ -492,7 +496,7 @@ def _parts(
         validation=validation,
         generator_rests=take_turns,
         learner_rests=take_turns,
-        # Servers that the run starts know themselves whether they share the policy's GPU.
+        # Servers that the run starts know themselves whether they are on a GPU of the policy's.
         judges_rest=(allocation.take_turns("reward_model") or bool(model_servers(config)))
         and grpo.max_staleness == 0,
     )

@@ -56,6 +56,8 @@ class MicroBatch(Generic[Label]):
     labels: Sequence[Label]
     num_tokens: int
     """The number of computed tokens: distinct ones in a forest, with padding in padded rows."""
+    branches_of_N: Sequence[range] = ()
+    """The sequences of each completion; empty: each completion is one."""
 
 
 @runtime_checkable
@@ -444,9 +446,10 @@ class LocalLearner:
             if are_apart
             else []
         )
-        units = (
-            [[n] for n in range(len(whose))] if are_apart else [[*range(forest.num_completions)]]
-        )
+        every = range(forest.num_completions)
+        units: Sequence[Sequence[int]] = [every]
+        if are_apart:
+            units = micro_batch.branches_of_N or [[n] for n in every]
 
         def loss_of(outputs: Any, some: list[int]) -> tuple[Tensor, LossOutput]:
             chosen: dict[int, list[int]] = {}

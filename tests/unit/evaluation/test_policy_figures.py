@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.evaluation.policy import pass_at, pass_metrics, reward_metrics
+from laurel.extensions.evaluation.pass_metrics import pass_at, pass_metrics, reward_metrics
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
-from laurel.data.parts import parts_of
 from laurel.models.forest.parts import backward_in_parts
+from laurel.models.forest.tree_parts import parts_of
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
 from random_trees import groups_of_tree

@@ -200,6 +200,32 @@ def test_micro_batches_are_what_the_path_reads():
             assert batch.num_completions == sum(len(groups[i].branches_ids_G) for i in part)
 
 
+@pytest.mark.parametrize("batch_tokens", [300, 8192])
+def test_conversations_that_begin_alike_share_it_in_one_pass(batch_tokens, monkeypatch):
+    """Each is a group of its own, as servers get them, and not all are asked for in a row."""
+    groups = [
+        group_of(
+            [Message("user", f"{'A long question. ' * 8}{i % 3} of them?")],
+            [f"It is {i}." + " Surely." * (i % 5)],
+            group_id=str(i),
+        )
+        for i in range(12)
+    ]
+    scorer, computed = scorer_of("qwen3", batch_tokens=batch_tokens), []
+    alone = [scorer.score_now([group])[0][0].value for group in groups]
+    forward = RewardModel.forward
+
+    def counted(model, batch):
+        computed.append(len(batch.ids_T))
+        return forward(model, batch)
+
+    monkeypatch.setattr(RewardModel, "forward", counted)
+    together = [scores[0].value for scores in scorer.score_now(groups)]
+    assert together == pytest.approx(alone, abs=1e-6)
+    assert sum(computed) < 0.75 * sum(group.num_tokens for group in scorer.encode(groups))
+    assert max(computed) <= batch_tokens
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """A saved reward model with golden scores, and a function that loads it."""

@@ -68,9 +68,6 @@ class AttentionOptions:
     """The logits `[H]` of attention sinks (gpt-oss)."""
 
 
-_OPTIONS = AttentionOptions.__slots__
-
-
 class AttentionPlan(Protocol):
     """A rule that decides to which keys each query of a forward pass attends."""
 
@@ -303,7 +300,12 @@ def forest_attention(
     attention_mask: Tensor | None,
     *,
     forest_plan: AttentionPlan | None = None,
-    **passed: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer; transformers calls this function in every layer.
 
@@ -315,7 +317,12 @@ def forest_attention(
         attention_mask: Always None, because `forest_plan` decides what is masked.
         forest_plan: Decides which keys each query attends to. The caller of the model passes it as
             a keyword argument of the forward pass.
-        passed: What else the model passes, of which the fields of `AttentionOptions` are read.
+        scaling: The factor of the logits; it and the arguments below are the fields of
+            `AttentionOptions`.
+        dropout: The probability of dropping an attention weight.
+        sliding_window: The number of latest positions to which a token attends.
+        softcap: The limit of the logits.
+        s_aux: The logits of attention sinks.
 
     Returns:
         The attention output `[1, T, H, D_v]`, and None instead of the attention weights.
@@ -328,7 +335,13 @@ def forest_attention(
             "the model was loaded for token forests and called without a plan: call it through "
             "RewardModel or PolicyModel, or switch it with model.set_attn_implementation('sdpa')"
         )
-    options = AttentionOptions(**{name: passed[name] for name in _OPTIONS if name in passed})
+    options = AttentionOptions(
+        scaling=scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        s_aux=s_aux,
+    )
     return forest_plan.attend(module, query, key, value, options).transpose(1, 2), None
 
 

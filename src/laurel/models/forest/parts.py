@@ -1,8 +1,8 @@
 """Computes forests that exceed one pass of a model in parts, with the outputs and gradients of one.
 
-`data/parts.py` divides a forest. Every part attends to the keys and values of its path, the tokens
-above it, which earlier passes have computed. Without gradients that is all: a part is computed
-once, and its keys and values are kept until the last part below it is done.
+`models/forest/tree_parts.py` divides a forest. Every part attends to the keys and values of its
+path, the tokens above it, which earlier passes have computed. Without gradients that is all: a part
+is computed once, and its keys and values are kept until the last part below it is done.
 
 With gradients, the keys and values of a path, and the hidden states that predict the first tokens
 below it, are leaves: the backward pass of each part below adds to their gradients. When the last of
@@ -20,20 +20,22 @@ than a part, are computed without gradients first; their loss gives the gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from laurel.data.parts import Part, parts_of
-from laurel.models.forest.attention import AttentionOptions, ForestPlan, as_computed
+from laurel.models.forest.attention import (
+    AttentionOptions,
+    AttentionPlan,
+    ForestPlan,
+    as_computed,
+)
+from laurel.models.forest.tree_parts import Part, parts_of
 from laurel.types import TokenForest
-
-if TYPE_CHECKING:
-    from laurel.models.forest.decoder import Decoder
 
 Result = TypeVar("Result")
 KeysValues = tuple[Tensor, Tensor]
@@ -55,7 +57,30 @@ class Readings(NamedTuple):
     """The number of labels of each completion."""
 
 
-def outputs_in_parts(model: Decoder, forest: TokenForest) -> Any:
+class ComputesParts(Protocol):
+    """A model whose forests may be computed in parts, such as a `Decoder`."""
+
+    training: bool
+    skips_unread: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the layers compute."""
+
+    def hidden_of_row(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """Compute the hidden states `[T, D]` of one row of tokens."""
+
+    def readings(self, forest: TokenForest) -> Readings:
+        """Return which hidden states of a forest the head reads."""
+
+    def read(self, hidden_XD: Tensor, targets_X: Tensor) -> Any:
+        """Apply the head to hidden states, which predict the tokens `targets_X`."""
+
+
+def outputs_in_parts(model: ComputesParts, forest: TokenForest) -> Any:
     """Compute what `model(forest)` gives in one pass, without gradients.
 
     Args:
@@ -70,7 +95,7 @@ def outputs_in_parts(model: Decoder, forest: TokenForest) -> Any:
 
 
 def backward_in_parts(
-    model: Decoder,
+    model: ComputesParts,
     forest: TokenForest,
     units: Sequence[Sequence[int]],
     loss_of: Callable[[Any, list[int]], tuple[Tensor, Result]],
@@ -204,7 +229,7 @@ class _Held:
 class _Work:
     """The parts of a forest, and what has been computed of them."""
 
-    def __init__(self, model: Decoder, forest: TokenForest) -> None:
+    def __init__(self, model: ComputesParts, forest: TokenForest) -> None:
         assert forest.part_tokens is not None
         self.model = model
         self.readings: Readings = model.readings(forest)
@@ -334,7 +359,7 @@ class _Work:
 
     @contextmanager
     def _same_noise(self, number: int) -> Iterator[None]:
-        # All passes over a part draw the same dropout.
+        # All passes over a part sample the same dropout.
         if not self.model.training:
             yield
             return

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import tiny
 import tiny_tokenizers as made
 from laurel.errors import ConfigError, DataError, ModelError, ScoringContractError
-from laurel.export import average, writing
-from laurel.export import export as export_module
-from laurel.export.export import run_export
+from laurel.extensions.export import average, writing
+from laurel.extensions.export import export as export_module
+from laurel.extensions.export.export import run_export
+from laurel.extensions.export.options import ExportOptions
 from laurel.models.checkpoint.card import CardFacts
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.rewards.open import open_local
 from laurel.rewards.scorer import golden_scores
-from laurel.run.options import ExportOptions
 from laurel.types import Message, group_of
 from reward_models import small_model, write_foreign_model, write_model, write_run
 

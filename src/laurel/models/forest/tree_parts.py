@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from laurel.data.forest import bin_pack
 from laurel.types import Span, Tree
 
 
@@ -55,7 +54,7 @@ def parts_of(trees: Sequence[Tree], budget: int) -> list[Part]:
         earlier children have below them.
     """
     runs, parents = _pieces(trees, budget)
-    # The children that are computed with a run, and those that later parts compute, in bins.
+    # The children that are computed with a run, and those that later parts compute, part by part.
     kept: list[list[int]] = [[] for _ in runs]
     below: list[list[list[int]]] = [[] for _ in runs]
     sizes = [run.length for run in runs]
@@ -64,8 +63,7 @@ def parts_of(trees: Sequence[Tree], budget: int) -> list[Part]:
         children = kept[index][::-1]
         total = sizes[index] + sum(sizes[child] for child in children)
         if total > budget:
-            packed = bin_pack([sizes[child] for child in children], budget)
-            below[index] = [[children[i] for i in some] for some in packed]
+            below[index] = _filled(children, sizes, budget)
             kept[index] = []
         else:
             kept[index], sizes[index] = children, total
@@ -73,8 +71,7 @@ def parts_of(trees: Sequence[Tree], budget: int) -> list[Part]:
     roots.reverse()
     places: dict[int, PathSpan] = {}
     parts: list[Part] = []
-    packed = bin_pack([sizes[root] for root in roots], budget)
-    waiting = [(-1, [roots[i] for i in some]) for some in reversed(packed)]
+    waiting = [(-1, some) for some in reversed(_filled(roots, sizes, budget))]
     while waiting:
         above, heads = waiting.pop()
         path: list[PathSpan] = []
@@ -92,6 +89,19 @@ def parts_of(trees: Sequence[Tree], budget: int) -> list[Part]:
         for run in reversed(own):
             waiting += [(run, some) for some in reversed(below[run])]
     return parts
+
+
+def _filled(runs: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
+    # Adjacent subtrees that fit together.
+    bins: list[list[int]] = []
+    room = 0
+    for run in runs:
+        if not bins or sizes[run] > room:
+            bins.append([])
+            room = budget
+        bins[-1].append(run)
+        room -= sizes[run]
+    return bins
 
 
 def _pieces(trees: Sequence[Tree], budget: int) -> tuple[list[Span], list[int]]:
