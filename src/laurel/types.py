@@ -462,6 +462,9 @@ class GenerationRequest:
     """Name of the conversation that each completion belongs to, where it may have several turns. An
     engine may keep the keys and values of a conversation for its next turn, until
     `Generator.end_conversations`."""
+    branch_of: str = ""
+    """Name of another conversation that begins with the same tokens, or with many of them: the
+    engine may use what it keeps of it."""
 
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -659,6 +662,15 @@ class RejectedTask:
     reason: str
 
 
+class Branch(NamedTuple):
+    """Where a completion left another one of its group (`grpo.tree`)."""
+
+    of: int
+    """Index of the completion whose beginning it continues; it comes earlier in the group."""
+    length: int
+    """Number of tokens of `ids_L` that it took over from there, as they were sampled."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """A finished rollout: one completion with its reward."""
@@ -688,6 +700,8 @@ class Rollout:
     """Rewards of its steps; None where the environment gives none."""
     invalid_turns: tuple[int, ...] = ()
     """The policy's turns, from 0, whose calls of tools were invalid."""
+    branch: Branch | None = None
+    """Which completion's beginning it continues; None: it was sampled from the prompt on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
