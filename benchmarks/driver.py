@@ -42,7 +42,7 @@ import torch
 from rounds import machine, table, write_json
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
-from laurel.config.policy import BatchLimits, LoggerConfig
+from laurel.config.policy import BatchLimits, RolloutLoggerConfig
 from laurel.environments.interface import EnvironmentInterface
 from laurel.grpo.loop import GRPO, GRPOSettings, PolicyParts
 from laurel.grpo.rollouts import RolloutLimits, Rollouts
@@ -221,7 +221,7 @@ def loop_of(
     settings = GRPOSettings(
         grpo=config,
         loss=PolicyLossConfig(),
-        logging=LoggerConfig(write_completions=writes),
+        logging=RolloutLoggerConfig(write_completions=writes),
         max_length=PROMPT + LENGTH,
         longest_completion=LENGTH,
         batch_size=num_groups * GROUP,

@@ -2,6 +2,7 @@
 
     python benchmarks/exactness.py
     python benchmarks/exactness.py --of policies
+    python benchmarks/exactness.py --of trees
 
 The reference is the Hugging Face class with its own attention, each whole sequence in a forward
 pass of its own. Two more columns say how large rounding is by itself: how far either is from the
@@ -14,9 +15,11 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
@@ -31,6 +34,7 @@ from material import (
 )
 from rounds import machine, table, write_json
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from laurel.data.forest import to_forest
 from laurel.models.cpu_matmul import fast_matmul
@@ -38,6 +42,7 @@ from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
 from laurel.models.forest.policy import PolicyModel
 from laurel.types import TokenGroup
+from random_trees import groups_of_tree
 
 GROUP_SIZES = (1, 2, 3, 5, 8, 16)
 PROMPT_LENGTHS = (1, 2, 5, 16, 63, 128, 255, 512)
@@ -45,6 +50,8 @@ LONGEST_COMPLETION = 96
 ROUNDING_SEQUENCES = 6
 """Of each forest, for the columns about rounding."""
 SCORE_TARGET, LOSS_TARGET, GRADIENT_TARGET = 1e-6, 1e-6, 1e-5
+LOGPROB_TARGET, EXACT_TARGET = 1e-5, 1e-10
+"""Of trees: a log-probability of a token; and everything in float64."""
 POLICY_PROMPT_LENGTHS = (1, 16, 128, 512)
 POLICY_GROUP_SIZES = (1, 2, 3, 5, 8)
 
@@ -81,8 +88,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     register()
     shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
-    parts = [part for part in ("reward-models", "policies") if options.of in (part, "all")]
-    measure = {"reward-models": reward_models, "policies": policies}
+    measure = {"reward-models": reward_models, "policies": policies, "trees": trees}
+    parts = [part for part in measure if options.of in (part, "all")]
     results = {part: measure[part](shape, as_markdown=options.markdown) for part in parts}
     rows = {part: part_rows for part, (part_rows, _) in results.items()}
     write_json(options.json, {"machine": machine(), "options": vars(options), "rows": rows})
@@ -148,6 +155,43 @@ def policies(shape: Shape, *, as_markdown: bool) -> tuple[list[dict[str, Any]], 
     return rows, holds
 
 
+def trees(_shape: Shape, *, as_markdown: bool) -> tuple[list[dict[str, Any]], bool]:
+    """The table of random trees under every architecture; and whether the targets hold."""
+    rows = []
+    for seed, (name, (model_type, special)) in enumerate(ARCHITECTURES.items()):
+        groups, nodes = groups_of_tree(seed)
+        row: dict[str, Any] = {"what": name, "nodes": nodes}
+        for dtype in (torch.float32, torch.float64):
+            own = "" if dtype == torch.float32 else "_64"
+            config = tiny_config(model_type, special)
+            with Widened() if dtype == torch.float64 else nullcontext():
+                scores = compare(classifier(config), groups, is_tree=True, dtype=dtype)
+                found = compare_policies(language_model(config), groups, is_tree=True, dtype=dtype)
+            row |= {"sequences": scores["sequences"], "tokens": found["tokens"]}
+            row |= {f"score{own}": scores["score"], f"logprob{own}": found["logprob"]}
+            row[f"gradient{own}"] = max(scores["gradient"], found["gradient"])
+        rows.append(row)
+        print(f"  trees, {name}: done", file=sys.stderr)
+    targets = {"score": SCORE_TARGET, "logprob": LOGPROB_TARGET, "gradient": GRADIENT_TARGET}
+    targets |= {f"{name}_64": EXACT_TARGET for name in targets}
+    print(
+        "\nrandom trees of 40 runs up to depth 6, and two prompts with completions; tiny models\n"
+    )
+    header = ["architecture", "sequences", "max score difference", "max difference of a token"]
+    header += ["max relative gradient difference", "the same three in float64"]
+    cells = []
+    for row in rows:
+        *singles, score, logprob, gradient = (f"{row[name]:.1e}" for name in targets)
+        exact = f"{score}, {logprob}, {gradient}"
+        cells.append([row["what"], str(row["sequences"]), *singles, exact])
+    print(table(header, cells, as_markdown=as_markdown))
+    worst = {name: max(row[name] for row in rows) for name in targets}
+    holds = all(worst[name] <= target for name, target in targets.items())
+    told = ", ".join(f"{name} {worst[name]:.1e} ({target:.0e})" for name, target in targets.items())
+    print(f"\nlargest (targets): {told}: {'met' if holds else 'MISSED'}")
+    return rows, holds
+
+
 def described(shape: Shape, group_sizes: Sequence[int]) -> str:
     return (
         f"Qwen3, {shape.layers} layers of {shape.hidden}, {shape.linear_parameters / 1e6:.1f}M "
@@ -160,7 +204,9 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a tiny model")
-    parser.add_argument("--of", choices=["all", "reward-models", "policies"], default="all")
+    parser.add_argument(
+        "--of", choices=["all", "reward-models", "policies", "trees"], default="all"
+    )
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("benchmark_results/exactness.json"))
     return parser.parse_args()
@@ -179,9 +225,14 @@ def by_prompt_length(shape: Shape) -> list[dict[str, Any]]:
 
 def by_architecture(model_type: str, special: Mapping[str, Any]) -> dict[str, Any]:
     """One forest of mixed groups under a tiny model."""
+    groups = random_groups([(1, 2), (30, 5), (128, 3), (77, 1), (128, 2)], 512, seed=1)
+    return compare(classifier(tiny_config(model_type, special)), groups)
+
+
+def tiny_config(model_type: str, special: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         model_type,
         **{
             "vocab_size": 512,
@@ -198,8 +249,6 @@ def by_architecture(model_type: str, special: Mapping[str, Any]) -> dict[str, An
             **special,
         },
     )
-    groups = random_groups([(1, 2), (30, 5), (128, 3), (77, 1), (128, 2)], 512, seed=1)
-    return compare(classifier(config), groups)
 
 
 def random_groups(
@@ -226,20 +275,27 @@ def random_groups(
     ]
 
 
-def compare(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, Any]:
-    """Scores and gradients both ways, from the same weights.
+def compare(
+    reference: Any,
+    groups: Sequence[TokenGroup],
+    *,
+    is_tree: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """Scores and gradients both ways, from the same weights; with `is_tree` in one deep tree.
 
     Gradients are those of a random weighting of all scores; their difference is taken per
     parameter tensor, as the norm of the difference over the norm of the reference.
     """
-    alone = copy.deepcopy(reference)
+    alone = copy.deepcopy(in_dtype(reference, dtype))
     copied = copy.deepcopy(alone)
     copied.set_attn_implementation(FOREST)
-    forest = RewardModel(copied, head_name="score", path="forest", precision=torch.float32)
+    forest = RewardModel(copied, head_name="score", path="forest", precision=dtype)
+    laid = to_forest(groups, least_shared=1 if is_tree else None)
     whole = [np.concatenate((g.trunk_ids, ids)) for g in groups for ids in g.branches_ids_G]
     weights_N = torch.randn(len(whole), generator=torch.Generator().manual_seed(0))
 
-    scores_N = backward(lambda: forest(to_forest(groups))[:, 0], weights_N)
+    scores_N = backward(lambda: forest(laid)[:, 0], weights_N)
     alone_N = torch.cat(
         [
             backward(lambda ids=ids: score_alone(alone, ids), weights_N[index : index + 1])
@@ -249,9 +305,7 @@ def compare(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, Any]:
     few = whole[:ROUNDING_SEQUENCES]
     with torch.inference_mode():
         single_N = torch.cat([score_alone(reference, ids) for ids in few])
-        if hasattr(reference.config, "num_local_experts"):
-            reference.set_experts_implementation("eager")  # the grouped product has no float64
-        reference.double()
+        in_dtype(reference, torch.float64)
         exact_N = torch.cat([score_alone(reference, ids) for ids in few])
     gradients = gradient_differences(copied, alone)
     return {
@@ -265,16 +319,45 @@ def compare(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, Any]:
     }
 
 
-def compare_policies(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, Any]:
-    """Log-probabilities and gradients both ways, from the same weights.
+class Widened(TorchFunctionMode):
+    """Lets models compute in float64 what their code converts to float32, such as norms."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        named = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(wide, args), **named)
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    if dtype == torch.float64 and hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")  # the grouped product has no float64
+    return model.to(dtype)
+
+
+def compare_policies(
+    reference: Any,
+    groups: Sequence[TokenGroup],
+    *,
+    is_tree: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """Log-probabilities and gradients both ways, from the same weights; `compare` says how.
 
     The loss is that of a first GRPO step without its sign: every completion has a random advantage,
     all its tokens share it, and the sum is divided by the number of tokens.
     """
-    alone = copy.deepcopy(reference)
+    alone = copy.deepcopy(in_dtype(reference, dtype))
     copied = copy.deepcopy(alone)
     copied.set_attn_implementation(FOREST)
-    forest = PolicyModel(copied, path="forest", precision=torch.float32)
+    forest = PolicyModel(copied, path="forest", precision=dtype)
+    laid = to_forest(groups, least_shared=1 if is_tree else None)
     pairs = [(group.trunk_ids, ids) for group in groups for ids in group.branches_ids_G]
     lengths_N = torch.tensor([len(ids) for _, ids in pairs])
     generator = torch.Generator().manual_seed(0)
@@ -282,7 +365,7 @@ def compare_policies(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, 
     weights_M = advantages_N.repeat_interleave(lengths_N)
 
     with fast_matmul(forest):  # as a policy's updates compute
-        logprobs_M = backward(lambda: forest(to_forest(groups)).logprobs_M, weights_M)
+        logprobs_M = backward(lambda: forest(laid).logprobs_M, weights_M)
     pieces = [
         backward(lambda pair=pair: logprobs_alone(alone, *pair), weights)
         for pair, weights in zip(pairs, weights_M.split(lengths_N.tolist()), strict=True)
@@ -291,7 +374,7 @@ def compare_policies(reference: Any, groups: Sequence[TokenGroup]) -> dict[str, 
     few = pairs[:ROUNDING_SEQUENCES]
     with torch.inference_mode():
         single_M = torch.cat([logprobs_alone(reference, *pair) for pair in few])
-        reference.double()
+        in_dtype(reference, torch.float64)
         exact_M = torch.cat([logprobs_alone(reference, *pair) for pair in few])
     gradients = gradient_differences(copied, alone)
     losses = [float((found_M.double() * weights_M).sum()) for found_M in (logprobs_M, alone_M)]

@@ -267,6 +267,15 @@ def choose(rows: Sequence[Preference], count: int, *, seed: int = 0) -> list[Pre
     return [rows[index] for index in order[:count]]
 
 
+def choose_dialogues(rows: Sequence[Preference], count: int, *, seed: int = 0) -> list[Preference]:
+    """A sample of dialogues, each with all rows that begin with its first question."""
+    units: dict[Any, list[Preference]] = {}
+    for row in rows:
+        units.setdefault(row.group.prompt[:1], []).append(row)
+    drawn = choose([some[0] for some in units.values()], len(units), seed=seed)
+    return [row for first in drawn for row in units[first.group.prompt[:1]]][:count]
+
+
 def texts_of(path: Path) -> Iterable[str]:
     """Every text of a file, each prompt once, for the tokenizer."""
     seen: set[str] = set()

@@ -89,13 +89,14 @@ from laurel.demo.data import NUMBER_REQUESTS, boxed, in_words, numbers
 from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
-    batch_figures,
+    batch_metrics,
     mean_of,
     response_of,
 )
 from laurel.environments.interface import numbers as as_numbers
-from laurel.observe.health import RULES, Alarms
+from laurel.observe.health import Alarms
 from laurel.observe.loggers import read_metrics
+from laurel.observe.rules import ALARMS
 from laurel.run.grpo import train_policy
 from laurel.run.reward_model import train_reward_model
 from laurel.run.sft import fine_tune
@@ -323,7 +324,7 @@ class Judge(EnvironmentInterface):
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """See `protocols.Environment.global_post_process_and_metrics`."""
         rewards = as_numbers(batch["rewards"])
-        return batch, batch_figures(batch) | mean_of("reward_mean", rewards)
+        return batch, batch_metrics(batch) | mean_of("reward_mean", rewards)
 
 
 def repeated(words: Sequence[str]) -> float:
@@ -602,9 +603,9 @@ def show(found: Sequence[Watched], *, as_markdown: bool) -> None:
         f"\nAlarms: {len(fallen)} runs whose gold fell through a loophole, {len(sound)} healthy "
         "ones whose gold held\n"
     )
-    rows = [[name, *figures_of([name], fallen, sound)] for name in RULES]
+    rows = [[name, *figures_of([name], fallen, sound)] for name in ALARMS]
     rows.append([" or ".join(OF_GOLD), *figures_of(OF_GOLD, fallen, sound)])
-    rows.append(["any of them", *figures_of(list(RULES), fallen, sound)])
+    rows.append(["any of them", *figures_of(list(ALARMS), fallen, sound)])
     columns = (
         "alarm",
         "hits",

@@ -18,8 +18,8 @@ import numpy as np
 from laurel.config.data import DatasetConfig
 from laurel.data.forest import bin_pack, pack_evenly
 from laurel.data.preferences import load_preferences
-from laurel.evaluation.diagnostics import find_leaks
 from laurel.evaluation.statistics import ScoredPair
+from laurel.extensions.evaluation.diagnostics import find_leaks
 from laurel.types import Message
 
 UKP = Path("ukp_convarg1") / "train.jsonl.gz"

@@ -2,14 +2,14 @@
 
     python benchmarks/reward_faults.py
 
-Reward servers (`laurel serve --null`) as processes; groups stream through one client. A random
-server is killed with SIGKILL again and again, and started anew after each time. A score that is
-missing, comes twice or differs from the right one ends this program with exit code 1.
+Reward servers without a model (`null_server`) as processes; groups stream through one client. A
+random server is killed with SIGKILL again and again, and started anew after each time. A score that
+is missing, comes twice or differs from the right one ends this program with exit code 1.
 
     python benchmarks/reward_faults.py --groups 20000 --kills 30 --seconds 60
 
-What does each group wait while replicas of one server die? One `laurel serve --null --replicas 3`;
-its replicas are killed at random, at even intervals over so many seconds, and it starts them again.
+What does each group wait while replicas of one server die? One server with `--replicas 3`; its
+replicas are killed at random, at even intervals over so many seconds, and it starts them again.
 Seconds are those of a group from its question to its scores, every try included.
 """
 
@@ -32,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "null_server"))
 
 import psutil
+from null_server import ENVIRONMENT, NullScorer
 from rounds import machine, table, write_json
 
-from laurel.extensions.server.service import NullScorer
 from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpReplica
 from laurel.rewards.remote.replica import ReplicaFault, ReplicaReply
@@ -53,7 +54,7 @@ class Server:
 
     def __init__(self, key: str) -> None:
         self.port = 0
-        self._environment = {**os.environ, KEY_VARIABLE: key}
+        self._environment = {**os.environ, **ENVIRONMENT, KEY_VARIABLE: key}
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -62,7 +63,7 @@ class Server:
 
     def start(self, *arguments: str) -> None:
         """Returns when it is ready."""
-        command = [sys.executable, "-m", "laurel", "serve", "--null", "--access-log", "none"]
+        command = [sys.executable, "-m", "laurel", "serve-null", "--access-log", "none"]
         self._process = subprocess.Popen(
             [*command, "--port", str(self.port), *arguments],
             env=self._environment,

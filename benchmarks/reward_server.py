@@ -2,9 +2,10 @@
 
     python benchmarks/reward_server.py [--vllm-python /path/to/venv/bin/python]
 
-Three questions. What does everything around a model take: HTTP, JSON, queue, batches, log (`--null`
-answers, so no model is in it)? What is left of a model's own throughput behind the server? And are
-the scores those of Hugging Face, one by one? Servers and clients are processes of their own.
+Three questions. What does everything around a model take: HTTP, JSON, queue, batches, log
+(`null_server` answers, so no model is in it)? What is left of a model's own throughput behind the
+server? And are the scores those of Hugging Face, one by one? Servers and clients are processes of
+their own.
 
     python benchmarks/reward_server.py --health
 
@@ -33,10 +34,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "null_server"))
 
 import numpy as np
 import psutil
 from material import TINY_SHAPE, TRAINING_SHAPE, save_model
+from null_server import ENVIRONMENT
 from rounds import machine, spread, table, write_json
 
 KEY = "the-key-of-the-benchmark-and-of-nothing-else"
@@ -90,6 +93,7 @@ def server(
     log = scratch / f"{time.monotonic_ns()}.log"
     environment = {
         **os.environ,
+        **ENVIRONMENT,
         "LAUREL_API_KEY": KEY,
         "VLLM_API_KEY": KEY,
         "HF_HUB_OFFLINE": "1",
@@ -125,8 +129,8 @@ def wait_until_ready(process: subprocess.Popen[bytes], log: Path, url: str | Non
     raise SystemExit(f"the server ended early:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def laurel_serve(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "laurel", "serve", "--port", "0", *arguments]
+def laurel_serve(*arguments: str, command: str = "serve") -> list[str]:
+    return [sys.executable, "-m", "laurel", command, "--port", "0", *arguments]
 
 
 def ask(url: str, path: str, bodies: Path, *, connections: int, requests: int) -> dict[str, Any]:
@@ -160,8 +164,8 @@ def write_groups(path: Path, size: int) -> None:
 def measure_null(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Rounds of single requests and of groups of 8, in turn."""
     found: dict[str, Any] = {}
-    arguments = ("--null", "--access-log", str(scratch / "access.jsonl"))
-    with server(laurel_serve(*arguments), scratch) as (url, process):
+    command = laurel_serve("--access-log", str(scratch / "access.jsonl"), command="serve-null")
+    with server(command, scratch) as (url, process):
         for size in (1, COMPLETIONS):
             write_groups(scratch / f"groups-{size}.jsonl", size)
         for index in range(options.rounds + 1):
@@ -236,7 +240,7 @@ def measure_health(options: argparse.Namespace, scratch: Path) -> dict[str, Any]
     found: dict[str, Any] = {}
     bodies = large_bodies()
     rounds = 1 if options.quick else options.rounds
-    command = laurel_serve("--null", "--access-log", "none", "--max-waiting", "1000000")
+    command = laurel_serve("--access-log", "none", "--max-waiting", "1000000", command="serve-null")
     with server(command, scratch) as (url, _):
         for name, (path, body) in bodies.items():
             statuses, seconds, slowest = set(), 0.0, 0.0
@@ -331,8 +335,8 @@ def report_null(found: dict[str, Any], options: argparse.Namespace) -> str:
         "server's CPU per request in us",
     ]
     title = (
-        f"laurel serve --null, {options.connections} connections from one client process; targets: "
-        f"{SINGLES_TARGET:,} single requests/s, {SCORES_TARGET:,} scores/s in groups of 8"
+        f"a server without a model, {options.connections} connections from one client process; "
+        f"targets: {SINGLES_TARGET:,} single requests/s, {SCORES_TARGET:,} scores/s in groups of 8"
     )
     return f"\n{title}\n\n{table(header, rows, as_markdown=options.markdown)}\n"
 

@@ -1,6 +1,7 @@
 """Pairs per second of reward-model training: Laurel against TRL's RewardTrainer, on real pairs.
 
     python benchmarks/rm_training.py --peer-python /path/to/venv-with-trl/bin/python
+    python benchmarks/rm_training.py --data hh_rlhf_harmless --dialogues --variants prompts laurel
 
 Same initial weights, same rows, same batch, dtype and threads; see README.md for how it measures.
 """
@@ -24,6 +25,7 @@ from material import (
     TRAINING_SHAPE,
     DataSet,
     choose,
+    choose_dialogues,
     load_rows,
     missing_data,
     save_model,
@@ -42,6 +44,8 @@ class Variant:
     label: str
     peer: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
+    shares_more: bool = True
+    """Whether rows that begin alike share more than the prompt of each."""
 
 
 PADDED = {"sequence_packing": {"enabled": False}}
@@ -51,6 +55,7 @@ VARIANTS = {
         label="TRL, checkpointing off", peer=True, overrides={"gradient_checkpointing": False}
     ),
     "laurel": Variant(label="Laurel"),
+    "prompts": Variant(label="Laurel, prompts shared alone", shares_more=False),
     "recompute": Variant(
         label="Laurel, checkpointing on",
         overrides={"dtensor_cfg": {"activation_checkpointing": True}},
@@ -122,6 +127,11 @@ def read_options() -> argparse.Namespace:
     )
     add("--model", help="a directory or a hub name, in place of a model of random weights")
     add("--own-variants", action="store_true", help="all of Laurel's ways, without the peer")
+    add(
+        "--dialogues",
+        action="store_true",
+        help="rows of whole dialogues, as `data.group_by_prefix` brings them into a step",
+    )
     add("--rounds", type=int, default=3, help="repeats of each; the others once")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
     add("--threads", type=int, default=2)
@@ -148,7 +158,8 @@ def measure(
     batch_pairs = 4 if options.quick else dataset.batch_pairs
     steps = 1 if options.quick else dataset.steps
     rows_path = scratch / f"{dataset.name}.jsonl"
-    write_conversational(choose(load_rows(dataset), batch_pairs * steps), rows_path)
+    pick = choose_dialogues if options.dialogues else choose
+    write_conversational(pick(load_rows(dataset), batch_pairs * steps), rows_path)
     settings = {
         "rows": str(rows_path),
         "model": str(model_dir),
@@ -169,7 +180,11 @@ def measure(
                     name,
                     "trl_reward.py" if variant.peer else "laurel_reward.py",
                     options.peer_python if variant.peer else sys.executable,
-                    {**settings, "overrides": variant.overrides},
+                    {
+                        **settings,
+                        "overrides": variant.overrides,
+                        "shares_more": variant.shares_more,
+                    },
                     scratch,
                 )
             )

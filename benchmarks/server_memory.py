@@ -54,7 +54,9 @@ def main() -> None:
                 ]
             )
     header = ["server", "MiB before", "after a tenth", "after half", "after all", "requests/s"]
-    title = f"laurel serve --null, {options.requests:,} different requests of {SIZE} completions"
+    title = (
+        f"a server without a model, {options.requests:,} different requests of {SIZE} completions"
+    )
     print(f"\n{title}\n\n{table(header, rows, as_markdown=options.markdown)}\n")
     write_json(options.json, result)
 
@@ -66,7 +68,8 @@ def measure(
     count = options.requests // PARTS
     bodies = scratch / "bodies.jsonl"
     seconds = 0.0
-    with server(laurel_serve("--null", "--access-log", "none", *arguments), scratch) as (url, root):
+    command = laurel_serve("--access-log", "none", *arguments, command="serve-null")
+    with server(command, scratch) as (url, root):
         held = [memory_of(root)]
         for part in range(PARTS):
             write_bodies(bodies, range(part * count, (part + 1) * count))

@@ -37,7 +37,7 @@ WIDTH = 420
 """Pixels: a phone shows a page of 390 without shrinking the letters much."""
 
 PROMPT = "Ann has 3 boxes of 12 eggs ?"
-COMPLETIONS = ("3 * 12 = 36", "12 + 3 = 15", "36", "36 eggs")
+COMPLETIONS = ("3 * 12 = 36", "3 * 12 = 38", "36", "36 eggs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +195,10 @@ class Drawing:
 
 def group_of_words(prompt: str, completions: Sequence[str]) -> tuple[TokenGroup, list[str]]:
     """A group in which every word is a token, and the words by their ids."""
-    words: list[str] = []
+    words = list(dict.fromkeys(" ".join((prompt, *completions)).split()))
 
     def ids(text: str) -> np.ndarray:
-        start = len(words)
-        words.extend(text.split())
-        return np.arange(start, len(words))
+        return np.array([words.index(word) for word in text.split()])
 
     group = TokenGroup(
         id="figure", trunk_ids=ids(prompt), branches_ids_G=tuple(ids(c) for c in completions)
@@ -211,8 +209,17 @@ def group_of_words(prompt: str, completions: Sequence[str]) -> tuple[TokenGroup,
 def forest(theme: Theme) -> None:
     """The same group twice: what a padded batch computes, and what Laurel computes."""
     group, words = group_of_words(PROMPT, COMPLETIONS)
-    rows, laid = to_padded([group], pad_id=-1), to_forest([group])
+    rows, laid = to_padded([group], pad_id=-1), to_forest([group], least_shared=1)
     (tree,) = laid.trees
+    paths = [tree.path(end.node) for end in laid.ends_N]
+    own = {
+        path[-1]: index
+        for index, path in enumerate(paths)
+        if sum(path[-1] in p for p in paths) == 1
+    }
+    colours = [
+        theme.branches[own[node]] if node in own else theme.trunk for node in range(len(tree.nodes))
+    ]
     num_padded, num_distinct = rows.ids_NL.numel(), len(laid.ids_T)
     drawing = Drawing(theme)
 
@@ -227,15 +234,14 @@ def forest(theme: Theme) -> None:
     wide = max(
         sum(len(words[i]) * LETTER + 10 for i in row.tolist() if i >= 0) for row in rows.ids_NL
     )
-    for index, (row, start) in enumerate(zip(rows.ids_NL, rows.starts_N, strict=True)):
+    for index, (row, path) in enumerate(zip(rows.ids_NL, paths, strict=True)):
         x, y = 10.0, 32 + 26.0 * index
+        of_tokens = [colours[node] for node in path for _ in range(tree.nodes[node].length)]
         for at, token in enumerate(int(one) for one in row):
             if token < 0:
                 drawing.outline(x, y, max(10 + wide - x, 3), 22)
                 break
-            x = drawing.cell(
-                x, y, words[token], theme.trunk if at < start else theme.branches[index]
-            )
+            x = drawing.cell(x, y, words[token], of_tokens[at])
 
     top = drawing.bottom + 46
     drawing.text(10, top - 14, "A token forest", bold=True)
@@ -246,20 +252,25 @@ def forest(theme: Theme) -> None:
         colour=theme.faint,
         anchor="end",
     )
-    trunk, *branches = tree.nodes
-    middle = top + 13 * len(branches) - 13
-    x = 10.0
-    for token in laid.ids_T[trunk.start : trunk.end]:
-        x = drawing.cell(x, middle, words[int(token)], theme.trunk)
-    for index, branch in enumerate(branches):
-        y, end = top + 26.0 * index, x + 30
-        drawing.curve(x, middle + 11, end, y + 11)
-        for token in laid.ids_T[branch.start : branch.end]:
-            end = drawing.cell(end + 2, y, words[int(token)], theme.branches[index]) - 2
+    leaves = [node for node, after in enumerate(tree.exits) if after == node + 1]
+    ends: list[tuple[float, float]] = []
+    for node, (span, after, parent) in enumerate(
+        zip(tree.nodes, tree.exits, tree.parents, strict=True)
+    ):
+        # In the middle of the leaves below it.
+        below = [row for row, leaf in enumerate(leaves) if node <= leaf < after]
+        x, y = 10.0, top + 13.0 * (below[0] + below[-1])
+        if parent >= 0:
+            begin, x = ends[parent], ends[parent][0] + 26
+            drawing.curve(begin[0], begin[1] + 11, x, y + 11)
+            x += 2
+        for token in laid.ids_T[span.start : span.end]:
+            x = drawing.cell(x, y, words[int(token)], colours[node])
+        ends.append((x - 2, y))
     drawing.write(
         "forest",
         f"A prompt with four completions: {num_padded} tokens as a padded batch, "
-        f"{num_distinct} as a token forest, in which the prompt is computed once",
+        f"{num_distinct} as a token forest, in which what they begin with alike is computed once",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
-    batch_figures,
+    batch_metrics,
     response_of,
 )
 
@@ -111,7 +111,7 @@ class Checked(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch):
-        return batch, {**batch_figures(batch), "checked": check("4 exit")}
+        return batch, {**batch_metrics(batch), "checked": check("4 exit")}
 
 
 class Worker:

@@ -225,7 +225,7 @@ def played(kind: str, learner: Learner) -> dict[str, Any]:
     record: dict[str, Any] = {}
     record["outputs"] = [asked(learner, count) for count in (0, 1, 3, 17)]
     if kind == "policy":
-        record["first reference"] = asked(learner, 3, of="reference")
+        record["first reference"] = asked(learner, 3, role="reference")
         record["hot"] = asked(learner, 3, temperature=2.0)
     record["weights"] = [weights_of(learner)]
     updates: list[Update] = []
@@ -238,6 +238,6 @@ def played(kind: str, learner: Learner) -> dict[str, Any]:
     record["spoilt"] = [learner.update(batch, loss(kind)) for batch in spoilt]
     record["after spoilt"] = asked(learner, 3)
     if kind == "policy":
-        record["last reference"] = asked(learner, 3, of="reference")
+        record["last reference"] = asked(learner, 3, role="reference")
     record["weights"].append(weights_of(learner))
     return record

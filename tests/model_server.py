@@ -1,4 +1,7 @@
-"""A program in place of a model's server: it dies, is slow and sleeps as it is asked."""
+"""A program in place of a model's server: it dies, is slow and sleeps as it is asked.
+
+python model_server.py HOST PORT FOLDER
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 
 from json_replies import JSONHandler
 
-PORT, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+HOST, PORT, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 
 
 class Handler(JSONHandler):
@@ -28,6 +31,11 @@ class Handler(JSONHandler):
         if asked.get("content") == "poison" and not (FOLDER / "died").exists():
             (FOLDER / "died").touch()
             os._exit(3)
+        if asked.get("content") == "break":
+            with (FOLDER / "broken.txt").open("a") as file:
+                file.write(f"{PORT}\n")
+            self.close_connection = True
+            return
         if asked.get("content") == "engine" and not (FOLDER / "died").exists():
             (FOLDER / "died").touch()
             Handler.health = 503
@@ -42,4 +50,4 @@ class Handler(JSONHandler):
 
 if (FOLDER / "refuses").exists():
     sys.exit("no such model")
-ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+ThreadingHTTPServer((HOST, PORT), Handler).serve_forever()

@@ -54,6 +54,11 @@ class ByteChat:
         said = "".join(message["content"] for message in messages_of(observation))
         return ids_of(f"[{said}]>")
 
+    def rewritten_ids(
+        self, observation: Any, /, *, history: Conversation, turn: Message, tools: Any = ()
+    ) -> Any:
+        return None
+
     def control_token_in(self, text: str, /) -> str | None:
         return "</s>" if "</s>" in text else None
 
@@ -141,7 +146,7 @@ class Judge(EnvironmentInterface):
     """Judges by a function of the latest answer and the metadata; remembers its calls.
 
     The verdict is a dictionary: `reward` (or `rewards`, named), `over`, `observation`, `stops`,
-    `metadata`, `failure`, `answer`, `note`, `steps`, `invalid`.
+    `metadata`, `failure`, `answer`, `note`, `steps`, `invalid`, `parts`.
     """
 
     def __init__(
@@ -189,6 +194,7 @@ class Judge(EnvironmentInterface):
             notes=[v.get("note") for v in verdicts],
             steps=[v.get("steps") for v in verdicts],
             invalid_calls=[v.get("invalid", False) for v in verdicts],
+            components=[v["parts"] for v in verdicts] if "parts" in verdicts[0] else None,
         )
 
     def close_conversations(self, metadata: Sequence[Any]) -> None:

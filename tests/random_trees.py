@@ -64,6 +64,26 @@ def dialogues():
     return [groups[i] for i in order]
 
 
+def alike():
+    """Groups whose completions begin alike, at two depths, and one without a beginning in common.
+
+    The first tokens of all prompts are the same 20.
+    """
+    lengths = [20, 6, 18, 25, *range(3, 9), 9, 17, 4, 11, 2, 40, 5, 7]
+    parts = [one.trunk_ids for one in tiny.random_groups(4, [(n, [1]) for n in lengths])]
+    start, asked, said, more, *ends = parts
+    return [
+        _group(
+            np.concatenate((start, asked)),
+            *(np.concatenate((said, end)) for end in ends[:3]),
+            *(np.concatenate((said, more, end)) for end in ends[3:7]),
+            ends[7],
+        ),
+        _group(start, *(np.concatenate((more, end)) for end in ends[8:11])),
+        _group(ends[11], *ends[12:]),
+    ]
+
+
 def _group(trunk, *branches):
     return TokenGroup(id="", trunk_ids=trunk, branches_ids_G=branches)
 

@@ -25,9 +25,12 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from typer.testing import CliRunner
 
+from laurel.cli.main import app
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.errors import LaurelError
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.observe.loggers import read_metrics
 from laurel.run import grpo, reward_model
@@ -93,6 +96,36 @@ def write_rows(path: Path, rows: Iterable[object]) -> Path:
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
+
+
+def dialogue_rows() -> list[object]:
+    """Pairs of eight dialogues, each going on from the last, which are far apart in the file."""
+    turns = [
+        {"role": role, "content": f"{role} says what it has to say " * (number + 2)}
+        for number in range(3)
+        for role in ("user", "assistant")
+    ]
+    return [
+        {
+            "context": [{"role": "user", "content": f"dialogue {dialogue}"}, *turns[1:end]],
+            "completions": [
+                {"rank": rank, "completion": [{"role": "assistant", "content": f"{word} {end}"}]}
+                for rank, word in enumerate((GOOD[0], BAD[0]))
+            ],
+        }
+        for end in (1, 3, 5)
+        for dialogue in range(8)
+    ]
+
+
+DIALOGUES = (
+    "data.dataset_name=PreferenceDataset",
+    "data.split_validation_size=0",
+    *("policy.train_global_batch_size=6", "policy.max_total_sequence_length=512"),
+    *("rm.val_period=0", "checkpointing.keep_top_k=null"),
+)
+"""Settings for `dialogue_rows`, of which a step has two whole dialogues if they are brought
+together."""
 
 
 def settings(directory: Path, *changes: str, rows: Path | None = None) -> list[str]:
@@ -196,6 +229,17 @@ def run(
 def laurel(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run `laurel` with these arguments to its end."""
     return run(arguments, program=("-m", "laurel.cli.main"))
+
+
+def laurel_here(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run `laurel` with these arguments in this process: a process for each takes seconds."""
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    status, stderr, error = result.exit_code, result.stderr, result.exception
+    if isinstance(error, LaurelError):  # what `main` makes of it
+        status, stderr = error.exit_code, f"{stderr}error: {error}\n"
+    elif error is not None and not isinstance(error, SystemExit):
+        raise error
+    return subprocess.CompletedProcess(list(arguments), status, result.stdout, stderr)
 
 
 class WarmPython:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from laurel.extensions.server.service import NullScorer
+from null_server import NullScorer
+
 from laurel.types import Group, Score, TokenGroup
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+from null_server import ENVIRONMENT
 
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
@@ -27,7 +28,10 @@ KEY = "the-key-of-the-tests-of-laurel-serve"
 
 
 class Serving:
-    """A server process. Leaving it kills it and whatever it has started."""
+    """A server process. Leaving it kills it and whatever it has started.
+
+    With `--null` it is the one of `benchmarks/null_server`, which has no model.
+    """
 
     def __init__(
         self,
@@ -39,8 +43,11 @@ class Serving:
         **environment: str,
     ) -> None:
         self.log = directory / f"serve-{time.monotonic_ns()}.log"
+        command = "serve-null" if "--null" in arguments else "serve"
+        arguments = tuple(one for one in arguments if one != "--null")
         whole = {
             **os.environ,
+            **ENVIRONMENT,
             "LAUREL_API_KEY": KEY,
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -49,7 +56,7 @@ class Serving:
         }
         with (stderr or self.log).open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *program, "serve", "--port", str(port), *arguments],
+                [sys.executable, *program, command, "--port", str(port), *arguments],
                 stdout=file,
                 stderr=file,
                 env=whole,
@@ -213,7 +220,7 @@ def model_values(model: Path, prompt: str, *answers: str) -> list[float | None]:
 
 
 def null_values(prompt: str, *answers: str) -> list[float | None]:
-    """What `--null` says."""
+    """What such a server says."""
     group = group_of((Message("user", prompt),), answers, group_id="g")
     return [score.value for score in null_scores(group)]
 
@@ -263,7 +270,7 @@ class Load:
         return self.found
 
     def check_scores(self) -> None:
-        """Each of those that were answered is what `--null` says."""
+        """Each of those that were answered is what a server without a model says."""
         for number, (status, reply) in enumerate(self.found):
             if status == 200:
                 assert values_of(reply) == null_values(*self.said(number))

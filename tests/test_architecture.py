@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("grpo",),
     ("run",),
-    ("export", "demo"),
+    ("demo",),
     ("cli",),
     ("api", "__main__"),
     ("extensions",),  # nothing imports them: they are found by name (plugins.py)

@@ -14,11 +14,11 @@ TESTS = Path(__file__).parent
 
 COMMANDS = {
     "config": "extensions/importing/test_import_config.py::",
-    "data": "unit/cli/test_data_check.py::test_pairs_fit_three_commands",
+    "data": "extensions/data_check/test_data_check.py::test_pairs_fit_three_commands",
     "demo": "extensions/demo/test_demo.py::test_the_policy_is_rewarded_by_the_reward_model",
     "doctor": "extensions/doctor/test_doctor.py::",
     "eval": "end_to_end/test_eval_reward_models.py::test_reward_bench_from_rows_to_files",
-    "export": "unit/export/test_export.py::test_plain_transformers_gives_the_scores",
+    "export": "extensions/export/test_export.py::test_plain_transformers_gives_the_scores",
     "grpo": "end_to_end/test_grpo_resume.py::test_kill_9_at_any_moment",
     "init": "extensions/starter/test_init.py::test_a_starter_from_scratch_runs_as_it_is",
     "plan": "extensions/plan/test_plan.py::",

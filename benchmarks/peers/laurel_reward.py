@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,10 @@ def main() -> None:
         loaded.model, optimizer=policy.optimizer, max_grad_norm=policy.max_grad_norm
     )
     loss = RewardLoss(LossConfig())
-    batcher = Batcher(
-        loaded.model.path, policy.batch_limits, pad_id=loaded.contract.rules.pad_id or 0
-    )
+    limits = policy.batch_limits
+    if not SETTINGS["shares_more"]:
+        limits = replace(limits, least_shared=None)
+    batcher = Batcher(loaded.model.path, limits, pad_id=loaded.contract.rules.pad_id or 0)
 
     def first_loss(num_pairs: int) -> float:
         batch = cut(batcher, samples[:num_pairs])

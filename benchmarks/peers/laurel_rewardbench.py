@@ -22,18 +22,18 @@ import transformers  # noqa: E402
 
 import laurel  # noqa: E402
 from laurel.evaluation.benchmarks import BENCHMARKS  # noqa: E402
-from laurel.evaluation.rewardbench_tokens import (  # noqa: E402
+from laurel.extensions.evaluation.rewardbench_tokens import (  # noqa: E402
     FORMATS,
     differences,
     summary,
 )
-from laurel.observe.console import make_console  # noqa: E402
-from laurel.rewards.spec import ScorerSpec  # noqa: E402
-from laurel.run.evaluation.run import (  # noqa: E402
+from laurel.extensions.evaluation.run import (  # noqa: E402
     EvalScorer,
     EvaluationRequest,
     open_evaluation_scorer,
 )
+from laurel.observe.console import make_console  # noqa: E402
+from laurel.rewards.spec import ScorerSpec  # noqa: E402
 
 
 def main() -> None:

@@ -20,27 +20,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rich.console import Console
 
+from laurel import plugins
 from laurel.config.data import BenchmarkName
 from laurel.config.overrides import column_overrides, overrides_of
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import nearest
 from laurel.data.conversations import scoring_row, with_steps_joined
 from laurel.errors import ConfigError, ModelError, Terms, speaking
-from laurel.export.export import run_export
 from laurel.observe.console import make_console, say_on, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run_record as _read_run
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation
-from laurel.run.evaluation.run import EvalScorer, EvaluationRequest, evaluated, show_evaluation
-from laurel.run.options import ExportOptions
-from laurel.run.specs import read_judge
 from laurel.run.train import trained
 from laurel.types import Score
 
@@ -234,38 +231,29 @@ def evaluate(
         UserError: A model, a row or a file that cannot be used.
     """
     _check_choice("benchmark", benchmark, get_args(BenchmarkName))
-    options = scorer_options or ScorerSpec()
-    section = None
-    if judge is not None:
-        section = read_judge(Path(judge), say=say_on(_console(quiet)))
-        if model or replace(options, device="auto") != ScorerSpec():
-            raise ConfigError(
-                "judge names what scores: leave out model, and all of scorer_options but device"
-            )
-    scorer = EvalScorer(
-        model=_path(model) if section is None else section.model,
-        judge=section,
-        options=options,
-        cpu_threads=cpu_threads,
-    )
-    request = EvaluationRequest(
-        scorer=scorer,
-        data=tuple(map(str, data)),
-        dataset=dataset,
-        diagnostics=diagnostics,
-        train_data=tuple(map(str, train_data)),
-        sensitivity=sensitivity,
-        max_samples=max_samples,
-        output=None if output is None else Path(output),
-        column_keys=column_overrides(overrides_of(settings or {})),
-    )
     with speaking(_ARGUMENTS):
-        return evaluated(benchmark, request, _console(quiet))
+        found: Evaluation = _functions_of("eval").evaluate_model(
+            benchmark,
+            _path(model) if judge is None else str(model or ""),
+            data,
+            _console(quiet),
+            judge=judge,
+            dataset=dataset,
+            diagnostics=diagnostics,
+            train_data=train_data,
+            sensitivity=sensitivity,
+            max_samples=max_samples,
+            output=output,
+            settings=settings,
+            scorer_options=scorer_options,
+            cpu_threads=cpu_threads,
+        )
+    return found
 
 
 def show(evaluation: Evaluation) -> None:
     """Print the tables of an evaluation."""
-    show_evaluation(evaluation)
+    _functions_of("eval").show(evaluation)
 
 
 def export(
@@ -293,16 +281,20 @@ def export(
     Raises:
         UserError: A model or a directory that cannot be used, or one that would give other scores.
     """
-    options = ExportOptions(
-        model=_path(model),
-        output=Path(output),
-        dtype=dtype,
-        overwrite=overwrite,
-        evaluations=list(map(Path, evaluations)),
-    )
     with speaking(_ARGUMENTS):
-        run_export(options, messages=_console(quiet))
-    return options.output
+        written: Path = _functions_of("export").export_model(
+            Path(output),
+            _console(quiet),
+            model=_path(model),
+            dtype=dtype,
+            overwrite=overwrite,
+            evaluations=list(map(Path, evaluations)),
+        )
+    return written
+
+
+def _functions_of(command: str) -> ModuleType:
+    return plugins.find(plugins.Command, command).for_programs()
 
 
 def _console(quiet: bool) -> Console:

@@ -30,7 +30,7 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -277,7 +277,7 @@ def speaking(*terms: Terms) -> Iterator[None]:
     """Name keys in these terms, the last of them first, in messages made within.
 
     Messages are translated when they are made: quoted paths and texts of libraries are never
-    changed. The terms hold for this thread and for tasks that it begins; elsewhere use `spoken_in`.
+    changed. The terms hold for this thread and for tasks that it begins.
     """
     spoken = tuple(map(_Spoken, terms))
     token = _SPOKEN.set((*_SPOKEN.get(), *spoken))
@@ -293,16 +293,8 @@ def speaking(*terms: Terms) -> Iterator[None]:
 
 
 def terms_in_use() -> tuple[Terms, ...]:
-    """Return the terms of messages made here, for `spoken_in` or `speaking` in another place."""
+    """Return the terms of messages made here, for `speaking` in another place."""
     return tuple(spoken.terms for spoken in _SPOKEN.get())
-
-
-def spoken_in(
-    terms: Sequence[Terms], function: Callable[..., Result], *args: Any, **kwargs: Any
-) -> Result:
-    """Call a function whose messages are in these terms; a `partial` of it can be pickled."""
-    with speaking(*terms):
-        return function(*args, **kwargs)
 
 
 # Words of messages: the command that installs Laurel, numbers of things.

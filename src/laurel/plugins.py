@@ -20,20 +20,23 @@ import sys
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from laurel import __version__
 from laurel.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import typer
     from torch import Tensor
 
-    from laurel.protocols import Generator, MetricLogger, Scorer
+    from laurel.protocols import Generator, MetricLogger, Scorer, WorkerGroup
 
 OWN = "laurel-rl"
 """The name of Laurel's own distribution."""
@@ -279,6 +282,9 @@ class ScorerServices:
     """`env.reward_model.num_workers`, the processes beside this one."""
     is_elsewhere: bool = False
     """Whether models are placed on a cluster, where this process has no device."""
+    make_server: Callable[[int], Callable[..., WorkerGroup]] | None = None
+    """Returns what makes a worker group of one in the slots of a replica of `server`, by its
+    number; None: it is a process of this machine."""
     say: Callable[[str], None]
     """Called with a line on all that was loaded, found and decided."""
     server: Any = None
@@ -442,17 +448,48 @@ class EngineThatServes(Engine):
 
     @abstractmethod
     def serve_command(
-        self, section: Any, port: int, devices: Sequence[int] | None, *, rests: bool
+        self, section: Any, host: str, port: int, *, on_gpu: bool, rests: bool
     ) -> tuple[Sequence[str], Mapping[str, str]]:
         """Return the command of one server, and the environment variables that it needs.
 
-        It listens at this port of 127.0.0.1, and answers `GET /health` when it is ready.
+        It answers `GET /health` when it is ready.
 
         Args:
             section: A `config.environments.ModelServerConfig`.
-            port: Where it listens.
-            devices: Its GPUs; None: the CPU.
+            host: Address at which it listens, and no other.
+            port: Its port there.
+            on_gpu: Whether it has GPUs, the first that its process sees; else the CPU.
             rests: Whether it is asked to free its GPU's memory: `POST /sleep?level=1`, `/wake_up`.
+        """
+
+
+class ServedModel(Protocol):
+    """The servers of a model that the run serves, behind one address."""
+
+    section: Any
+    """Its `config.environments.ModelServerConfig`."""
+
+    @property
+    def address(self) -> str:
+        """Return `HOST:PORT`."""
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Free the servers' memory of devices while the context is open."""
+
+    def close(self) -> None:
+        """End all servers. Idempotent."""
+
+
+class ModelServing(Plugin):
+    """What starts the servers of a model, watches them and gives them one address."""
+
+    @abstractmethod
+    def make(self, section: Any, services: ScorerServices) -> ServedModel:
+        """Start the servers, and wait until they answer.
+
+        Args:
+            section: A `config.environments.ModelServerConfig`.
+            services: Where they compute, and how their section is named.
         """
 
 
@@ -568,6 +605,10 @@ class Command(Plugin):
             name: The name that it was declared with.
         """
 
+    def for_programs(self) -> ModuleType:
+        """Return the module with what it does as functions, where `laurel.api` has them."""
+        raise NotImplementedError(f"{type(self).__name__} is for the command line alone")
+
 
 class Importer(Plugin):
     """Another system, whose configurations `laurel config import --from <name>` translates."""
@@ -606,6 +647,7 @@ KINDS: Mapping[str, type[Any]] = {
     "loggers": Logger,
     "dialects": ServerDialect,
     "engines": Engine,
+    "model_serving": ModelServing,
     "scorers": ScoreSource,
     "reward_managers": RewardManager,
     "environments": EnvironmentKind,

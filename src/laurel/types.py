@@ -29,6 +29,7 @@ Shape legend. Tensors and sequences carry these suffixes, slowest dimension firs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -161,7 +162,8 @@ class TokenGroup:
     """A group as tokens: the trunk that all completions share, then the branch of each.
 
     Sequence `i` is `trunk_ids + branches_ids_G[i]`. Every branch has at least one token. The head
-    is read at its last token, or at the tokens in `reads_G`.
+    is read at its last token, or at the tokens in `reads_G`. A completion is one sequence, or
+    several where `sequences_G` says so.
     """
 
     id: str
@@ -173,6 +175,27 @@ class TokenGroup:
     """Positions in each whole sequence at which the head is read: the ends of its steps. Without
     any entry, it is read at the last token of each sequence.
     """
+    sequences_G: tuple[int, ...] = ()
+    """Number of adjacent branches of each completion, which are never divided over micro-batches.
+    Without any entry, each completion has one.
+    """
+
+    @property
+    def branches_of_G(self) -> tuple[range, ...]:
+        """Indices of the branches of each completion."""
+        if not self.sequences_G:
+            return tuple(range(i, i + 1) for i in range(len(self.branches_ids_G)))
+        ends = itertools.accumulate(self.sequences_G)
+        return tuple(
+            range(end - count, end) for end, count in zip(ends, self.sequences_G, strict=True)
+        )
+
+    @property
+    def num_own_tokens_G(self) -> tuple[int, ...]:
+        """Number of tokens of each completion after the trunk, over all its branches."""
+        if not self.sequences_G:
+            return tuple(map(len, self.branches_ids_G))
+        return tuple(sum(len(self.branches_ids_G[b]) for b in own) for own in self.branches_of_G)
 
     @property
     def num_reads_G(self) -> tuple[int, ...]:
@@ -181,12 +204,16 @@ class TokenGroup:
 
     def select(self, indices: Sequence[int]) -> TokenGroup:
         """Return the group with only the completions at these indices."""
+        branches = indices
+        if self.sequences_G:
+            branches = [branch for i in indices for branch in self.branches_of_G[i]]
         return TokenGroup(
             id=self.id,
             trunk_ids=self.trunk_ids,
-            branches_ids_G=tuple(self.branches_ids_G[i] for i in indices),
-            truncated_G=tuple(self.truncated_G[i] for i in indices) if self.truncated_G else (),
-            reads_G=tuple(self.reads_G[i] for i in indices) if self.reads_G else (),
+            branches_ids_G=tuple(self.branches_ids_G[b] for b in branches),
+            truncated_G=tuple(self.truncated_G[b] for b in branches) if self.truncated_G else (),
+            reads_G=tuple(self.reads_G[b] for b in branches) if self.reads_G else (),
+            sequences_G=tuple(self.sequences_G[i] for i in indices) if self.sequences_G else (),
         )
 
     @property
@@ -305,13 +332,21 @@ class TokenForest:
     """End of each sequence, in the order of the completions; None: every node but the roots ends
     one, which is the completion of its tree's prompt.
     """
+    part_tokens: int | None = None
+    """Most tokens of one pass through a model; a larger forest is computed in parts. None: it is
+    computed in one pass, whatever its size."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Numbers travel several times as fast as the spans that they are read back into.
         edges = [[tree.nodes[0].start, *(node.end for node in tree.nodes)] for tree in self.trees]
         parents = [None if tree.has_two_levels else tree.parents for tree in self.trees]
         ends = None if self.ends is None else [tuple(end) for end in self.ends]
-        return _forest_of, (self.ids_T, edges, self.reads, parents, ends)
+        return _forest_of, (self.ids_T, edges, self.reads, parents, ends, self.part_tokens)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the forest has more tokens than one pass may have."""
+        return self.part_tokens is not None and len(self.ids_T) > self.part_tokens
 
     @property
     def positions_T(self) -> Tensor:
@@ -359,6 +394,7 @@ def _forest_of(
     reads: tuple[int, ...] | None,
     parents: Sequence[tuple[int, ...] | None],
     ends: Sequence[tuple[int, int, int]] | None,
+    part_tokens: int | None,
 ) -> TokenForest:
     trees = []
     for (start, *after), above in zip(edges, parents, strict=True):
@@ -370,6 +406,7 @@ def _forest_of(
         trees=tuple(trees),
         reads=reads,
         ends=None if ends is None else tuple(SequenceEnd(*end) for end in ends),
+        part_tokens=part_tokens,
     )
 
 
@@ -671,6 +708,16 @@ class Branch(NamedTuple):
     """Number of tokens of `ids_L` that it took over from there, as they were sampled."""
 
 
+class Turn(NamedTuple):
+    """A message of a rollout that the policy wrote; others may have its role."""
+
+    message: int
+    """Its index in the rollout's messages."""
+    begin: int
+    end: int
+    """Its tokens among those of the rollout."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """A finished rollout: one completion with its reward."""
@@ -678,7 +725,7 @@ class Rollout:
     messages: Conversation
     """Messages after the prompt: of the policy, and of the environment in between."""
     ids_L: TokenIds
-    """int32 [L]: all tokens after the prompt."""
+    """int32 [L]: all tokens after the prompt; of several sequences, one after the other."""
     mask_L: Mask
     """bool [L]: the tokens that the policy sampled."""
     logprobs_L: LogProbs
@@ -692,6 +739,8 @@ class Rollout:
     truncated: bool = False
     """Whether it was cut off by `max_new_tokens`, the context or the number of turns."""
     num_turns: int = 1
+    turns: tuple[Turn, ...] = ()
+    """The policy's turns; without any, of an older checkpoint, they are taken as one."""
     weight_version: int = 0
     answer: str | None = None
     note: Any = None
@@ -702,6 +751,14 @@ class Rollout:
     """The policy's turns, from 0, whose calls of tools were invalid."""
     branch: Branch | None = None
     """Which completion's beginning it continues; None: it was sampled from the prompt on."""
+    begins: tuple[int, ...] = ()
+    """Where in `ids_L` each further sequence begins. It goes on from the prompt, too: with the
+    earlier turns as a chat template rewrites them for a later one, then that turn."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences: each turn is trained in the context in which it was sampled."""
+        return 1 + len(self.begins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -712,6 +769,7 @@ class RolloutGroup:
     """Unique id in the run: the same task sampled twice makes two groups."""
     task: Task
     prompt_ids: TokenIds
+    """The prompt, up to where a later turn's context has other tokens."""
     rollouts_G: tuple[Rollout, ...]
     greedy: Rollout | None = None
     """The greedy completion, where an estimator of advantages compares with it; it is not learned
@@ -724,11 +782,18 @@ class RolloutGroup:
 
     def tokens(self) -> TokenGroup:
         """Convert the group to tokens for the learner: the prompt is the trunk."""
+        counts = tuple(rollout.num_sequences for rollout in self.rollouts_G)
         return TokenGroup(
             id=self.id,
             trunk_ids=self.prompt_ids,
-            branches_ids_G=tuple(rollout.ids_L for rollout in self.rollouts_G),
+            branches_ids_G=tuple(ids for rollout in self.rollouts_G for ids in _sequences(rollout)),
+            sequences_G=counts if max(counts, default=1) > 1 else (),
         )
+
+
+def _sequences(rollout: Rollout) -> list[TokenIds]:
+    edges = [0, *rollout.begins, len(rollout.ids_L)]
+    return [rollout.ids_L[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def messages_of(observation: Observation) -> Sequence[Mapping[str, str]]:

@@ -138,9 +138,9 @@ def test_the_temperature_is_asked_for(makers):
 
 def test_the_reference_does_not_learn(makers):
     learner = makers("policy")
-    before = work.asked(learner, 3, of="reference")
+    before = work.asked(learner, 3, role="reference")
     learner.update(work.micro_batches("policy", CUT), work.loss("policy"))
-    after = work.asked(learner, 3, of="reference")
+    after = work.asked(learner, 3, role="reference")
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not torch.equal(work.asked(learner, 1)[0], before[0])
 

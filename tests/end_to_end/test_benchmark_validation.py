@@ -7,8 +7,8 @@ import pytest
 
 import runs
 from laurel.errors import ConfigError, DataError
+from laurel.extensions.evaluation.run import EvalScorer, EvaluationRequest, run_benchmark
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.evaluation.run import EvalScorer, EvaluationRequest, run_benchmark
 from policy_runs import grpo, grpo_settings, metrics_of
 from runs import BAD, GOOD, series, write_rows
 

@@ -6,8 +6,8 @@ import pytest
 from pyarrow import parquet
 
 from laurel.errors import ConfigError, DataError
-from laurel.run.evaluation.policy import run_eval
-from laurel.run.options import EvalPolicyOptions
+from laurel.extensions.evaluation.options import EvalPolicyOptions
+from laurel.extensions.evaluation.policy import run_eval
 from policy_runs import CPU, MATCHES, sums
 from runs import write_rows
 

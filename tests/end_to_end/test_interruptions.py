@@ -10,18 +10,15 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from laurel.observe.loggers import read_metrics
-from laurel.run.train import run_training
 from laurel.training.state import FEW_REFERENCE_GROUPS
 from runs import (
     assert_equal_runs,
     best_name,
-    budget_that_ends,
     last_step,
     metric_of,
     pairs,
@@ -135,31 +132,6 @@ def preempt_when(condition, *, pause=0.0):
         thread.join()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("deaf")
-def test_preempted_again_and_again_at_any_moment(tmp_path):
-    """In steps, in validations, in saves: each time a little further, and never back."""
-    often = (*LONG, "rm.max_num_epochs=13", "rm.val_period=4", "checkpointing.save_period=6")
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    train(settings(straight, *often))
-    overrides, moments = settings(broken, *often), random.Random()
-    metrics = broken / "logs" / "exp_001" / "metrics.jsonl"
-
-    def has_grown(size_before):
-        return metrics.exists() and metrics.stat().st_size > size_before + 100
-
-    reached, ended = [0], ""
-    while ended != "finished":
-        size = metrics.stat().st_size if metrics.exists() else 0
-        with preempt_when(partial(has_grown, size), pause=moments.random() / 5):
-            outcome = train(overrides).outcome
-        ended = outcome.ended
-        reached.append(outcome.step)
-    assert reached == sorted(reached)
-    assert len(reached) > 3, "too few preemptions to prove anything"
-    assert_equal_runs(straight, broken, last=52, same_validations=True)
-
-
 STEP_WITHOUT_END = """
 import sys, torch
 from laurel.cli.main import main
@@ -198,22 +170,6 @@ def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_
     assert log.read_text(encoding="utf-8").endswith("ended unsaved\n")
     assert last_step(tmp_path) == 0
     assert not list((tmp_path / "saves").glob("step_*"))
-
-
-@pytest.mark.slow
-def test_a_time_budget_ends_the_run_saved_and_in_time(tmp_path, capsys, monkeypatch):
-    long = ("rm.max_num_epochs=100000", "checkpointing.save_period=100000", "rm.val_period=100000")
-    with budget_that_ends(monkeypatch) as budget:
-        # It returns, so the exit status is 0.
-        run_training("rm", None, settings(tmp_path, *long, budget))
-    step = last_step(tmp_path)
-    said = capsys.readouterr().out
-    assert re.search(
-        rf"stopped by its time budget after step {step}, \d+ s in; run it again to resume", said
-    )
-    (saved,) = (tmp_path / "saves").glob("step_*")
-    assert saved.name == f"step_{step}"
-    assert (saved / "MANIFEST.json").is_file()
 
 
 @pytest.mark.slow

@@ -4,17 +4,19 @@ import itertools
 import os
 import signal
 import threading
-from typing import Any
+from pathlib import Path
 
 import pytest
 import yaml
 
 from laurel.rewards import open
+from packages import installed
 from policy_runs import grpo, grpo_settings, metrics_of
 from reward_models import small_model, write_model
 
 ray = pytest.importorskip("ray")
 from laurel.workers.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
+from laurel.workers.ray_group import RayGroup  # noqa: E402
 
 BOUND = 1e-5
 STORE = 80 * 2**20
@@ -110,6 +112,73 @@ def test_reward_workers_are_on_all_nodes_and_one_that_is_killed_changes_nothing(
     assert not [name for name in left if name.startswith("laurel-")]
 
 
+ENGINE = """
+import sys
+from laurel.plugins import EngineThatServes
+
+class Stub(EngineThatServes):
+    def make(self, section, start): ...
+
+    def serve_command(self, section, host, port, *, on_gpu, rests):
+        assert not (on_gpu or rests)
+        return [sys.executable, {program!r}, host, str(port), {folder!r}], {{}}
+"""
+ASKS = """
+import httpx2
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info,
+                        reward_router_address):
+    async with httpx2.AsyncClient(timeout=120) as client:
+        url = f"http://{reward_router_address}/score"
+        reply = await client.post(url, json={"content": "poison"})
+    return {"score": len(solution_str), "server": reply.json()["server"]}
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_a_run_serves_is_on_another_node_and_comes_back(
+    tmp_path, model, two_nodes, monkeypatch
+):
+    program = str(Path(__file__).parents[1] / "model_server.py")
+    engine = ENGINE.format(program=program, folder=str(tmp_path))
+    site = tmp_path / "site"
+    site.mkdir()
+    installed(site, "stub", {"stub_engine": engine}, {"engines": {"stub": "stub_engine:Stub"}})
+    monkeypatch.syspath_prepend(site)
+    (tmp_path / "asks.py").write_text(ASKS)
+    placed: list[tuple[str, str]] = []
+    build = RayGroup._build
+
+    def noted(group, reservation, payload):
+        build(group, reservation, payload)
+        placed.append((group.role, group._node_ids[0]))
+
+    monkeypatch.setattr(RayGroup, "_build", noted)
+    done = run(
+        tmp_path / "run",
+        model,
+        {
+            "function": {"path": f"{tmp_path}/asks.py:compute_score"},
+            "server": {
+                "model_name": "m",
+                "backend": "stub",
+                "resources": {"gpus_per_node": 1, "num_nodes": 1},
+            },
+        },
+        "cluster.num_nodes=2",
+        "cluster.gpus_per_node=1",
+        f"cluster.address={two_nodes}",
+        "grpo.max_num_steps=1",
+    )
+    assert "reward_model: node 1, slot 0" in done.text
+    first, second = [node for role, node in placed if role.startswith("model server")]
+    assert first == second  # with its first question it died
+    assert dict(placed)["policy"] != first
+    figures = metrics_of(tmp_path / "run")[1]
+    assert figures["train/num_failures"] == 0
+    assert figures["env/reward_model/num_samples"] == 12
+
+
 def ensemble(judges):
     parts = [
         {"name": name, "model_name": judge, "precision": "float32"}
@@ -125,26 +194,16 @@ def several_here(tmp_path_factory, model, judges):
     return directory
 
 
-WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "two replicas of each": ({"resources": {"gpus_per_node": 2}}, ("cluster.gpus_per_node=3",)),
-    "at the end, in turns with the policy": (
-        {"use_reward_loop": False},
-        ("cluster.backend=ray", "cluster.gpus_per_node=1"),
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_several_models_judge_from_slots_as_they_do_here(
-    tmp_path, model, judges, several_here, small_cluster, monkeypatch, ways
+def test_two_replicas_of_several_models_judge_from_slots_as_they_do_here(
+    tmp_path, model, judges, several_here, small_cluster, monkeypatch
 ):
     def load_here(*_, **__):
         raise AssertionError("it was loaded in the process of the run")
 
     monkeypatch.setattr(open, "LocalScorer", load_here)
-    rewards, changes = ways
-    done = run(tmp_path, model, {**ensemble(judges), **rewards}, *changes)
+    rewards = {**ensemble(judges), "resources": {"gpus_per_node": 2}}
+    done = run(tmp_path, model, rewards, "cluster.gpus_per_node=3")
     assert "reward_model: node 0, slot" in done.text
     parts = (
         f"env/reward_model/part/{name}/{what}"

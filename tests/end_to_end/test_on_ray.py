@@ -12,13 +12,14 @@ from policy_runs import (
     sft,
     sft_settings,
 )
-from runs import settings, train
+from runs import DIALOGUES, dialogue_rows, series, settings, train, write_rows
 
 pytestmark = pytest.mark.usefixtures("small_cluster")
 
 DP_2_CP_2 = ("cluster.gpus_per_node=4", "policy.dtensor_cfg.context_parallel_size=2")
 DP_2 = ("cluster.gpus_per_node=2",)
 TP_2 = ("cluster.gpus_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
+NO_SAVES = "checkpointing.enabled=false"
 BOUND = 1e-5
 
 
@@ -43,9 +44,9 @@ PLAIN_STEPS = "policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2, momen
 """Adam divides by what rounding makes of gradients near zero: its steps say little of them."""
 
 
-def rm_settings(directory, *changes):
+def rm_settings(directory, *changes, rows=None):
     kept = (f"+{PLAIN_STEPS}", "rm.max_num_epochs=3", "rm.max_num_steps=10")
-    chosen = [c for c in settings(directory) if not c.startswith("policy.optimizer")]
+    chosen = [c for c in settings(directory, rows=rows) if not c.startswith("policy.optimizer")]
     return [*chosen, *kept, *changes]
 
 
@@ -70,6 +71,17 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, here):
         assert_close(figures(tmp_path, step, RM_FIGURES), figures(here, step, RM_FIGURES))
     for step in (5, 10):
         assert_close(figures(tmp_path, step, RM_VALIDATED), figures(here, step, RM_VALIDATED))
+
+
+@pytest.mark.slow
+def test_rows_of_one_dialogue_meet_on_two_ranks(tmp_path):
+    """They divide the trees of a step otherwise, and learn the same."""
+    file, found = write_rows(tmp_path / "rows.jsonl", dialogue_rows()), []
+    for place, mesh in (("one", ()), ("two", DP_2)):
+        changes = (*DIALOGUES, "data.group_by_prefix=true", "rm.max_num_steps=3", *mesh, NO_SAVES)
+        train(rm_settings(tmp_path / place, *changes, rows=file))
+        found.append([series(tmp_path / place, f"train/{name}") for name in ("loss", "grad_norm")])
+    assert found[1] == [pytest.approx(one, rel=BOUND) for one in found[0]]
 
 
 SFT_FIGURES = ("train/loss", "train/grad_norm")

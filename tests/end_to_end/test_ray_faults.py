@@ -11,8 +11,6 @@ from laurel.errors import EnvironmentFailedError
 from laurel.generation.replicas import GeneratorReplicas
 from policy_runs import MATCHES, grpo, grpo_settings, metrics_of
 from runs import run, settings, start, train, wait_until
-from sandbox_processes import is_gone
-from sandbox_processes import wait_until as until
 
 pytest.importorskip("ray")
 
@@ -47,28 +45,6 @@ def below(pid, title):
                 parents[child] = child.ppid()
     pids = {one.pid for one in parents}
     return [one for one, parent in parents.items() if parent not in pids]
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_run_and_the_others(tmp_path):
-    log = tmp_path / "out.txt"
-    saves = tmp_path / "saves"
-    process = start(long_settings(tmp_path, *SPREAD), log=log)
-    try:
-        wait_until(lambda: (saves / "step_5").is_dir(), process)
-        ranks = below(process.pid, RANK)
-        assert len(ranks) == 2
-        ranks[1].send_signal(signal.SIGKILL)
-        assert process.wait(timeout=120) == 75  # it can be tried again
-    finally:
-        process.kill()
-    text = log.read_text()
-    assert "policy rank" in text
-    assert "died" in text
-    assert text.count("error:") == 1
-    assert "Traceback" not in text
-    for rank in ranks:
-        until(lambda rank=rank: is_gone(rank.pid))
 
 
 @pytest.mark.slow

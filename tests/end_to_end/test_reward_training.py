@@ -12,9 +12,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from laurel.models.checkpoint.store import verify
 from laurel.observe.loggers import read_metrics
 from runs import (
-    BAD,
+    DIALOGUES,
     GOOD,
     ROOT,
+    dialogue_rows,
     pairs,
     ranked,
     run,
@@ -324,29 +325,8 @@ def test_the_form_of_the_seeds(tmp_path):
 
 
 def test_rows_of_one_dialogue_meet_and_a_run_of_them_resumes(tmp_path):
-    turns = [
-        {"role": role, "content": f"{role} says what it has to say " * (number + 2)}
-        for number in range(3)
-        for role in ("user", "assistant")
-    ]
-    rows = [
-        {
-            "context": [{"role": "user", "content": f"dialogue {dialogue}"}, *turns[1:end]],
-            "completions": [
-                {"rank": rank, "completion": [{"role": "assistant", "content": f"{word} {end}"}]}
-                for rank, word in enumerate((GOOD[0], BAD[0]))
-            ],
-        }
-        for end in (1, 3, 5)  # the rows of a dialogue are far from each other in the file
-        for dialogue in range(8)
-    ]
-    changes = [
-        "data.dataset_name=PreferenceDataset",
-        "data.split_validation_size=0",
-        *("policy.train_global_batch_size=6", "policy.max_total_sequence_length=512"),
-        *("rm.max_num_steps=4", "rm.val_period=0", "checkpointing.save_period=2"),
-        "checkpointing.keep_top_k=null",
-    ]
+    rows = dialogue_rows()
+    changes = [*DIALOGUES, "rm.max_num_steps=4", "checkpointing.save_period=2"]
     tokens = {}
     for grouped in ("false", "true"):
         place = tmp_path / grouped

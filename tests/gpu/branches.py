@@ -38,7 +38,9 @@ BRANCHES = {
     "rewards/open.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/replicas.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/scorer.py": "test_branches_gpu.py::test_a_scorer_sleeps_on_the_host",
-    "rewards/serving/servers.py": "test_branches_gpu.py::test_served_models_leave_a_gpu",
+    "extensions/server/model_servers.py": (
+        "test_branches_gpu.py::test_served_models_sleep_on_the_policys_gpu"
+    ),
     "extensions/server/replicas.py": "test_branches_gpu.py::test_replicas_of_a_server_take_turns",
     "run/micro_batches.py": "test_branches_gpu.py::test_micro_batches_ask_for_the_gpus_memory",
     "run/policy.py": "test_branches_gpu.py::test_free_memory_is_the_gpus",

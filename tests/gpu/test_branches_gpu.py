@@ -15,10 +15,10 @@ from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.forest import to_forest
 from laurel.environments.reward_model_environment import RewardModelEnvironment
-from laurel.errors import ConfigError
 from laurel.extensions.doctor.checks import SIZES, Trial, run_trial
 from laurel.extensions.doctor.doctor import PROBES
 from laurel.extensions.doctor.machine import measure_products
+from laurel.extensions.server.model_servers import ServerProcess
 from laurel.extensions.server.replicas import ModelWorker
 from laurel.extensions.server.service import ServingSpec
 from laurel.extensions.starter.options import InitOptions
@@ -28,7 +28,6 @@ from laurel.models.checkpoint.state import random_states, restore_random_states
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
-from laurel.rewards.serving.servers import open_servers
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.micro_batches import _device_memory
 from laurel.run.policy import _free_bytes
@@ -80,14 +79,20 @@ def test_free_memory_is_the_gpus():
     assert 0 < free <= torch.cuda.get_device_properties(DEVICE).total_memory
 
 
-def test_served_models_leave_a_gpu(monkeypatch):
+def test_served_models_sleep_on_the_policys_gpu(monkeypatch):
     engine = type(plugins.find(plugins.Engine, "vllm"))
-    monkeypatch.setattr(engine, "check_installed", lambda self, key: None)
-    count = torch.cuda.device_count()
-    own = {"replicas": count, "resources": {"gpus_per_node": count}}
-    section = ModelServerConfig(model_name="m", **own)
-    with pytest.raises(ConfigError, match=rf"gpus_per_node={count}: this machine has {count}"):
-        open_servers(section, device="auto", say=print, where="server")
+    seen = []
+
+    def serve_command(self, section, host, port, *, on_gpu, rests):
+        seen.append((on_gpu, rests))
+        return ["true"], {}
+
+    monkeypatch.setattr(engine, "serve_command", serve_command)
+    place = RankPlace(role="server")
+    for resources in ({}, {"gpus_per_node": 1}):
+        section = ModelServerConfig(model_name="m", resources=resources)
+        ServerProcess(place, section, device="auto").shutdown()
+    assert seen == [(True, True), (True, False)]
 
 
 def test_micro_batches_ask_for_the_gpus_memory():

@@ -12,8 +12,8 @@ import pytest
 import tiny
 from chat_families import FAMILIES, Family
 from chat_rows import assistant, user
-from laurel.cli.data_check import examine_data, first_row
 from laurel.config.environments import JudgeConfig
+from laurel.extensions.data_check.check import examine_data, first_row
 from laurel.extensions.judges.loaded import ModelJudge
 from laurel.models.chat import ChatFormat
 from laurel.models.scoring import ScoringContract

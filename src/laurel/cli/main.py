@@ -7,7 +7,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -15,14 +15,11 @@ from rich.text import Text
 from laurel import __version__
 from laurel.cli.app import App, QuietOption, VerboseOption, begin
 from laurel.cli.config import config_app
-from laurel.cli.evaluate import eval_app
-from laurel.cli.sandbox import sandbox_app
-from laurel.errors import ConfigError, LaurelError
+from laurel.errors import LaurelError
 from laurel.observe.console import make_console, verbosity
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
-    ExportOptions,
     JsonOption,
     JudgeOption,
     LocalScorerOptions,
@@ -155,34 +152,12 @@ def score_command(
         raise typer.Exit(exit_code)
 
 
-@app.command("export")
-def export_command(
-    *,
-    options: ExportOptions,
-    is_average: Annotated[
-        bool,
-        typer.Option(
-            "--average",
-            help="Write the mean of the weights of the checkpoints and runs that are named.",
-        ),
-    ] = False,
-) -> None:
-    """Write a model as a plain Hugging Face directory, and test it.
+sandbox_app = App(help="Where programs that a model wrote are run.", no_args_is_help=True)
 
-    The directory loads without Laurel. Reward models of OpenRLHF and LLaMA-Factory can be exported
-    as well. With --average the mean of several models is written, with golden scores of its own;
-    how far their scores lie apart is shown, and stands in the card.
 
-    Example: laurel export --model results/rm --output exported --eval results/last
-    """
-    from laurel.export.export import run_export
-
-    if is_average != bool(options.average):
-        raise ConfigError(
-            "--average averages the models that are named: laurel export --average DIR DIR ... "
-            "--output DIR. One model is exported with --model DIR"
-        )
-    run_export(options)
+@sandbox_app.callback()
+def sandbox_commands() -> None:
+    """Where programs that a model wrote are run."""
 
 
 data_app = App(help="Examine and make data files before a run.", no_args_is_help=True)
@@ -193,44 +168,8 @@ def data() -> None:
     """Examine and make data files before a run."""
 
 
-@data_app.command("check")
-def data_check(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="A file of JSON lines, JSON, CSV, Parquet or Arrow, also with .gz; a saved "
-            "directory; or a hub name.",
-        ),
-    ],
-    overrides: Overrides = None,
-    trainer: Annotated[
-        Literal["rm", "sft", "grpo"] | None,
-        typer.Option("--for", help="The command that the file is for. Default: try all of them."),
-    ] = None,
-    model: ModelOption = "",
-    as_json: JsonOption = False,
-) -> None:
-    """Show what a data file holds, and which command can train on it.
-
-    It also shows how many rows are left out and why, and the first row. With a model, the row is
-    shown as tokens, with those that count in the loss and the one that the score is read from. The
-    exit code is 2 if no row can be used.
-
-    Example: laurel data check pairs.jsonl --model Qwen/Qwen3-0.6B data.prompt_key=question
-    """
-    from laurel.cli.data_check import run_data_check
-
-    is_usable = run_data_check(
-        file, trainer=trainer, model=model, overrides=overrides or [], as_json=as_json
-    )
-    if not is_usable:
-        raise typer.Exit(2)
-
-
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(config_app, name="config")
-app.add_typer(eval_app, name="eval")
 app.add_typer(data_app, name="data")
 
 

@@ -252,6 +252,8 @@ class DatasetConfig(SetConfig):
     """Column of the margin of `chosen` (a number), for `rm.loss.use_margin`."""
     target_key: str | None = None
     """Column of the probability, 0 to 1, that `chosen` is better (soft label)."""
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share held out for validation where no validation set is named."""
 
 
 class DataConfig(SetsConfig):
@@ -278,11 +280,10 @@ class DataConfig(SetsConfig):
     train: DatasetConfig | list[DatasetConfig] | None = None
     """Block form of the training set; a list is concatenated."""
     validation: Annotated[
-        DatasetConfig | BenchmarkSetConfig | dict[str, DatasetConfig | BenchmarkSetConfig] | None,
-        NO_ITEMS_IS_NONE,
+        dict[str, DatasetConfig | BenchmarkSetConfig] | None, NO_ITEMS_IS_NONE
     ] = None
-    """Block form of the validation set, or several by name; any of them may be a `benchmark`, such
-    as `{benchmark: reward-bench, data_path: rows.jsonl.gz}`."""
+    """Validation sets by name (a block without one is called `default`); any of them may be a
+    `benchmark`, such as `{Bench: {benchmark: reward-bench, data_path: rows.jsonl.gz}}`."""
 
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens; null means `policy.max_total_sequence_length`."""
@@ -307,14 +308,15 @@ class DataConfig(SetsConfig):
 
     @field_validator("validation", mode="before")
     @classmethod
-    def _one_or_named(cls, value: Any) -> Any:
-        # A mapping whose values are all mappings names several sets.
-        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-            return {
-                name: (BenchmarkSetConfig if "benchmark" in block else DatasetConfig)(**block)
-                for name, block in value.items()
-            }
-        return value
+    def _sets_or_benchmarks(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: (BenchmarkSetConfig if "benchmark" in block else DatasetConfig)(**block)
+            if isinstance(block, dict)
+            else block
+            for name, block in value.items()
+        } or None
 
     @model_validator(mode="after")
     def _one_form(self) -> DataConfig:
@@ -343,15 +345,11 @@ class DataConfig(SetsConfig):
         return {k: v for k, v in named.items() if isinstance(v, BenchmarkSetConfig)}
 
     def _named_sets(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
-        # A lone set is called `default`.
         if self.val_data_path:
             return {"default": flat_set(self, DatasetConfig, self.val_data_path, self.val_split)}
-        blocks = self.validation
-        if blocks is None:
-            return {}
         return {
             name: block if isinstance(block, BenchmarkSetConfig) else filled(self, block)
-            for name, block in (blocks if isinstance(blocks, dict) else {"default": blocks}).items()
+            for name, block in (self.validation or {}).items()
         }
 
 

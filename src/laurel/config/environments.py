@@ -556,7 +556,7 @@ class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # mypy's plug-in h
 class ModelServerConfig(Section):
     """Servers of a language model that the run starts, for a function that asks them.
 
-    They are started on this machine. On a GPU each replica has `tensor_parallel_size` GPUs.
+    Each replica has `tensor_parallel_size` slots of the cluster, as a reward model would.
     """
 
     model_name: str
@@ -569,8 +569,7 @@ class ModelServerConfig(Section):
     tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """GPUs, or on a CPU processes, that one replica is spread over."""
     resources: Annotated[ResourcesConfig, MAY_CHANGE] = ResourcesConfig()
-    """GPUs of their own, the last of this machine (`gpus_per_node`). Null: those of the policy, and
-    their memory is free while it trains."""
+    """Slots of their own. Null: they share those of the policy, and GPU memory in turns."""
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of the program, such as `--max-model-len=4096`."""
     hedge: Annotated[bool, MAY_CHANGE] = False
@@ -582,31 +581,18 @@ class ModelServerConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_slots(self) -> ModelServerConfig:
-        need, given = self.replicas * self.tensor_parallel_size, self.resources.gpus_per_node
-        if given is not None and given != need:
+        per_node, nodes = self.resources.gpus_per_node, self.resources.num_nodes or 1
+        need = self.replicas * self.tensor_parallel_size
+        if self.resources.are_own and (per_node is None or per_node * nodes != need):
             raise ValueError(
-                f"resources.gpus_per_node={given}: {self.replicas} replicas of "
-                f"{self.tensor_parallel_size} take {need}"
-            )
-        if self.resources.num_nodes not in (None, 1):
-            raise ValueError(
-                f"resources.num_nodes={self.resources.num_nodes}: the run starts servers on one "
-                "machine; start those of others yourself, and name their address in "
-                "function.router"
+                f"resources: {self.replicas} replicas of {self.tensor_parallel_size} take {need} "
+                f"slots, and these are {per_node} of gpus_per_node x {nodes} of num_nodes"
             )
         if self.hedge and self.replicas < 2:
             raise ValueError("hedge asks a second replica, and there is one")
         if not isinstance(plugins.find(Engine, self.backend), plugins.EngineThatServes):
             raise ValueError(f"backend={self.backend}: this engine has no server")
         return self
-
-    def lacks_slot(self, where: str) -> str:
-        """Return the message on servers in a run on a cluster, for the section `where`."""
-        return (
-            f"{where}: a run on a cluster starts no servers of a model, which would have no slots. "
-            f"Serve it (vllm serve {self.model_name}), and name its HOST:PORT in "
-            f"{where.removesuffix('server')}function.router"
-        )
 
 
 class ScorerSource(AskingConfig, OpenSection):

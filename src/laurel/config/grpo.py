@@ -486,7 +486,7 @@ Alarm = Literal[
     "ensemble",
     "failures",
 ]
-"""The names of the health alarms; `observe/health.py` explains each."""
+"""The names of the health alarms; `observe/rules.py` explains each."""
 
 
 class HealthConfig(Section):
@@ -673,15 +673,7 @@ class GRPOConfig(Section):
     Default: it pays where completions are long, or their beginnings cost calls of tools."""
 
     @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> GRPOConfig:
-        if self.num_generations_per_prompt < 2 and self.compares_within_groups:
-            # Its own mean is its baseline: every advantage would be 0, and nothing learned.
-            raise ValueError(
-                "num_generations_per_prompt must be at least 2: a lone completion has nothing to "
-                "be compared with, so its advantage is 0 and the policy learns nothing. Sample "
-                "more for fewer prompts (num_prompts_per_step), or compare over the whole batch "
-                "with adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
-            )
+    def _clips_in_order(self) -> GRPOConfig:
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and not low < high:
             raise ValueError("advantage_clip_low must be below advantage_clip_high")

@@ -11,7 +11,7 @@ from laurel import plugins
 from laurel.config.data import TaskDataConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig, PolicyLossConfig
-from laurel.config.policy import CheckpointingConfig, ClusterConfig, LoggerConfig
+from laurel.config.policy import CheckpointingConfig, RolesConfig, RolloutLoggerConfig
 from laurel.config.yaml_tree import LENGTH_MAY_CHANGE, MAY_CHANGE, Section, foreign
 
 
@@ -34,8 +34,8 @@ class GRPORun(Section):
     checkpointing: Annotated[CheckpointingConfig, LENGTH_MAY_CHANGE] = CheckpointingConfig(
         checkpoint_dir="results/grpo", save_period=10
     )
-    logger: Annotated[LoggerConfig, MAY_CHANGE] = LoggerConfig()
-    cluster: Annotated[ClusterConfig, MAY_CHANGE] = ClusterConfig()
+    logger: Annotated[RolloutLoggerConfig, MAY_CHANGE] = RolloutLoggerConfig()
+    cluster: Annotated[RolesConfig, MAY_CHANGE] = RolesConfig()
 
     @model_validator(mode="after")
     def _fits(self) -> GRPORun:
@@ -72,6 +72,7 @@ class GRPORun(Section):
                 "loss_fn.use_kl_in_reward changes the rewards of completions, and "
                 "grpo.adv_estimator.per_step=true reads those of steps; use one of them"
             )
+        self._groups_can_be_compared()
         self._advantages_of_tokens_count()
         if (stops := policy.generation.stop_strings) and grpo.tree and grpo.tree.at == "segment":
             raise ValueError(
@@ -98,6 +99,19 @@ class GRPORun(Section):
             if backend == name or (backend == "auto" and f"{name}_cfg" in set_up):
                 plugins.find(plugins.Engine, name).check(policy)
         return self
+
+    def _groups_can_be_compared(self) -> None:
+        grpo = self.grpo
+        if not self.loss_fn.distillation.rewards:  # a teacher compares with nothing
+            return
+        if grpo.num_generations_per_prompt < 2 and grpo.compares_within_groups:
+            # Its own mean is its baseline: every advantage would be 0, and nothing learned.
+            raise ValueError(
+                "grpo.num_generations_per_prompt must be at least 2: a lone completion has nothing "
+                "to be compared with, so its advantage is 0 and the policy learns nothing. Sample "
+                "more for fewer prompts (num_prompts_per_step), or compare over the whole batch "
+                "with adv_estimator.name=reinforce_plus_plus adv_estimator.minus_baseline=false"
+            )
 
     def _advantages_of_tokens_count(self) -> None:
         grpo, loss = self.grpo, self.loss_fn

@@ -21,6 +21,7 @@ from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.schema_info import (
     Kinds,
     is_mapping,
+    item_kinds,
     kind_that_fits,
     sections_of,
     step_into,
@@ -196,7 +197,9 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_async(work, values, problems)
     if "loss_fn" in schema.model_fields:
         _name_loss(work, values, problems)
+        _leave_out_inherited_clips(work, values)
     if "data" in schema.model_fields:
+        _name_lone_set(work, schema, values)
         _name_validation_sets(work, schema, values, problems)
         _fill_sets(work, schema, values, problems)
         _give_own_keywords(work, schema, values)
@@ -522,6 +525,45 @@ def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
         work.set(ours, name, by=key, was=True)
 
 
+_CLIPS = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None}
+
+
+def _leave_out_inherited_clips(work: Adapted, values: _Values) -> None:
+    """Leave out bounds of ratios that a file inherits and makes ineffective, as NeMo RL does.
+
+    They are refused where they stand beside `force_on_policy_ratio`.
+    """
+    force = "loss_fn.force_on_policy_ratio"
+    decides = _at(work.tree, force)
+    if decides is None or values.get(force) is not True:
+        return
+    for name, default in _CLIPS.items():
+        key = f"loss_fn.{name}"
+        found = _at(work.tree, key)
+        if found is None or values.get(key) == default or _file(found) == _file(decides):
+            continue
+        was = values.get(key)
+        work.set(key, default, by=key, was=was)
+        work.sentences.append(
+            f"{key}={was} of {found.place} has no effect beside {force}=true, and is left out"
+        )
+
+
+def _file(node: YamlNode) -> str:
+    return node.place.rpartition(":")[0]
+
+
+def _name_lone_set(work: Adapted, schema: type[Section], values: _Values) -> None:
+    """Name a validation set `default` that stands where sets stand by their names."""
+    block, kinds = _block_at(work, values, "data.validation"), _kinds_of_sets(schema, "validation")
+    has_names_alone = not sections_of(kinds) and any(map(is_mapping, kinds))
+    if block is None or not has_names_alone or not isinstance(block.value, dict):
+        return
+    if not all(isinstance(one.value, dict) for one in block.value.values()):
+        named = YamlNode({"default": block}, block.place)
+        work.tree = with_key(work.tree, ["data", "validation"], named)
+
+
 def _name_validation_sets(
     work: Adapted, schema: type[Section], values: _Values, problems: list[str]
 ) -> None:
@@ -530,10 +572,7 @@ def _name_validation_sets(
     if paths is None:
         return
     there, split = _block_at(work, values, "data.validation"), _at(work.tree, "data.val_split")
-    named: dict[str, YamlNode] = {}
-    if there is not None:
-        are_named = _are_named(there, _kinds_of_sets(schema, "validation"))
-        named = dict(there.value) if are_named else {"default": there}
+    named = dict(there.value) if there is not None else {}
     base = {} if split is None else {"split": split}
     for name, one in paths.value.items():
         if name in named:
@@ -585,7 +624,9 @@ def _with_keywords(block: YamlNode, kinds: Kinds, of_sets: Kinds) -> YamlNode:
     said = block.value.get("dataset_name") if isinstance(block.value, dict) else None
     if said is None or not re.search(r"[.:]", str(said.value)):
         return block
-    known = [key for one in sections_of(of_sets) for key in (*one.model_fields, *one.foreign_keys)]
+    inside = (inner for kind in of_sets for inner in item_kinds(kind) or ())
+    sections = sections_of((*of_sets, *inside))
+    known = [key for one in sections for key in (*one.model_fields, *one.foreign_keys)]
     own = {
         key: value
         for key, value in block.value.items()

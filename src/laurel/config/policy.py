@@ -7,6 +7,7 @@ This file is the only home of each default; the docstring under a field is its r
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Any, ClassVar, Literal
@@ -16,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from laurel import plugins
 from laurel.config.plugged import OpenSection
-from laurel.config.yaml_tree import MAY_CHANGE, THREADS, Section, foreign
+from laurel.config.yaml_tree import MAY_CHANGE, THREADS, Removed, Section, foreign, removed
 
 Precision = Literal["float32", "bfloat16", "float16"]
 """The floating-point type of a model's weights or of its computation."""
@@ -27,7 +28,7 @@ Precision = Literal["float32", "bfloat16", "float16"]
 # report everything that does not fit at once.
 
 
-class RolePlacement(Section):
+class RoleSlots(Section):
     """The slots of one role. Keys that are null restrict nothing: `{}` takes all free slots."""
 
     nodes: int | list[int] | None = None
@@ -41,8 +42,6 @@ class RolePlacement(Section):
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Part of each slot, and of its memory. The rest is for a role that computes at the same
     time."""
-    shares: Literal["policy", "generation"] | None = None
-    """The role whose slots these are, in turns: all of them, or those that the other keys pick."""
 
     @field_validator("nodes", "slots")
     @classmethod
@@ -59,6 +58,13 @@ class RolePlacement(Section):
             raise ValueError(f"it must be a number from 1 up, or a list like [{max(0, value)}]")
         return value
 
+
+class RolePlacement(RoleSlots):
+    """The slots of one role of several, its own or those of another."""
+
+    shares: Literal["policy", "generation"] | None = None
+    """The role whose slots these are, in turns: all of them, or those that the other keys pick."""
+
     @model_validator(mode="after")
     def _takes_turns_or_a_part(self) -> RolePlacement:
         if self.shares is not None and self.fraction < 1:
@@ -69,11 +75,20 @@ class RolePlacement(Section):
         return self
 
 
-class PlacementConfig(Section):
+class LearnerPlacement(Section):
+    """The slots of the only role."""
+
+    other_commands: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("generation", "reward_model"), "only laurel grpo has such a role"
+    )
+
+    policy: RoleSlots | None = None
+    """The model that is trained."""
+
+
+class PlacementConfig(LearnerPlacement):
     """The slots of each role. A role without an entry shares the policy's, which has the rest."""
 
-    policy: RolePlacement | None = None
-    """The model that is trained."""
     generation: RolePlacement | None = None
     """Slots of generation, instead of `policy.generation.colocated`."""
     reward_model: RolePlacement | None = None
@@ -81,8 +96,6 @@ class PlacementConfig(Section):
 
     @model_validator(mode="after")
     def _somebody_owns_the_slots(self) -> PlacementConfig:
-        if self.policy is not None and self.policy.shares is not None:
-            raise ValueError("policy.shares: the others share its slots; say it of them")
         if self.generation is not None and self.generation.shares == "generation":
             raise ValueError("generation.shares: it cannot share its own slots; it may policy's")
         return self
@@ -104,6 +117,12 @@ def _not_negative(call: NamedCall) -> NamedCall:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value < inf):
             raise ValueError(f"kwargs.{name} is {value!r}, and must be a finite number, 0 or more")
+    return call
+
+
+def _not_negative_or_auto(call: NamedCall) -> NamedCall:
+    rest = {key: one for key, one in call.kwargs.items() if (key, one) != ("lr", "auto")}
+    _not_negative(call.model_copy(update={"kwargs": rest}))
     return call
 
 
@@ -256,12 +275,18 @@ class PackingConfig(BatchingConfig):
     largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
     keeps what it began with."""
     share_prompts: bool = True
-    """Compute a prompt once for all its completions. Off is for measuring what that brings."""
+    """Compute a prompt once for all its completions, and once also what else sequences of a
+    micro-batch begin with alike, where that saves a twentieth. Off is for measuring."""
 
     @property
     def tokens(self) -> int | None:
         """`train_mb_tokens` where it is a number."""
         return None if self.train_mb_tokens == "auto" else self.train_mb_tokens
+
+
+LEAST_SHARED = 16
+"""The fewest tokens that sequences of a micro-batch have in common, beyond the prompt of a group,
+before they share them: each shared run costs every layer some calls of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +302,8 @@ class BatchLimits:
     share_prompts: bool = True
     """True if a forest computes each prompt once for all its completions."""
     least_shared: int | None = None
-    """The fewest tokens that sequences of different groups share; None: they share none."""
+    """The fewest tokens that sequences share beyond prompts, where that saves enough
+    (`data.forest.worth_sharing`); None: they share prompts alone."""
 
 
 class ScratchConfig(Section):
@@ -381,12 +407,20 @@ class PolicyConfig(Section):
             padded_tokens=self.token_budget if has_budget else None,
             padded_groups=self.train_micro_batch_size,
             share_prompts=self.sequence_packing.share_prompts,
+            least_shared=LEAST_SHARED,
         )
 
 
 class RewardPolicyConfig(PolicyConfig):
     """The reward model that is trained, how, and with what memory."""
 
+    optimizer: Annotated[NamedCall, AfterValidator(_not_negative_or_auto)] = NamedCall(
+        name="torch.optim.AdamW",
+        kwargs={"lr": "auto", "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-5},
+    )
+    """Any class of `torch.optim`, with its arguments. Kwargs beside a `name` replace all of these;
+    without a `name` they change single ones. `lr: auto` is 1e-4 for a pretrained model of fewer
+    than 500 million parameters, else 2e-6; a run that resumes keeps the one that it began with."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
 
 
@@ -441,6 +475,7 @@ class LoggerConfig(OpenSection):
     kind_of_plugin: ClassVar[str] = "loggers"
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("LoggerConfig")
+    removed: ClassVar[Mapping[str, Removed]] = removed("LoggerConfig")
 
     log_dir: str = "logs"
     """Each run writes to the next free `exp_001`, `exp_002`, ... inside."""
@@ -452,8 +487,6 @@ class LoggerConfig(OpenSection):
     num_val_samples_to_print: int = Field(default=3, ge=0)
     """Pairs or completions shown at each validation: one line each, whole if this key is set or
     with `laurel --verbose`."""
-    write_completions: bool = True
-    """GRPO: write the completions of each step with their rewards, `completions/step_N.parquet`."""
 
     @classmethod
     def keys_of_plugins(cls) -> list[str]:
@@ -479,6 +512,15 @@ class LoggerConfig(OpenSection):
         return [name for name in plugins.names("loggers") if self.get(f"{name}_enabled", False)]
 
 
+class RolloutLoggerConfig(LoggerConfig):
+    """The loggers of metrics, and of completions."""
+
+    removed: ClassVar[Mapping[str, Removed]] = {}
+
+    write_completions: bool = True
+    """Write the completions of each step with their rewards, `completions/step_N.parquet`."""
+
+
 MOST_SLOTS = 131_072
 """The largest number of slots that a cluster may have; no cluster has more GPUs."""
 
@@ -490,6 +532,11 @@ class ResourcesConfig(Section):
     """Slots reserved on each node."""
     num_nodes: int | None = Field(default=None, ge=1, le=16384)
     """Nodes with reserved slots."""
+
+    @property
+    def are_own(self) -> bool:
+        """Whether any are reserved; else the role shares those of the policy."""
+        return self.gpus_per_node is not None or self.num_nodes is not None
 
 
 class ClusterConfig(Section):
@@ -515,7 +562,7 @@ class ClusterConfig(Section):
     patience_seconds: float | None = Field(default=None, gt=0)
     """The wait for nodes that join and for slots that other runs hold; null: none, and the run
     reports at once what is missing."""
-    placement: PlacementConfig | None = None
+    placement: LearnerPlacement | None = None
     """Slots of each role, instead of the rules for `num_nodes` and `gpus_per_node`."""
     labels: dict[str, list[int]] = Field(default_factory=dict)
     """Labels of nodes (counted from 0) for placements, e.g. `{"pool=train": [0, 1]}`. On Ray those
@@ -539,3 +586,10 @@ class ClusterConfig(Section):
             if not (key and what):
                 raise ValueError(f"'{label}' is no label: write it key=value, like pool=train")
         return value
+
+
+class RolesConfig(ClusterConfig):
+    """The devices and processes of a run of several roles."""
+
+    placement: PlacementConfig | None = None
+    """Slots of each role, instead of the rules for `num_nodes` and `gpus_per_node`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -19,8 +20,10 @@ from laurel.config.yaml_tree import (
     LENGTH_MAY_CHANGE,
     MAY_CHANGE,
     OffPeriod,
+    Removed,
     Section,
     foreign,
+    removed,
 )
 from laurel.plugins import PreferenceLoss
 
@@ -89,6 +92,8 @@ _OF_SOME = ("use_margin", "label_smoothing", "center_rewards_coefficient", "step
 class EarlyStoppingConfig(Section):
     """What ends a run whose validations no longer improve."""
 
+    removed: ClassVar[Mapping[str, Removed]] = removed("EarlyStoppingConfig")
+
     metric_name: str | None = None
     """The validation metric that is watched, named as in `checkpointing.metric_name`; `auto` is the
     loss of the first validation set. Null: no run ends early."""
@@ -96,8 +101,6 @@ class EarlyStoppingConfig(Section):
     """Validations of `rm.val_period` in a row without a new best value before the run ends."""
     min_delta: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """How much better than the best value so far a value must be to be a new best."""
-    higher_is_better: bool | None = None
-    """Null: the metric's name decides, as in `checkpointing.higher_is_better`."""
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> EarlyStoppingConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,9 +12,8 @@ import torch
 
 from laurel.types import PaddedRows, SequenceEnd, Span, TokenForest, TokenGroup, Tree
 
-LEAST_SHARED = 16
-"""The fewest tokens that sequences of several groups, or completions of one, have in common before
-they share them: each shared run costs every layer some calls of its own."""
+LEAST_SAVED = 0.05
+"""The least part of the tokens of a batch that makes up for trees of more than two levels."""
 
 
 def to_forest(
@@ -142,6 +142,15 @@ def distinct_tokens(groups: Sequence[TokenGroup], least_shared: int) -> int:
     return sum(run.end - run.start for run in runs)
 
 
+def worth_sharing(groups: Sequence[TokenGroup], least_shared: int) -> bool:
+    """Report whether `to_forest` saves enough with `least_shared`, beyond prompts.
+
+    Otherwise groups are laid out with shared prompts, bit for bit as if none began alike.
+    """
+    prompts_shared = sum(group.num_tokens for group in groups)
+    return distinct_tokens(groups, least_shared) <= (1.0 - LEAST_SAVED) * prompts_shared
+
+
 def shared_parts(
     groups: Sequence[TokenGroup], budget: int, least_shared: int
 ) -> list[tuple[list[int], int]]:
@@ -220,10 +229,11 @@ def _prefix_forest(groups: Sequence[TokenGroup], least: int) -> TokenForest:
     ends_N = tuple(ends[sequence] for sequence in range(len(sequences)))
     ids_T = np.concatenate([sequences[run.sequence][run.start : run.end] for run in runs])
     positions_N = [positions for group in groups for positions in group.reads_G]
+    starts = [tree.starts for tree in trees] if has_reads else []
     reads = [
         index
         for one, positions in zip(ends_N, positions_N, strict=has_reads)
-        for index in _in_row(trees[one.tree], one.node, positions)
+        for index in _in_row(trees[one.tree], starts[one.tree], one.node, positions)
     ]
     return TokenForest(
         ids_T=torch.from_numpy(ids_T),
@@ -233,12 +243,16 @@ def _prefix_forest(groups: Sequence[TokenGroup], least: int) -> TokenForest:
     )
 
 
-def _in_row(tree: Tree, node: int, positions: Sequence[int]) -> Iterator[int]:
-    # Yields the index in the row of each position of the sequence that ends with a node.
-    path, starts = tree.path(node), tree.starts
+def _in_row(
+    tree: Tree, starts: Sequence[int], node: int, positions: Sequence[int]
+) -> Iterator[int]:
+    # Yields the index in the row of each position of the sequence that ends with a node; `starts`
+    # are the tree's, which to compute takes a pass over its nodes.
+    path = tree.path(node)
+    begins = [starts[one] for one in path]
     for position in positions:
-        holder = max(one for one in path if starts[one] <= position)
-        yield tree.nodes[holder].start + position - starts[holder]
+        holder = bisect_right(begins, position) - 1
+        yield tree.nodes[path[holder]].start + position - begins[holder]
 
 
 def to_padded(groups: Sequence[TokenGroup], *, pad_id: int) -> PaddedRows:

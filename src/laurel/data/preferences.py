@@ -27,7 +27,7 @@ from laurel.data.reading import (
     OpenedSet,
     Remedy,
     UnusualRoles,
-    held_out_prompts,
+    held_out_of_sets,
     open_set,
     prompts_of_folds,
     split,
@@ -144,9 +144,9 @@ def own_validation_preferences(config: DatasetConfig) -> DatasetConfig | None:
 
 
 def hold_out(
-    preferences: Sequence[Preference], *, share: float, seed: int
+    preferences: Sequence[Preference], *, shares: Sequence[float], seed: int
 ) -> tuple[list[Preference], list[Preference]]:
-    """Split preferences into (train, validation), with about `share` of the rows held out.
+    """Split preferences into (train, validation), with about the share of each set held out.
 
     Prompts are held out whole, in an order that depends on the seed and the prompt alone, so rows
     with the same prompt stay on one side and the order of the rows does not matter. Each side has
@@ -156,7 +156,9 @@ def hold_out(
         DataError: There are fewer than two prompts.
     """
     prompts = [conversation_fingerprint(preference.group.prompt) for preference in preferences]
-    return split(preferences, prompts, held_out_prompts(prompts, share=share, seed=seed))
+    ids = [preference.group.id for preference in preferences]
+    held_out = held_out_of_sets(prompts, ids, [(share, seed) for share in shares])
+    return split(preferences, prompts, held_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

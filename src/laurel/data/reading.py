@@ -504,28 +504,53 @@ def hold_out_of_sets(
     Raises:
         DataError: A set has fewer than two different prompts.
     """
-    by_split: dict[tuple[float, int], list[int]] = {}
-    for index, config in enumerate(sets):
-        said = config.model_fields_set
-        share = (config if "split_validation_size" in said else data).split_validation_size
-        seed = (config if "seed" in said else data).seed
-        if share:
-            by_split.setdefault((share, seed), []).append(index)
-    if not by_split:
-        return list(items), []
+    splits = [
+        (share, (config if "seed" in config.model_fields_set else data).seed)
+        for config, share in zip(sets, held_out_shares(sets, data), strict=True)
+    ]
     prompts = [conversation_fingerprint(item.prompt) for item in items]
+    held_out = held_out_of_sets(prompts, [item.id for item in items], splits)
+    return split(items, prompts, held_out)
+
+
+class _HasShare(Protocol):
+    @property
+    def split_validation_size(self) -> float: ...
+
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+def held_out_shares(sets: Sequence[_HasShare], data: _HasShare) -> list[float]:
+    """Return the share of each training set that is held out, its own or that of `data`."""
+    key = "split_validation_size"
+    return [(one if key in one.model_fields_set else data).split_validation_size for one in sets]
+
+
+def held_out_of_sets(
+    prompts: Sequence[bytes], ids: Sequence[str], splits: Sequence[tuple[float, int]]
+) -> set[bytes]:
+    """Choose the prompts to hold out of several sets, given the share and the seed of each.
+
+    Ids of rows begin with `train-N:` where there are several sets.
+
+    Raises:
+        DataError: A set has fewer than two different prompts.
+    """
     held_out: set[bytes] = set()
-    for (share, seed), indices in by_split.items():
+    for share, seed in dict.fromkeys(splits):
+        if not share:
+            continue
         # With the colon: train-1 is also how train-10 begins.
-        starts = tuple(f"train-{index + 1}:" for index in indices)
+        starts = tuple(f"train-{n + 1}:" for n, one in enumerate(splits) if one == (share, seed))
         of_these_sets = [
             prompt
-            for item, prompt in zip(items, prompts, strict=True)
-            if len(sets) == 1 or item.id.startswith(starts)
+            for row, prompt in zip(ids, prompts, strict=True)
+            if len(splits) == 1 or row.startswith(starts)
         ]
         if of_these_sets:
             held_out |= held_out_prompts(of_these_sets, share=share, seed=seed)
-    return split(items, prompts, held_out)
+    return held_out
 
 
 def prompts_of_folds(prompts: Sequence[bytes], num_folds: int, seed: int) -> list[set[bytes]]:

@@ -38,7 +38,7 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     RejectedTask,
-    accuracy_figures,
+    accuracy_metrics,
     mean_of,
     settings_of,
 )
@@ -257,7 +257,7 @@ class CodeEnvironment(EnvironmentInterface):
         batch with `notes`. `sandbox_failures` is the number of completions without a reward;
         `tier_is_full` is 1 if programs have Laurel's full isolation.
         """
-        figures, _ = accuracy_figures(batch, right=_ALL)
+        figures, _ = accuracy_metrics(batch, right=_ALL)
         noted = [note or {} for note in batch.get("notes") or ()]
         scored = [note for note in noted if "verdict" in note]
         for status, count in Counter(note["verdict"] for note in scored).items():

@@ -19,7 +19,7 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     RejectedTask,
-    batch_figures,
+    batch_metrics,
     checked_return,
     close_quietly,
     mean_of,
@@ -76,7 +76,7 @@ class CompositeEnvironment(EnvironmentInterface):
             )
         self._added = [part for part in self.config.parts if part.gate is None]
         self._gates = [(p.env, p.gate) for p in self.config.parts if p.gate is not None]
-        # Their rewards are in no component; `observe.health.gold_metric` reads their mean metrics.
+        # Their rewards are in no component; `observe.history.gold_metric` reads their mean metrics.
         self._watched = {part.env for part in self._added if part.weight == 0.0}
         if not self._added:
             raise ConfigError("env.composite: all parts are gates; one must give the reward")
@@ -276,7 +276,7 @@ class CompositeEnvironment(EnvironmentInterface):
         a gate rejected. A part with weight 0 also has `<part>/reward_mean`. A batch without `notes`
         does not say what the parts have scored.
         """
-        metrics = batch_figures(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
+        metrics = batch_metrics(batch) | mean_of("reward_mean", numbers(batch["rewards"]))
         for name, theirs in self._batches_of_parts(batch).items():
             _, of_part = self._environments[name].global_post_process_and_metrics(theirs)
             for metric, value in of_part.items():

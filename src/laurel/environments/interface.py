@@ -51,8 +51,8 @@ __all__ = [
     "EnvironmentReturn",
     "EnvironmentSpec",
     "RejectedTask",
-    "accuracy_figures",
-    "batch_figures",
+    "accuracy_metrics",
+    "batch_metrics",
     "close_quietly",
     "mean_of",
     "numbers",
@@ -230,7 +230,7 @@ def response_of(message_log: MessageLog) -> str:
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
 
 
-def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
+def batch_metrics(batch: Mapping[str, Any]) -> dict[str, float]:
     """Return the common metrics of a finished batch; a mean over nothing is absent."""
     metrics = {
         "num_samples": float(len(batch["group_ids"])),
@@ -247,7 +247,7 @@ def batch_figures(batch: Mapping[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def accuracy_figures(
+def accuracy_metrics(
     batch: Mapping[str, Any], *, right: float = 1.0
 ) -> tuple[dict[str, float], list[bool]]:
     """Return the common metrics with `accuracy` and `pass@...`, and which completions are correct.
@@ -256,7 +256,7 @@ def accuracy_figures(
     """
     samples = zip(numbers(batch["rewards"]), numbers(batch["is_end"]), strict=True)
     correct = [reward >= right and end > 0 for reward, end in samples]
-    figures = batch_figures(batch) | mean_of("accuracy", [float(one) for one in correct])
+    figures = batch_metrics(batch) | mean_of("accuracy", [float(one) for one in correct])
     return figures | pass_at_k(batch["group_ids"], correct), correct
 
 

@@ -14,7 +14,7 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     RejectedTask,
-    accuracy_figures,
+    accuracy_metrics,
     mean_of,
     numbers,
     response_of,
@@ -109,7 +109,7 @@ class MathEnvironment(EnvironmentInterface):
         A completion counts as correct if its reward is 1 and it was not truncated. `timeouts` and
         `unparseable` are the numbers of these verdicts, if the batch has `notes`.
         """
-        figures, correct = accuracy_figures(batch)
+        figures, correct = accuracy_metrics(batch)
         lengths = numbers(batch["generation_lengths"])
         figures |= mean_of(
             "correct_solution_generation_lengths",

@@ -27,7 +27,7 @@ from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentSpec,
     RejectedTask,
-    batch_figures,
+    batch_metrics,
     mean_of,
     numbers,
     settings_of,
@@ -353,7 +353,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             batch: The finished batch of `protocols.Environment`, of which any entry may be missing.
         """
         rewards = numbers(batch.get("rewards", ()))
-        figures = batch_figures(batch) if "group_ids" in batch else {}
+        figures = batch_metrics(batch) if "group_ids" in batch else {}
         samples = batch["rewards"] if "rewards" in batch else batch.get("message_log", ())
         figures["num_samples"] = float(len(samples))
         figures["num_failures"] = float(batch.get("num_failures", 0))
@@ -395,7 +395,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             noise = self._noise[of_steps]
             if noise is None:
                 found = self.noise_groups()
-                noise = noise_of(self._open(), found or PROBE, of_steps=of_steps)
+                noise = rounding_noise(self._open(), found or PROBE, of_steps=of_steps)
                 self._noise[of_steps] = noise if found else None
             return noise * self.transform.factor
 
@@ -795,12 +795,12 @@ class NoiseProbe:
             return [self._by_digest[digest] for digest in sorted(self._by_digest)]
 
 
-def noise_of(
+def rounding_noise(
     scorer: ModelScorer | BlockingScorer, groups: Sequence[Group], *, of_steps: bool = False
 ) -> float:
     """Measure a scorer's rounding noise with `measure_noise`; 0 if it returns no scores."""
     if isinstance(scorer, LoopScorer):  # which would answer repetitions from its cache
-        return scorer.directly(lambda model: noise_of(model, groups, of_steps=of_steps))
+        return scorer.directly(lambda model: rounding_noise(model, groups, of_steps=of_steps))
     measured = partial(measure_noise, groups=groups, of_steps=of_steps)
     with contextlib.suppress(ValueError):
         if isinstance(scorer, BlockingScorer):
@@ -866,11 +866,11 @@ def measure_noise(
         raise ValueError("the noise of a scorer cannot be measured on what it cannot score")
     found = [_root_mean_square(deviations), RESOLUTION * size]
     if exact is not None:
-        found.append(_noise_of_rounding(together, exact(groups), values_of))
+        found.append(_pooled_error(together, exact(groups), values_of))
     return max(found)
 
 
-def _noise_of_rounding(
+def _pooled_error(
     rounded: Sequence[tuple[Score, ...]],
     exact: Sequence[tuple[Score, ...]],
     values_of: Callable[[Sequence[tuple[Score, ...]]], list[tuple[float, ...]]],

@@ -22,7 +22,7 @@ from laurel.evaluation.statistics import (
     share,
     shares_by_subset,
 )
-from laurel.observe.metrics import first_below, first_error_figures
+from laurel.observe.metrics import first_below, first_error_metrics
 
 STYLES = ("concise", "detailed", "markdown")
 DOMAINS: dict[str, tuple[str, ...]] = {
@@ -311,7 +311,7 @@ def _finds(row: ScoredList, threshold: float) -> float | None:
 def _f1(name: str, rows: Sequence[ScoredList], threshold: float) -> Figure:
     found = share(name, [_finds(row, threshold) for row in rows])
     scored = [row for row in rows if row.whole_scores_G is not None]
-    figures = first_error_figures(
+    figures = first_error_metrics(
         [first_below(row.whole_scores_G or (), threshold) for row in scored],
         [-1 if all(row.is_right_G) else row.is_right_G.index(False) for row in scored],
     )

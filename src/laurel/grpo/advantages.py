@@ -680,12 +680,14 @@ def penalize_turns(
 
 def _turns(rollout: Rollout) -> list[tuple[str, Mask]]:
     # The text of each of the policy's turns, and which of all tokens it sampled in it.
-    said = [message.content for message in rollout.messages if message.role == "assistant"]
-    begins_L = np.diff(rollout.mask_L.astype(np.int8), prepend=0) == 1
-    turn_L = np.cumsum(begins_L) - 1
-    if int(begins_L.sum()) != len(said):  # a message of the environment without a token
+    if not rollout.turns:
+        said = [message.content for message in rollout.messages if message.role == "assistant"]
         return [("".join(said), rollout.mask_L)]
-    return [(text, rollout.mask_L & (turn_L == turn)) for turn, text in enumerate(said)]
+    at_L = np.arange(len(rollout.mask_L))
+    return [
+        (rollout.messages[one.message].content, (one.begin <= at_L) & (at_L < one.end))
+        for one in rollout.turns
+    ]
 
 
 def sequence_errors(
@@ -896,6 +898,46 @@ def completion_divergence(
     if config.kl_output_clamp_value is not None:
         values = np.clip(values, -config.kl_output_clamp_value, config.kl_output_clamp_value)
     return float(values.sum())
+
+
+def fail_without_components(
+    groups: Sequence[RolloutGroup], estimator: AdvantageConfig
+) -> list[RolloutGroup]:
+    """Return groups in which completions that lack a component of their reward have failed.
+
+    Those that `reward_weights` names are compared, or those that most completions of the same
+    environment have. A completion may lack one that was not finite.
+    """
+    samples: dict[str, list[Rollout]] = {}
+    for group in groups:
+        scored = [one for one in group.rollouts_G if one.reward is not None]
+        samples.setdefault(group.task.environment, []).extend(scored)
+    given = estimator.reward_weights
+    wanted: dict[str, list[str]] = {}
+    for name, those in samples.items():
+        counts = Counter(key for one in those for key in one.components)
+        wanted[name] = [
+            key
+            for key, count in sorted(counts.items())
+            if 2 * count > len(those) and (not isinstance(given, dict) or key in given)
+        ]
+
+    def checked(rollout: Rollout, keys: Sequence[str]) -> Rollout:
+        lacks = [key for key in keys if key not in rollout.components]
+        if rollout.reward is None or not lacks:
+            return rollout
+        why = f"error: its reward has no finite component {lacks[0]!r}, which is compared"
+        return replace(rollout, reward=None, failure=why)
+
+    return [
+        replace(
+            group,
+            rollouts_G=tuple(
+                checked(one, wanted[group.task.environment]) for one in group.rollouts_G
+            ),
+        )
+        for group in groups
+    ]
 
 
 NO_DIVERGENCE = "the divergence from the reference policy is not finite (loss_fn.use_kl_in_reward)"

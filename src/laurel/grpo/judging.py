@@ -31,6 +31,7 @@ from laurel.environments.interface import (
 )
 from laurel.errors import DataError, EnvironmentFailedError, WorkerError
 from laurel.generation.waiting import end_all
+from laurel.models.scoring import shared_prefix
 from laurel.observe.user_code import is_installed, is_ours, line_of
 from laurel.protocols import Environment
 from laurel.types import (
@@ -43,6 +44,7 @@ from laurel.types import (
     Observation,
     Rollout,
     StepReward,
+    Turn,
     messages_of,
 )
 from laurel.workers.threads import DaemonThread
@@ -72,6 +74,9 @@ class RolloutInProgress:
     ids: list[TokenIds] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=list)
+    """Which pieces of `ids` are whole contexts, from the prompt's first token on: with each of them
+    a further sequence begins."""
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
     rounding: float = 0.0
@@ -84,6 +89,7 @@ class RolloutInProgress:
     weight_version: int | None = None
     answer: str | None = None
     note: Any = None
+    turns: list[Turn] = field(default_factory=list)
     invalid_turns: list[int] = field(default_factory=list)
     new_steps: Sequence[StepReward] | None = None
     """Rewards of steps of the last turn, as the environment gave them."""
@@ -112,7 +118,7 @@ class RolloutInProgress:
 
     def copy(self) -> RolloutInProgress:
         """Return a copy that goes on by itself, a conversation that no environment has seen."""
-        lists = ("messages", "ids", "masks", "logprobs", "invalid_turns")
+        lists = ("messages", "ids", "masks", "logprobs", "contexts", "turns", "invalid_turns")
         return replace(
             self,
             id=uuid4().hex,
@@ -141,6 +147,8 @@ class RolloutInProgress:
             ids = np.concatenate((self.begun[0], ids))
             logprobs = np.concatenate((self.begun[1], logprobs))
             text, self.begun = text_of(ids), None
+        begin = sum(map(len, self.ids))
+        self.turns.append(Turn(len(self.messages), begin, begin + len(ids)))
         self._append(ids, True, logprobs)
         self.messages.append(Message("assistant", text))
         self.num_turns += 1
@@ -152,6 +160,25 @@ class RolloutInProgress:
         """Append the environment's messages, with their tokens, which are not trained on."""
         self._append(ids, False, np.zeros(len(ids), dtype=np.float32))
         self.messages += [Message(m["role"], m["content"]) for m in messages_of(observation)]
+
+    def begin_sequence(self, observation: Observation, context_ids: TokenIds) -> None:
+        """Append the environment's messages where the template rewrites the turns before them.
+
+        `context_ids` are all tokens up to the policy's next turn, from the prompt's first on.
+        """
+        self.contexts.append(len(self.ids))
+        self.add_observation(observation, context_ids)
+
+    def context(self, prompt_ids: TokenIds) -> TokenIds:
+        """Return all tokens before the policy's next turn: those of the latest sequence."""
+        if self.contexts:
+            return _joined(self.ids[self.contexts[-1] :])
+        return np.concatenate((prompt_ids, *self.ids))
+
+    def num_shared(self, prompt_ids: TokenIds) -> int:
+        """Count the first tokens of the prompt with which all sequences begin."""
+        contexts = [self.ids[piece] for piece in self.contexts]
+        return shared_prefix([np.append(prompt_ids, -1), *contexts])
 
     def _append(self, ids: TokenIds, is_policy: bool, logprobs: LogProbs) -> None:
         self.ids.append(np.asarray(ids, dtype=np.int32))
@@ -190,24 +217,47 @@ class RolloutInProgress:
         """End the conversation without a reward; `reason` becomes the rollout's `failure`."""
         self.failure, self.is_over = reason, True
 
-    def finished(self) -> Rollout:
-        """Return this conversation as a `Rollout`; its reward is None if it failed."""
+    def finished(self, prompt_ids: TokenIds, num_shared: int) -> Rollout:
+        """Return this conversation as a `Rollout`; its reward is None if it failed.
+
+        Its sequences begin after the first `num_shared` tokens of the prompt.
+        """
+        rest_L = prompt_ids[num_shared:]
+        skipped = [num_shared if i in self.contexts else 0 for i in range(len(self.ids))]
+
+        def flat(pieces: Sequence[np.ndarray], first: np.ndarray) -> np.ndarray:
+            kept = [piece[skip:] for piece, skip in zip(pieces, skipped, strict=True)]
+            return _joined([first, *kept] if len(first) else kept)
+
+        # Where each piece begins, as it was played and in the rollout.
+        played = np.cumsum([0, *map(len, self.ids)])
+        moved = len(rest_L) - np.cumsum([0, *skipped])[:-1]
+        begins = played[:-1] + moved
+        placed = None
+        if self.steps is not None:
+            pieces = np.searchsorted(played, [one.end for one in self.steps]) - 1
+            placed = tuple(
+                StepReward(one.end + move, one.value)
+                for one, move in zip(self.steps, moved[pieces].tolist(), strict=True)
+            )
         return Rollout(
             messages=tuple(self.messages),
-            ids_L=_joined(self.ids),
-            mask_L=_joined(self.masks),
-            logprobs_L=_joined(self.logprobs),
+            ids_L=flat(self.ids, rest_L),
+            mask_L=flat(self.masks, np.zeros(len(rest_L), dtype=bool)),
+            logprobs_L=flat(self.logprobs, np.zeros(len(rest_L), dtype=np.float32)),
             reward=None if self.failure is not None else self.reward,
             components=self.components,
             failure=self.failure,
             truncated=self.truncated,
             num_turns=self.num_turns,
+            turns=tuple(self.turns),
             weight_version=self.weight_version or 0,
             answer=self.answer,
             note=self.note,
-            steps=None if self.steps is None else tuple(self.steps),
+            steps=placed,
             invalid_turns=tuple(self.invalid_turns),
             branch=self.branch,
+            begins=tuple(begins[self.contexts].tolist()),
         )
 
 

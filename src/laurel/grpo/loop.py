@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
-from laurel.config.policy import LoggerConfig
+from laurel.config.policy import RolloutLoggerConfig
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -85,7 +85,7 @@ class GRPOSettings:
 
     grpo: GRPOConfig
     loss: PolicyLossConfig
-    logging: LoggerConfig
+    logging: RolloutLoggerConfig
     max_length: int
     """The maximum number of tokens of a sequence."""
     longest_completion: int
@@ -247,9 +247,9 @@ class GRPO(TrainingLoop):
         # needs no old log-probabilities: those that it computes itself are the old ones.
         parts, settings = self.parts, self.settings
 
-        def of(asked: ModelRole) -> list[list[LogProbs]]:
+        def logprobs_of(role: ModelRole) -> list[list[LogProbs]]:
             return policy_logprobs(
-                partial(parts.learner.outputs, of=asked),
+                partial(parts.learner.outputs, role=role),
                 [group.tokens() for group in groups],
                 parts.batcher,
             )
@@ -257,9 +257,9 @@ class GRPO(TrainingLoop):
         is_repeated = settings.updates_per_rollout > 1
         is_needed = is_repeated and not settings.loss.force_on_policy_ratio
         is_needed |= settings.grpo.seq_logprob_error_threshold is not None
-        old = of("model") if is_needed else None
-        reference = of("reference") if parts.has_reference else None
-        return old, reference, of("teacher") if parts.has_teacher else None
+        old = logprobs_of("model") if is_needed else None
+        reference = logprobs_of("reference") if parts.has_reference else None
+        return old, reference, logprobs_of("teacher") if parts.has_teacher else None
 
     def _learn(
         self, groups: Sequence[RolloutGroup], labels: Sequence[PolicyLabels]
@@ -374,7 +374,7 @@ class GRPO(TrainingLoop):
             train["dynamic_sampling_num_without_signal"] = float(batch.num_without_signal)
         num_tokens = train.get("total_num_tokens", 0.0)
         num_completions = sum(len(group.rollouts_G) for group in groups)
-        logged = self.parts.transfer_figures() | {f"train/{k}": v for k, v in train.items()}
+        logged = self.parts.transfer_metrics() | {f"train/{k}": v for k, v in train.items()}
         logged |= environment_metrics(groups, self.parts.environments)
         end_batch(groups, self.parts.environments)
         logged |= {f"timing/train/{name}": value for name, value in timing.items()}
@@ -472,7 +472,7 @@ class PolicyParts:
         """
         return max(map(self.noise_floor_of, self.environments), default=0.0)
 
-    def transfer_figures(self) -> dict[str, float]:
+    def transfer_metrics(self) -> dict[str, float]:
         """Return the metric that counts weight broadcasts to the generator that failed.
 
         In these cases Ray's object store transferred the weights. The result is empty if the
@@ -528,9 +528,11 @@ def policy_logprobs(
         batcher: Divides groups into micro-batches of its budget of tokens.
 
     Returns:
-        For each group, an array float32 [L] for each completion, in order.
+        For each group, an array float32 [L] for each completion, in order: of its sequences, one
+        after the other.
     """
-    every = [[(g, b) for b in range(len(group.branches_ids_G))] for g, group in enumerate(groups)]
+    lengths = [group.num_own_tokens_G for group in groups]
+    every = [[(g, i) for i in range(len(lengths_G))] for g, lengths_G in enumerate(lengths)]
     parts, labels = batcher.divide(groups, every, lambda of, some: [of[i] for i in some])
     micro_batches = batcher.filled().cut(parts, labels)
     computed = outputs([one.inputs for one in micro_batches])
@@ -538,6 +540,6 @@ def policy_logprobs(
     for micro_batch, its_outputs in zip(micro_batches, computed, strict=True):
         logprobs_M = its_outputs.logprobs_M.float().cpu().numpy()
         whose = [one for label in micro_batch.labels for one in label]
-        ends = np.cumsum([len(groups[g].branches_ids_G[branch]) for g, branch in whose])
+        ends = np.cumsum([lengths[g][i] for g, i in whose])
         found |= zip(whose, np.split(logprobs_M, ends[:-1]), strict=True)
     return [[found[one] for one in of_group] for of_group in every]

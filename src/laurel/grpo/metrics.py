@@ -26,16 +26,15 @@ from laurel.models.plain_contents import FOREIGN_MARK
 from laurel.observe.console import completion_text, shorten_middle
 from laurel.observe.files import replace_file
 from laurel.observe.forks import ForkGuard
-from laurel.observe.health import (
+from laurel.observe.health import AlarmEvent, Alarms
+from laurel.observe.history import (
     CONTROL_TOKENS,
     FAILURES,
     LENGTH_CORRELATION,
     REPETITION,
-    AlarmEvent,
-    Alarms,
-    Evidence,
     is_of_validation,
 )
+from laurel.observe.rules import Evidence
 from laurel.protocols import Environment
 from laurel.rewards.remote.replica import failure_reason
 from laurel.types import Rollout, RolloutGroup
@@ -76,6 +75,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "completions/clipped_ratio": cut.mean(),
         "num_failures": sum(r.failure is not None for r in rollouts),
     }
+    if turns.max() > 1:
+        figures["sequences_per_rollout"] = np.mean([r.num_sequences for r in rollouts])
     if not cut.all():
         ended = written[~cut]
         figures["completions/mean_terminated_length"] = ended.mean()
@@ -304,7 +305,7 @@ def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
 
 
 # What is measured for the alarms, what they say, and whether the run ends. The arithmetic is in
-# `observe/health.py`; nothing here changes what is learned.
+# `observe/rules.py`; nothing here changes what is learned.
 
 HEALTH_FILE = "health.jsonl"
 """File in the run's log directory: a line for each alarm that is raised or ends."""
@@ -385,7 +386,7 @@ class HealthWatch:
         """
         if not self._is_enabled:
             return {}
-        measured = completion_figures(groups, figures)
+        measured = completion_metrics(groups, figures)
         self._judge(step, groups, {**figures, **measured})
         raised = self._alarms.raised
         return measured | {f"health/{n}": float(n in raised) for n in self._alarms.known}
@@ -467,7 +468,7 @@ def _counts(line: str, *, until: int) -> bool:
         return False
 
 
-def completion_figures(
+def completion_metrics(
     groups: Sequence[RolloutGroup], figures: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the metrics of completions that are used only for alarms.

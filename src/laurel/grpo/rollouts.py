@@ -41,6 +41,7 @@ from laurel.protocols import Environment, Generator
 from laurel.types import (
     Conversation,
     GenerationRequest,
+    Message,
     Observation,
     RolloutGroup,
     SamplingParams,
@@ -82,6 +83,28 @@ class Chat(Protocol):
             history: The conversation before the policy's turn that the message answers.
             turn_ids: The tokens of that turn.
             tools: The functions that the prompt showed.
+        """
+
+    def rewritten_ids(
+        self,
+        observation: Observation,
+        /,
+        *,
+        history: Conversation,
+        turn: Message,
+        tools: ToolSchemas,
+    ) -> TokenIds | None:
+        """Tokenise a conversation up to the policy's next turn if the template rewrites its turns.
+
+        Args:
+            observation: The environment's message, or several, that follow the turn.
+            history: The conversation before the policy's turn.
+            turn: The policy's turn.
+            tools: The functions that the prompt showed.
+
+        Returns:
+            All tokens from the first on; None if the template appends the turn and what follows to
+            the text in which the turn was sampled.
         """
 
     def control_token_in(self, text: str, /) -> str | None:
@@ -339,11 +362,13 @@ class Rollouts:
         if environment.spec.judges in ("completion", "part"):
             copy_reward_to_duplicates(rollouts)
         level_rounding(rollouts)
-        finished = tuple(rollout.finished() for rollout in rollouts)
+        prompt_ids = context.prompt_ids
+        num_shared = min(rollout.num_shared(prompt_ids) for rollout in rollouts)
+        finished = tuple(rollout.finished(prompt_ids, num_shared) for rollout in rollouts)
         group = RolloutGroup(
             id=context.group_id,
             task=task,
-            prompt_ids=context.prompt_ids,
+            prompt_ids=prompt_ids[:num_shared],
             rollouts_G=finished[:-1] if batch.with_greedy else finished,
             greedy=finished[-1] if batch.with_greedy else None,
         )
@@ -490,7 +515,7 @@ class Rollouts:
     ) -> AsyncGenerator[RolloutInProgress, None]:
         first, batch = rollouts[0], context.batch
         begun = () if first.begun is None else (first.begun[0],)
-        so_far = np.concatenate((context.prompt_ids, *first.ids, *begun))
+        so_far = np.concatenate((first.context(context.prompt_ids), *begun))
         is_later = first.num_tokens > 0
         is_alone = is_later or first.is_greedy or first.index >= _num_first(batch)
         turn = f"-{first.index}-{first.num_turns}" if is_alone else ""
@@ -555,22 +580,39 @@ class Rollouts:
                 rollout, is_out_of_turns=rollout.num_turns >= self.limits.max_turns
             )
             return
-        history = (*context.task.prompt, *rollout.messages[:-1])
+        history, turn = (*context.task.prompt, *rollout.messages[:-1]), rollout.messages[-1]
+        observation, tools = rollout.observation, context.environment.spec.tools
         try:
             ids = self.chat.observation_ids(
-                rollout.observation,
-                history=history,
-                turn_ids=rollout.ids[-1],
-                tools=context.environment.spec.tools,
+                observation, history=history, turn_ids=rollout.ids[-1], tools=tools
             )
+            rewritten = self.chat.rewritten_ids(
+                observation, history=history, turn=turn, tools=tools
+            )
+            if rewritten is not None and rewritten[0] != context.prompt_ids[0]:
+                raise DataError(
+                    "the chat template begins the conversation with another token once it has "
+                    "more turns, so its sequences have nothing in common"
+                )
         except DataError as error:  # this observation's, and nobody else's
             rollout.fail(str(error))
             return
-        length = len(context.prompt_ids) + sum(map(len, rollout.ids)) + len(ids)
+        length = len(rollout.context(context.prompt_ids)) + len(ids)
+        if rewritten is not None:
+            length = len(rewritten)
         if length >= self.limits.max_length:
             stats.end_unfinished(rollout, is_out_of_turns=False)
             return
-        rollout.add_observation(rollout.observation, ids)
+        if rewritten is not None and rollout.turn_starts is not None:
+            raise ConfigError(
+                "grpo.tree.at=turn continues conversations from the ends of their turns, and the "
+                "policy's chat template rewrites earlier turns, so that what was sampled is no "
+                "beginning of what follows; leave grpo.tree out"
+            )
+        if rewritten is None:
+            rollout.add_observation(observation, ids)
+        else:
+            rollout.begin_sequence(observation, rewritten)
         if rollout.turn_starts is not None:
             rollout.turn_starts.append(rollout.copy())
 

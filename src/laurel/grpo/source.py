@@ -27,13 +27,21 @@ from laurel.config.grpo import GRPOConfig
 from laurel.data.tasks import EndlessTasks
 from laurel.errors import EngineError, TrainingError
 from laurel.generation.waiting import BackgroundLoop, cancel_others
-from laurel.grpo.advantages import component_weights, scaled, slope
+from laurel.grpo.advantages import (
+    Rewards,
+    component_weights,
+    fail_without_components,
+    resolve,
+    scaled,
+    slope,
+    teaches,
+)
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Chat, Rollouts
 from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
-from laurel.types import RolloutGroup, SamplingParams, Task
+from laurel.types import Rollout, RolloutGroup, SamplingParams, Task
 
 # How a batch is collected: the next tasks are taken, and some of their groups are kept.
 
@@ -91,6 +99,7 @@ class BatchCollector:
         estimator = plugins.find(plugins.Advantage, config.adv_estimator.name)
         self._reads_components = estimator.reads_components
         self._with_greedy = estimator.baseline == "greedy"
+        self._estimator = resolve(config)
 
     async def play(self, step: int, *, on_group: Callable[[RolloutGroup], None]) -> Batch:
         """Generate the batch of a step.
@@ -117,6 +126,7 @@ class BatchCollector:
                 stats=batch.stats,
                 on_group=on_group,
             )
+            played = self._checked(played)
             self._rollouts.check_failures(played)
             batch.num_batches = number + 1
             useful = [group for group in played if self._has_signal(group)]
@@ -153,6 +163,7 @@ class BatchCollector:
                 stats=batch.stats,
                 on_group=on_group,
             )
+            played = self._checked(played)
             everything += played
             self._rollouts.check_failures(everything)
             batch.num_batches = number + 1
@@ -166,6 +177,11 @@ class BatchCollector:
             batch.num_replaced += len(poor)
             batch.leave_out(poor)
         raise AssertionError("a batch has at least one try")
+
+    def _checked(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        if not self._reads_components:
+            return groups
+        return fail_without_components(groups, self._config.adv_estimator)
 
     def _is_valid(self, group: RolloutGroup) -> bool:
         if self._with_greedy and (group.greedy is None or group.greedy.reward is None):
@@ -220,7 +236,21 @@ class BatchCollector:
             and any(
                 float(np.ptp(column)) > 0 and float(np.std(column)) >= floor for column in columns
             )
+            and (self._config.adv_estimator.per_step or self._teaches(used, rewards, noise))
         )
+
+    def _teaches(self, used: Sequence[Rollout], rewards: Sequence[float], noise: float) -> bool:
+        # An estimator may learn nothing of rewards that differ: pass@k, if the best are equal.
+        compared = self._estimator.compare(
+            Rewards(
+                values_B=[np.array(rewards, np.float64)],
+                components_B=[[one.components for one in used]],
+                noise_B=[noise],
+                lengths_B=[np.array([one.mask_L.sum() for one in used], np.float64)],
+                greedy_B=[None],
+            )
+        )
+        return teaches(compared.values[0])
 
 
 T = TypeVar("T")

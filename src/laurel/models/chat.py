@@ -22,6 +22,7 @@ import numpy as np
 from laurel.config.yaml_tree import nearest
 from laurel.errors import DataError, ModelError
 from laurel.models.plain_contents import QUOTED, PlainContents, PlainText
+from laurel.models.scoring import shared_prefix
 from laurel.models.tokenizer import (
     TextStream,
     bind_variables,
@@ -61,14 +62,16 @@ class Demonstration:
     """A conversation prepared for supervised fine-tuning."""
 
     tokens: TokenGroup
-    """A group of one branch, which begins with the assistant's first token."""
+    """A group of one completion. It has one branch, which begins with the assistant's first token,
+    or several where the template rewrites earlier turns."""
     mask_L: Mask
-    """bool [L]: which tokens of the branch are learned; the last one always is."""
+    """bool [L]: which tokens of the branches, one after the other, are learned; the last token of
+    each always is."""
 
     @property
     def truncated(self) -> bool:
         """Whether the end of the conversation was cut off at the maximum length."""
-        return self.tokens.truncated_G[0]
+        return any(self.tokens.truncated_G)
 
 
 class _Piece(NamedTuple):
@@ -203,13 +206,7 @@ class ChatFormat:
                 f"the role {role!r} of an observation is none that the chat template names, and "
                 f"none of {', '.join(USUAL_ROLES)}" + (f"; did you mean {near!r}?" if near else "")
             )
-        mark = _MARK
-        while any(mark in message.content for message in (*history, *said)):
-            mark += "k"
-        asked = tuple(history) or (Message("user", "a"),)
-        talk = (*asked, Message("assistant", mark), *said)
-        row = self._contents.render(talk, prompt=True, tools=tools)
-        start = row.text.rfind(mark) + len(mark) if mark in row.text else len(row.text)
+        row, _, start = self._marked_turn(history, said, tools)
         after = row.text[start:]
         for role, content in ((message.role, message.content) for message in said):
             # Llama's template writes what a tool answers as a JSON string.
@@ -226,6 +223,63 @@ class ChatFormat:
         ids = [] if ended else [self.end_ids[0]]
         ids += self._contents.ids(row, len(row.text) - len(after.removeprefix(self._end_text)))
         return np.asarray(ids, dtype=np.int32)
+
+    def rewritten_ids(
+        self,
+        observation: Observation,
+        *,
+        history: Conversation,
+        turn: Message,
+        tools: ToolSchemas = (),
+    ) -> TokenIds | None:
+        """Tokenise a conversation up to the policy's next turn if the template rewrites its turns.
+
+        Templates of thinking models leave out the thoughts of earlier turns, for example. White
+        space alone makes no difference.
+
+        Args:
+            observation: The environment's message, or several, that follow the turn.
+            history: The conversation before the policy's turn.
+            turn: The policy's turn.
+            tools: The functions that the prompt showed.
+
+        Returns:
+            All tokens from the first on, int32 [L]; None if the template appends the turn and what
+            follows to the text in which the turn was sampled.
+
+        Raises:
+            DataError: The template cannot render the conversation.
+        """
+        said = tuple(Message(one["role"], one["content"]) for one in messages_of(observation))
+        if any(message.role == ENVIRONMENT for message in (*history, *said)):
+            return None  # such text stands inside a turn, which no template renders
+        talk = (*history, turn, *said)
+        asked = self.render(history, prompt=True, tools=tools)
+        whole = self.render(talk, prompt=True, tools=tools)
+        if _continues(whole, asked + turn.content):
+            return None
+        # The policy may write a header of its turn itself, of tokens that are no text.
+        row, start, _ = self._marked_turn(history, said, tools)
+        opened = row.text[:start]
+        if _continues(opened, asked) and _continues(whole, opened + turn.content):
+            return None
+        return self.prompt_ids(talk, tools=tools)
+
+    def _marked_turn(
+        self, history: Conversation, said: Sequence[Message], tools: ToolSchemas
+    ) -> tuple[PlainText, int, int]:
+        # The text with a turn of a mark, and where in it the mark begins and ends.
+        mark = _MARK
+        while any(mark in message.content for message in (*history, *said)):
+            mark += "k"
+        asked = tuple(history) or (Message("user", "a"),)
+        row = self._contents.render(
+            (*asked, Message("assistant", mark), *said), prompt=True, tools=tools
+        )
+        start = row.text.rfind(mark)
+        if start < 0:  # the template writes the message otherwise
+            return row, len(row.text), len(row.text)
+        return row, start, start + len(mark)
 
     def token_ends(
         self, turn_ids: Sequence[int] | TokenIds, text: str, ends: Sequence[int]
@@ -312,6 +366,8 @@ class ChatFormat:
         """Tokenise a conversation, and mark the tokens that the loss is computed on.
 
         These are the assistant's turns and the tokens that end them, where a turn is to be learned.
+        Where the template rewrites earlier turns once more follow, the conversation is several
+        sequences, and each turn is learned in the context in which it would be sampled.
 
         Args:
             conversation: A conversation with at least one assistant turn.
@@ -324,41 +380,71 @@ class ChatFormat:
             The demonstration; None if no token for the loss is left, such as after truncation.
 
         Raises:
-            DataError: The template renders a turn differently if another turn follows, or leaves
-                out the thoughts of the last.
+            DataError: The template prompts the assistant with other text than it begins turns
+                with, or leaves out the thoughts of the last.
         """
-        pieces = self._pieces(conversation, only_final=only_final, tools=tools)
-        ids = [token for piece in pieces for token in piece.ids]
-        mask = np.asarray([piece.is_learned for piece in pieces for _ in piece.ids], dtype=bool)
-        truncated = max_length is not None and len(ids) > max_length
-        mask = mask[:max_length]
-        learned = np.flatnonzero(mask)
-        if not learned.size:
+        parts = [(conversation, 1)] if only_final else self._divided(conversation, tools)
+        rows: list[tuple[TokenIds, Mask, int, bool]] = []
+        for messages, num_turns in parts:
+            pieces = self._pieces(messages, num_turns=num_turns, tools=tools)
+            ids = [token for piece in pieces for token in piece.ids]
+            mask = np.asarray([piece.is_learned for piece in pieces for _ in piece.ids], dtype=bool)
+            learned = np.flatnonzero(mask[:max_length])
+            if learned.size:
+                end = int(learned[-1]) + 1
+                is_cut = max_length is not None and len(ids) > max_length
+                row = np.asarray(ids[:end], dtype=np.int32)
+                rows.append((row, mask[:end], int(learned[0]), is_cut))
+        if not rows:
             return None
-        start, end = int(learned[0]), int(learned[-1]) + 1
-        row = np.asarray(ids, dtype=np.int32)
+        start = min(first for _, _, first, _ in rows)
+        if len(rows) > 1:
+            start = min(start, shared_prefix([row for row, *_ in rows]))
         return Demonstration(
             tokens=TokenGroup(
                 id=demonstration_id,
-                trunk_ids=row[:start],
-                branches_ids_G=(row[start:end],),
-                truncated_G=(truncated,),
+                trunk_ids=rows[0][0][:start],
+                branches_ids_G=tuple(row[start:] for row, *_ in rows),
+                truncated_G=tuple(is_cut for *_, is_cut in rows),
+                sequences_G=(len(rows),) if len(rows) > 1 else (),
             ),
-            mask_L=mask[start:end],
+            mask_L=np.concatenate([mask[start:] for _, mask, *_ in rows]),
         )
 
+    def _divided(
+        self, conversation: Conversation, tools: ToolSchemas
+    ) -> list[tuple[Conversation, int]]:
+        # Conversations whose turns the template does not rewrite, and how many of their last turns
+        # are learned there: together each turn once, where nothing follows that changes it.
+        whole = self.render(conversation, tools=tools)
+        turns = [i for i, message in enumerate(conversation) if message.role == "assistant"]
+        said = {
+            turn: self.render(conversation[: turn + 1], tools=tools).removesuffix(self._closing)
+            for turn in turns
+        }
+        parts: list[list[int]] = []
+        for turn in turns:
+            if parts and all(said[turn].startswith(said[one]) for one in parts[-1]):
+                parts[-1].append(turn)
+            else:
+                parts.append([turn])
+        divided = [(conversation[: part[-1] + 1], len(part)) for part in parts]
+        if parts and all(whole.startswith(said[turn]) for turn in parts[-1]):
+            divided[-1] = (conversation, len(parts[-1]))
+        return divided
+
     def _pieces(
-        self, conversation: Conversation, *, only_final: bool, tools: ToolSchemas
+        self, conversation: Conversation, *, num_turns: int, tools: ToolSchemas
     ) -> list[_Piece]:
         row = self._contents.render(conversation, tools=tools)
         text = row.text
         if _GENERATION.search(self.tokenizer.chat_template):
             spans = self._marked_spans(conversation, row, tools)
         else:
-            spans = self._found_spans(conversation, text, only_final=only_final, tools=tools)
+            spans = self._found_spans(conversation, text, num_turns=num_turns, tools=tools)
         pieces: list[_Piece] = []
         position = 0
-        for start, end in spans[-1:] if only_final else spans:
+        for start, end in spans[-num_turns:]:
             pieces.append(_Piece(self._contents.ids(row, position, start), False))
             has_end = bool(self._end_text) and text.startswith(self._end_text, end)
             pieces.append(_Piece([*self._contents.ids(row, start, end), self.end_ids[0]], True))
@@ -371,14 +457,14 @@ class ChatFormat:
                 "thoughts out of the row"
             )
         learned = [message.learned for message in conversation if message.role == "assistant"]
-        return _with_weights(pieces, learned[-1:] if only_final else learned)
+        return _with_weights(pieces, learned[-num_turns:])
 
     def _found_spans(
-        self, conversation: Conversation, text: str, *, only_final: bool, tools: ToolSchemas
+        self, conversation: Conversation, text: str, *, num_turns: int, tools: ToolSchemas
     ) -> list[tuple[int, int]]:
         spans: list[tuple[int, int]] = []
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant"]
-        for turn in turns[-1:] if only_final else turns:
+        for turn in turns[-num_turns:]:
             before = self.render(conversation[:turn], prompt=True, tools=tools) if turn else ""
             through = self.render(conversation[: turn + 1], tools=tools)
             said = through.removesuffix(self._closing)
@@ -390,10 +476,9 @@ class ChatFormat:
                 )
             if not text.startswith(said) or not through.endswith(self._closing):
                 raise DataError(
-                    f"the chat template writes the first {turn + 1} messages differently once more "
-                    f"follow ({_where_they_part(said, text)}), so which tokens are the assistant's "
-                    "cannot be determined. Set sft.only_unmask_final=true, which needs only the "
-                    f"last turn to agree, or another template. {_ANOTHER}"
+                    f"the chat template ends the first {turn + 1} messages in a way of its own "
+                    f"({_where_they_part(said, text)}), so which tokens are the assistant's "
+                    f"cannot be determined. {_ANOTHER}"
                 )
             spans.append((len(before), len(said)))
         return spans
@@ -469,6 +554,11 @@ def _with_weights(pieces: Sequence[_Piece], learned: Sequence[bool]) -> list[_Pi
         piece._replace(is_learned=is_learned.get(index, False))
         for index, piece in enumerate(pieces)
     ]
+
+
+def _continues(text: str, beginning: str) -> bool:
+    """Report whether a text begins with another, white space aside."""
+    return "".join(text.split()).startswith("".join(beginning.split()))
 
 
 def _where_they_part(one: str, other: str) -> str:

@@ -549,6 +549,8 @@ class CompletionRow(TableRow):
     """Rewards of its steps; None where the environment gives none."""
     step_ends: list[int] | None = None
     """The number of tokens of the completion up to the end of each step."""
+    num_sequences: int = 1
+    """More than one where the chat template rewrites earlier turns."""
 
 
 def completion_rows(
@@ -582,6 +584,7 @@ def completion_rows(
                     weight_version=rollout.weight_version,
                     step_rewards=None if steps is None else [step.value for step in steps],
                     step_ends=None if steps is None else [step.end for step in steps],
+                    num_sequences=rollout.num_sequences,
                 )
             )
     return rows

@@ -138,7 +138,7 @@ def step_metrics(
     - `step_accuracy`: the share of steps whose value is on the label's side of 1/2. Labels of 1/2
       and values that are NaN or infinite do not count.
     - `erroneous_accuracy`, `correct_accuracy`, `first_error_f1`: the figures of ProcessBench
-      (`first_error_figures`) at the threshold 1/2, over answers whose steps are all labelled.
+      (`first_error_metrics`) at the threshold 1/2, over answers whose steps are all labelled.
     - `num_valid_samples`: the number of steps that `step_accuracy` counts.
     """
     _check_sizes("labels", values_NS, labels_NS)
@@ -155,7 +155,7 @@ def step_metrics(
     ]
     metrics = {"step_accuracy": _mean(right)} if right else {}
     metrics["num_valid_samples"] = float(len(right))
-    return metrics | first_error_figures(*zip(*whole, strict=True)) if whole else metrics
+    return metrics | first_error_metrics(*zip(*whole, strict=True)) if whole else metrics
 
 
 def first_below(values_S: Sequence[float], threshold: float) -> int:
@@ -163,7 +163,7 @@ def first_below(values_S: Sequence[float], threshold: float) -> int:
     return next((index for index, value in enumerate(values_S) if value < threshold), -1)
 
 
-def first_error_figures(found_N: Sequence[int], wanted_N: Sequence[int]) -> dict[str, float]:
+def first_error_metrics(found_N: Sequence[int], wanted_N: Sequence[int]) -> dict[str, float]:
     """Compute the figures of ProcessBench (Zheng et al. 2024, arXiv:2412.06559).
 
     - `erroneous_accuracy`: of the answers with an error, the share whose first error is found.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +175,72 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object")
     return value
+
+
+# The alarms of a run, read from `health.jsonl`.
+
+MAX_SAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaisedAlarm:
+    """One alarm, from the step at which it was raised to that at which it ended."""
+
+    name: str
+    since: int
+    until: int | None = None
+    """The step at which the alarm ended; None if it has not."""
+    metric: str = ""
+    value: float | None = None
+    """The value of the metric when the alarm was raised."""
+    threshold: float | None = None
+    baseline: float | None = None
+    text: str = ""
+    advice: str = ""
+    samples: Sequence[Mapping[str, Any]] = ()
+
+
+def alarms_of(lines: Iterable[Mapping[str, Any]]) -> list[RaisedAlarm]:
+    """Read the alarms from lines of `health.jsonl`: first those that have not ended, latest first.
+
+    A line that raises an alarm again is ignored, because the alarm began with the first one.
+    """
+    ended: list[RaisedAlarm] = []
+    going_on: dict[str, RaisedAlarm] = {}
+    for line in lines:
+        name, step = str(line.get("alarm", "")), _number(line.get("step"))
+        if not name or step is None:
+            continue
+        if line.get("state") == "over":
+            alarm = going_on.pop(name, None)
+            if alarm is not None:
+                ended.append(replace(alarm, until=int(step)))
+        elif line.get("state") == "raised" and name not in going_on:
+            samples = line.get("samples")
+            going_on[name] = RaisedAlarm(
+                name=name,
+                since=int(step),
+                metric=str(line.get("metric") or ""),
+                value=_number(line.get("value")),
+                threshold=_number(line.get("threshold")),
+                baseline=_number(line.get("baseline")),
+                text=str(line.get("text") or ""),
+                advice=str(line.get("advice") or ""),
+                samples=[sample for sample in samples if isinstance(sample, dict)][:MAX_SAMPLES]
+                if isinstance(samples, list)
+                else (),
+            )
+    return [
+        *sorted(going_on.values(), key=lambda alarm: -alarm.since),
+        *sorted(ended, key=lambda alarm: -alarm.since),
+    ]
+
+
+def _number(value: object) -> float | None:
+    # JSON has no NaN: loggers write it as text, and `float` reads that.
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None

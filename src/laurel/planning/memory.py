@@ -306,12 +306,13 @@ def _on_policy(
     role, shape, drawing = plan.role("policy"), shapes.policy, request.drawing
     if role is None or shape is None:
         return
-    tokens = plan.batch("policy").tokens
+    batch = plan.batch("policy")
     own = training_memory(
         request.training,
         shape,
         role.mesh,
-        tokens=tokens,
+        tokens=batch.tokens,
+        path_tokens=batch.path_tokens,
         device="cpu" if request.device == "cpu" else "cuda",
     )
     if shapes.teacher is not None:
@@ -360,6 +361,7 @@ def training_memory(
     mesh: Mesh,
     *,
     tokens: int,
+    path_tokens: int = 0,
     device: Literal["cpu", "cuda"] = "cuda",
 ) -> dict[str, int]:
     """Return the bytes that training takes on one rank, by kind (`weights`, `gradients`, ...).
@@ -371,6 +373,7 @@ def training_memory(
             If tp does not divide the vocabulary, embeddings and head are divided by the other axes
             only.
         tokens: Tokens of a micro-batch, before context parallelism divides them.
+        path_tokens: Tokens above those of a part, whose keys and values are held.
         device: Kind of device, on which the number of logits in memory depends.
     """
     width = COMPUTE_BYTES[training.precision]
@@ -400,6 +403,12 @@ def training_memory(
         recomputes=training.recomputes,
         sequence_parallel=training.sequence_parallel,
     )
+    if path_tokens:
+        # They are held with their gradients in float32, and every layer joins them with its own
+        # for its backward pass.
+        each = key_value_bytes(shape, mesh, compute_bytes=1) * path_tokens
+        joined = each // (shape.num_layers if training.recomputes else 1)
+        parts["path"] = (width + MASTER_BYTES) * each + width * joined
     if mesh.cp > 1:
         # Each rank gathers the last hidden states of all ranks, and has their gradient.
         parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size

@@ -34,6 +34,10 @@ class BatchRequest:
     """Number of tokens of the longest item."""
     tokens: int
     """Most tokens of one forward pass; for generation, of all running completions."""
+    part_tokens: int | None = None
+    """Most tokens of one forward pass where one process computes a larger group in parts."""
+    path_tokens: int = 0
+    """Most tokens that a part attends to besides its own; 0: no group is larger than a pass."""
     updates: int = 1
     """Number of such batches in a training step."""
     is_validation: bool = False
@@ -46,6 +50,8 @@ class StepRequest:
 
     num_prompts: int
     per_prompt: int
+    beside: int = 0
+    """Completions of each prompt that are sampled and scored besides, and not trained on."""
     logprob_passes: int = 0
     """Number of forward passes over all completions, for their log-probabilities, before
     training."""
@@ -194,11 +200,26 @@ class Workload:
     """Number of completions to each prompt."""
     prompt_tokens: int
     completion_tokens: int
+    alike_tokens: int = 0
+    """Number of tokens with which the completions of a prompt begin alike."""
     copies: int = 1
     """Number of times that each prompt is computed; 1 if all its completions share it."""
     skips_unread: bool = True
     """Whether the last layer skips tokens whose hidden states are not read, except for their keys
     and values."""
+
+    def shared(self) -> Workload:
+        """Return the same conversations as trees: what completions begin with alike is computed
+        once, as more of the prompt.
+
+        The few tokens that it has count as unread, though each has a label.
+        """
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens + self.alike_tokens,
+            completion_tokens=self.completion_tokens - self.alike_tokens,
+            alike_tokens=0,
+        )
 
     def padded(self) -> Workload:
         """Return the same conversations as others compute them: each with its own prompt, whole."""

@@ -200,10 +200,11 @@ def step_time(
         phases += _of_policy(run, policy, shape, workload)
     judge = plan.role("reward_model")
     if judge is not None and shapes.reward_models:
+        sampled = _sampled(run, workload)
         # A group that is larger than a pass is scored in one all the same.
         shared, padded = (
             _scoring(run, judge, shapes, work)
-            for work in (_on(judge.mesh, workload), workload.padded())
+            for work in (_on(judge.mesh, sampled.shared()), sampled.padded())
         )
         phases.append(_phase("scoring", judge, shared, padded))
     order: tuple[PhaseName, ...] = (
@@ -380,20 +381,31 @@ def _of_policy(
 ) -> Iterator[PhaseTime]:
     request, plan, _ = run
     step = request.step
-    divided = workload if step is None else workload.divided(plan.batch("policy").tokens)
+    batch = plan.batch("policy")
+    # Where parts of a tree are computed, no prompt is computed in several passes.
+    is_whole = step is None or batch.part_tokens is not None
+    tree = workload.shared()
+    divided = tree if is_whole else tree.divided(batch.tokens)
     works = (_on(policy.mesh, divided), workload.padded())
     shared, padded = (_training(run, policy, shape, work) for work in works)
     yield _phase("training", policy, shared, padded)
     generation = plan.role("generation")
     if step is None or generation is None or request.drawing is None:
         return
-    shared, padded = (_generation(run, shape, work) for work in (workload, workload.padded()))
+    sampled = _sampled(run, workload)
+    shared, padded = (_generation(run, shape, work) for work in (sampled, sampled.padded()))
     yield _phase("generation", generation, shared, padded)
     if step.logprob_passes:
         shared, padded = (_logprobs(run, policy, shape, work) for work in works)
         yield _phase("log-probs", policy, shared, padded)
     transfer = _transfer(run, policy, generation, shape)
     yield _phase("weight transfer", policy, transfer, transfer)
+
+
+def _sampled(run: _Planned, workload: Workload) -> Workload:
+    """Return the conversations that are sampled and scored, some of which are not trained on."""
+    beside = run.request.step.beside if run.request.step is not None else 0
+    return replace(workload, per_prompt=workload.per_prompt + beside)
 
 
 def _on(mesh: Mesh, workload: Workload) -> Workload:

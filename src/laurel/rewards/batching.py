@@ -337,6 +337,34 @@ class Backend(Protocol):
         """Free all resources. Idempotent."""
 
 
+class KnownInput:
+    """A conversation that a model could score, which tells a broken model from bad input."""
+
+    def __init__(self) -> None:
+        self._tokens: TokenGroup | None = None
+
+    def note(self, tokens: Sequence[TokenGroup], scores: Sequence[Sequence[Score]]) -> None:
+        """Keep the first conversation that got a score."""
+        if self._tokens is None:
+            scored = (
+                group.select([index])
+                for group, scores_G in zip(tokens, scores, strict=True)
+                for index, score in enumerate(scores_G)
+                if score.value is not None
+            )
+            self._tokens = next(scored, None)
+
+    def is_scored_by(self, backend: Backend) -> bool | None:
+        """Report whether a model still scores it; None where it has scored nothing yet."""
+        if self._tokens is None:
+            return None
+        try:
+            ((score,),) = backend.score_tokens([self._tokens])
+        except Exception:
+            return False
+        return score.value is not None
+
+
 class BackendReplicas(ReplicaSet[B]):
     """Sends each call to a free replica of a backend."""
 
@@ -371,7 +399,7 @@ class BatcherLimits:
     """Limits the size of a batch and of the queue."""
 
     batch_tokens: int = 8192
-    """Distinct tokens of a batch; a larger group is computed alone."""
+    """Distinct tokens of a batch; a larger group is computed alone, in parts."""
     max_delay: float = 0.002
     """Seconds that an idle model waits for more requests."""
     max_waiting: int = 2000
@@ -511,8 +539,7 @@ class BatchingScorer:
         self._is_closed = False
         self._is_broken = False
         self._failures_in_a_row = 0
-        # A conversation that the model could score, to tell a broken model from bad input.
-        self._known: TokenGroup | None = None
+        self._known = KnownInput()
         # Held while the backend falls asleep or wakes.
         self._changing = threading.Lock()
         self._threads = [
@@ -807,35 +834,17 @@ class BatchingScorer:
             if is_lost_worker(error):  # no replica is left that could compute
                 raise
             self._failures_in_a_row += 1
-            if self._failures_in_a_row >= _FAILURES_TO_DOUBT and self._fails_at_known():
-                self._is_broken = True
-                raise EngineError(f"the model fails at everything: {error}") from error
+            if self._failures_in_a_row >= _FAILURES_TO_DOUBT:
+                is_scored = self._known.is_scored_by(self._backend)
+                if is_scored is False:
+                    self._is_broken = True
+                    raise EngineError(f"the model fails at everything: {error}") from error
+                if is_scored:
+                    self._failures_in_a_row = 0
             return error
         self._failures_in_a_row = 0
-        if self._known is None:
-            self._known = next(
-                (
-                    tree.part([index]).tokens
-                    for tree, scores_G in zip(trees, scores, strict=True)
-                    for index, score in enumerate(scores_G)
-                    if score.value is not None
-                ),
-                None,
-            )
+        self._known.note([tree.tokens for tree in trees], scores)
         return found
-
-    def _fails_at_known(self) -> bool:
-        """Whether the model fails at a conversation that it scored before, if there is one."""
-        if self._known is None:
-            return False
-        try:
-            ((score,),) = self._backend.score_tokens([self._known])
-        except Exception:
-            return True
-        if score.value is None:
-            return True
-        self._failures_in_a_row = 0
-        return False
 
     def _fail(self, jobs: Sequence[ScoringJob], error: Exception) -> None:
         lost = set(jobs)

@@ -31,7 +31,7 @@ from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPo
 from laurel.workers.threads import begin_in_thread
 
 if TYPE_CHECKING:
-    from laurel.rewards.serving.servers import ModelServers
+    from laurel.plugins import ServedModel
 
 MAX_THREADS = 16
 """Concurrent calls of a function that is not async, each in a thread."""
@@ -65,7 +65,7 @@ class FunctionScorer:
         function: Function | None = None,
         num_workers: int = 0,
         where: str = "env.reward_model.function",
-        servers: ModelServers | None = None,
+        servers: ServedModel | None = None,
     ) -> None:
         """Find the function, and check that it accepts the arguments it will be given.
 
@@ -245,6 +245,9 @@ class FunctionScorer:
             # Processes have their own queue.
             is_open = self._is_async or self._processes is not None
             most = self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
+            if self._processes is not None and self._managed is not None:
+                # A call that waited in their queue would begin at another time than its manager's.
+                most = min(most, self._processes.num_workers)
             self._gate_of = loop, asyncio.Semaphore(most)
         return self._gate_of[1]
 

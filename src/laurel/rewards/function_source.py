@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from laurel.plugins import ScorerServices, ScoreSource
+from laurel import plugins
+from laurel.plugins import ModelServing, ScorerServices, ScoreSource
 
 if TYPE_CHECKING:
     from laurel.config.environments import FunctionConfig
@@ -18,24 +20,17 @@ class FunctionSource(ScoreSource):
         """Find the function."""
         from laurel.rewards.function import FunctionScorer
 
+        served = None
         if services.server is not None:
-            from laurel.errors import ConfigError
-            from laurel.rewards.serving.servers import open_servers
-
             where = services.where.replace(".function", ".server")
-            if services.is_elsewhere:
-                raise ConfigError(services.server.lacks_slot(where))
-            servers = open_servers(
-                services.server, device=str(services.device), say=services.say, where=where
+            served = plugins.find(ModelServing, "router").make(
+                services.server, replace(services, where=where)
             )
-            try:
-                return FunctionScorer(
-                    section,
-                    num_workers=services.num_workers,
-                    where=services.where,
-                    servers=servers,
-                )
-            except BaseException:
-                servers.close()
-                raise
-        return FunctionScorer(section, num_workers=services.num_workers, where=services.where)
+        try:
+            return FunctionScorer(
+                section, num_workers=services.num_workers, where=services.where, servers=served
+            )
+        except BaseException:
+            if served is not None:
+                served.close()
+            raise

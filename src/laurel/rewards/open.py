@@ -32,8 +32,6 @@ from laurel.errors import (
     key_of,
     setting_of,
     speaking,
-    spoken_in,
-    terms_in_use,
 )
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.loading.reward_model import (
@@ -105,6 +103,8 @@ class ScorerPlacement:
 
     None keeps models in this process, and replicas in other processes of this machine.
     """
+    make_server: Callable[[int], MakeGroup] | None = None
+    """Returns what makes a worker group for a replica of a served model, given its number."""
     shape: ParallelShape = field(default_factory=ParallelShape)
     """Replicas of each model that `make_group` has room for, and the ranks of each."""
     is_one_group: bool = False
@@ -170,6 +170,7 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
                 is_elsewhere=placement is not HERE,
                 say=say,
                 server=source.server,
+                make_server=placement.make_server,
             )
             return plugins.find(ScoreSource, source.name).make(source.section, services)
         return _open_model(spec, placement, say, name)
@@ -387,8 +388,7 @@ def _open_replicas(
     shape = placement.shape
     spec = replace(spec, model=replace(spec.model, tensor_parallel_size=shape.tp))
     place, spec = _found(spec, say)
-    # Workers report errors in the terms of this spec, as this process does.
-    load = partial(spoken_in, terms_in_use(), load_scorer, place, spec)
+    load = partial(_load, place, spec)
 
     def open_group(ranks: range | None, shape: ParallelShape, tell: Say) -> GroupScorer:
         try:
@@ -430,6 +430,12 @@ def _open_replicas(
         for replica in replicas.replicas:
             replica.value.preparers = loop.preparers
     return loop
+
+
+def _load(place: ModelPlace, spec: ScorerSpec, *, say: Say, mesh: DeviceMesh | None) -> LocalScorer:
+    # Workers report errors in the terms of the spec, as this process does.
+    with speaking(*spec.terms):
+        return load_scorer(place, spec, say=say, mesh=mesh)
 
 
 def _found(spec: ScorerSpec, say: Say) -> tuple[ModelPlace, ScorerSpec]:

@@ -270,7 +270,9 @@ class ScoringWorker:
         """
         scorer = self._open()
         with in_higher_precision(scorer.model, wanted=exactly):
-            values = score_batches(scorer.model, batches, pad_id=scorer.pad_id)
+            values = score_batches(
+                scorer.model, batches, pad_id=scorer.pad_id, part_tokens=scorer.batch_tokens
+            )
         return values if self._rank_in_replica == 0 else None
 
     def sleep(self) -> None:

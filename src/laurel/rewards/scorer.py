@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -15,7 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laurel.data.forest import bin_pack, pack_padded, to_forest, to_padded
+from laurel.config.policy import LEAST_SHARED
+from laurel.data.forest import (
+    bin_pack,
+    pack_padded,
+    shared_parts,
+    to_forest,
+    to_padded,
+    worth_sharing,
+)
 from laurel.errors import ScoringContractError, setting_of
 from laurel.models.forest.decoder import Path, RewardModel, weights_as
 from laurel.models.loading.policy import (
@@ -337,12 +346,16 @@ def score_tokens(
 ) -> np.ndarray:
     """Score tokenised groups, without gradients, in token-budget batches.
 
+    A larger group is computed in parts of this size.
+
     Returns:
         float32 `[N, K]`, in the order of the groups whatever the batches were.
     """
     parts = divide_into_micro_batches(model.path, groups, batch_tokens)
     batches = [[groups[i] for i in part] for part in parts]
-    values = score_batches(model, batches, pad_id=pad_id, on_batch=on_batch)
+    values = score_batches(
+        model, batches, pad_id=pad_id, part_tokens=batch_tokens, on_batch=on_batch
+    )
     return in_order(groups, parts, values, num_outputs=model.num_outputs)
 
 
@@ -356,9 +369,18 @@ def score_batches(
     batches: Sequence[Sequence[TokenGroup]],
     *,
     pad_id: int,
+    part_tokens: int | None = None,
     on_batch: OnBatch | None = None,
 ) -> list[np.ndarray]:
     """Score micro-batches, without gradients.
+
+    Args:
+        model: The reward model.
+        batches: The groups of each micro-batch.
+        pad_id: The padding token, for padded rows.
+        part_tokens: Most tokens of one pass, where the model is whole and reads forests; a group
+            with more is computed in parts. None: any number.
+        on_batch: Called after each micro-batch with the number of its groups and of its tokens.
 
     Returns:
         float32 `[N, K]` of each micro-batch.
@@ -369,11 +391,14 @@ def score_batches(
     try:
         with model.without_gradients():
             for batch in batches:
+                parts = _passes(model, batch)
                 passes = [
-                    model(model_batch(model, part, pad_id=pad_id)).cpu().numpy()
-                    for part in _passes(model, batch)
+                    model(_input(model, [batch[i] for i in part], pad_id, part_tokens))
+                    .cpu()
+                    .numpy()
+                    for part in parts
                 ]
-                values.append(np.concatenate(passes))
+                values.append(in_order(batch, parts, passes, num_outputs=model.num_outputs))
                 if on_batch is not None:
                     on_batch(len(batch), sum(group.num_tokens for group in batch))
     finally:
@@ -381,19 +406,34 @@ def score_batches(
     return values
 
 
-def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> list[Sequence[TokenGroup]]:
-    """The groups of a micro-batch that are computed together, in order."""
+def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> Sequence[Sequence[int]]:
+    """The groups of a micro-batch that are computed together, by their indices."""
     if model.device.type != "cpu" or model.path != "forest" or model.mesh is not None:
-        return [batch]
-    parts: list[list[TokenGroup]] = []
+        return [range(len(batch))]
+    if worth_sharing(batch, LEAST_SHARED):
+        return divide_into_micro_batches(model.path, batch, CPU_PASS_TOKENS)
+    parts: list[list[int]] = []
     num_tokens = CPU_PASS_TOKENS
-    for group in batch:
+    for index, group in enumerate(batch):
         if num_tokens + group.num_tokens > CPU_PASS_TOKENS:
             parts.append([])
             num_tokens = 0
-        parts[-1].append(group)
+        parts[-1].append(index)
         num_tokens += group.num_tokens
-    return list(parts)
+    return parts
+
+
+LEAST_PART = 256
+"""Fewer tokens are no part of a group: the passes would only cost time."""
+
+
+def _input(
+    model: RewardModel, groups: Sequence[TokenGroup], pad_id: int, part_tokens: int | None
+) -> TokenForest | PaddedRows:
+    batch = model_batch(model, groups, pad_id=pad_id)
+    if isinstance(batch, PaddedRows) or part_tokens is None or model.mesh is not None:
+        return batch
+    return replace(batch, part_tokens=max(part_tokens, LEAST_PART))
 
 
 def by_completion(values_NK: np.ndarray, counts: Iterable[int]) -> list[list[float]]:
@@ -429,16 +469,23 @@ def divide_into_micro_batches(
     path: Path, groups: Sequence[TokenGroup], batch_tokens: int
 ) -> list[list[int]]:
     """Return the indices of the groups of each micro-batch, by the model's path."""
-    if path == "forest":
+    if path == "padded":
+        return pack_padded([group.lengths_G for group in groups], batch_tokens)
+    if not worth_sharing(groups, LEAST_SHARED):
         return bin_pack([group.num_tokens for group in groups], batch_tokens)
-    return pack_padded([group.lengths_G for group in groups], batch_tokens)
+    parts = shared_parts(groups, batch_tokens, LEAST_SHARED)
+    packed = bin_pack([size for _, size in parts], batch_tokens)
+    return [sorted(index for number in some for index in parts[number][0]) for some in packed]
 
 
 def model_batch(
     model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int
 ) -> TokenForest | PaddedRows:
     """Build one micro-batch in the form that the model's path reads."""
-    return to_forest(groups) if model.path == "forest" else to_padded(groups, pad_id=pad_id)
+    if model.path == "padded":
+        return to_padded(groups, pad_id=pad_id)
+    least = LEAST_SHARED if worth_sharing(groups, LEAST_SHARED) else None
+    return to_forest(groups, least_shared=least)
 
 
 def golden_scores(
@@ -552,7 +599,8 @@ def _score_alone(
     # By themselves and in the dtype of the weights, so that any machine can check the scores
     # strictly.
     with model.in_full_precision():
-        return score_tokens(model, groups, batch_tokens=1, pad_id=pad_id or 0)
+        alone = [[group] for group in groups]
+        return np.concatenate(score_batches(model, alone, pad_id=pad_id or 0))
 
 
 # The self-check at load: a batch must score as its sequences do one by one.

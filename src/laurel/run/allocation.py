@@ -106,13 +106,19 @@ class Allocation:
         """
         from laurel.workers.ray_group import RayGroup
 
-        slots = self.reservations[role]
         title = name or role
         if ranks is not None:
             title = f"{title} {','.join(map(str, ranks))}"
+        part = self.slots(role, title, ranks, share=share).joined(slots_each)
+        return self._kept(RayGroup(part, worker_class, *args, **kwargs))
+
+    def slots(
+        self, role: RoleName, title: str, ranks: Sequence[int] | None = None, *, share: float = 1.0
+    ) -> Reservation:
+        """Return some slots of a role, or a fraction of each, under a title for messages."""
+        slots = self.reservations[role]
         chosen = range(slots.size) if ranks is None else ranks
-        part = slots.part(title, chosen, share=whole_units(slots.share * share))
-        return self._kept(RayGroup(part.joined(slots_each), worker_class, *args, **kwargs))
+        return slots.part(title, chosen, share=whole_units(slots.share * share))
 
     def group_of_one(
         self, role: str, worker_class: Callable[..., Any], *args: Any, **kwargs: Any

@@ -292,7 +292,7 @@ def describe_benchmark(name: str, benchmark: BenchmarkSet, console: Console) -> 
         _say(f"note    {name}: {note}", console)
 
 
-def judge_figures(
+def reward_model_metrics(
     benchmarks: Sequence[BenchmarkSet], environments: Mapping[str, Environment], console: Console
 ) -> dict[str, float]:
     """Evaluate a GRPO run's reward model; return `reward_model/<Name>_<metric>` values.
@@ -305,13 +305,13 @@ def judge_figures(
     """
     if not benchmarks:
         return {}
-    judge = _judge_among(environments)
-    if judge is None:
+    model = _reward_model_among(environments)
+    if model is None:
         raise ConfigError(
             "env.reward_model.benchmarks: no task of this run uses the environment 'reward_model' "
             f"(they use {', '.join(sorted(environments))}); leave them out"
         )
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for benchmark in benchmarks:
         name = f"reward_model/{benchmark.name}"
         describe_benchmark(name, benchmark, console)
@@ -319,7 +319,7 @@ def judge_figures(
         groups = benchmark.groups
         with console.status(f"measuring the reward model on {benchmark.name}") as status:
             for first in range(0, len(groups), CHUNK):
-                scores += judge.scores(groups[first : first + CHUNK])
+                scores += model.scores(groups[first : first + CHUNK])
                 status.update(f"{name}: {len(scores):,} of {len(groups):,} rows")
         found = benchmark.figures(scores)
         shown = "  ".join(f"{key} {value:.4f}" for key, value in found.items())
@@ -331,11 +331,11 @@ def judge_figures(
                 f"first: {failures[0]}",
                 console,
             )
-        figures |= {f"{name}_{key}": value for key, value in found.items()}
-    return figures
+        metrics |= {f"{name}_{key}": value for key, value in found.items()}
+    return metrics
 
 
-def _judge_among(environments: Mapping[str, Environment]) -> RewardModelEnvironment | None:
+def _reward_model_among(environments: Mapping[str, Environment]) -> RewardModelEnvironment | None:
     """Find the environment named `reward_model`, even as part of a composite."""
     from laurel.environments.composite import CompositeEnvironment
     from laurel.environments.reward_model_environment import RewardModelEnvironment
@@ -344,7 +344,7 @@ def _judge_among(environments: Mapping[str, Environment]) -> RewardModelEnvironm
         if name == "reward_model" and isinstance(environment, RewardModelEnvironment):
             return environment
         if isinstance(environment, CompositeEnvironment):
-            found = _judge_among(environment.parts)
+            found = _reward_model_among(environment.parts)
             if found is not None:
                 return found
     return None

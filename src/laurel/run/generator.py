@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +13,7 @@ from laurel.errors import ConfigError
 from laurel.plugins import Engine, EngineStart
 from laurel.run.context import RunContext
 from laurel.run.specs import generator_spec, model_spec
+from laurel.sandbox.scratch import ScratchFolder
 
 QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
 
@@ -79,12 +79,12 @@ def make_generator(
 def _plugged(name: str, config: GRPORun, model: TrainedModel, chat: ChatFormat) -> Generator:
     # The engine has read the directory of the policy's current weights by the time it is made.
     engine, section = config.policy.generation.settings_of(Engine, name)
-    with tempfile.TemporaryDirectory(prefix="laurel-policy-") as directory:
-        model.learner.export(Path(directory), "")
+    with ScratchFolder("policy") as folder:
+        model.learner.export(folder.path, "")
         return engine.make(
             section,
             EngineStart(
-                directory=directory,
+                directory=str(folder.path),
                 spec=generator_spec(config, chat.end_ids),
                 precision=config.policy.precision,
                 probe=probe_of(model.learner, model.facts.path),

@@ -19,8 +19,8 @@ from laurel.run.cards import facts_of_policy, settings_of_grpo
 from laurel.run.context import (
     RunContext,
     checkpoint_parts,
-    judge_figures,
     make_services,
+    reward_model_metrics,
 )
 from laurel.run.generator import describe_generator, make_generator
 from laurel.run.micro_batches import resolve_micro_batches
@@ -89,7 +89,7 @@ def assemble(config: GRPORun, stack: ExitStack, *, console: Console) -> tuple[GR
     check_components(config, data, environments)
     check_answers(data, environments, console)
     # A resumed run has measured these at its beginning.
-    facts = judge_figures([] if context.resume_from else benchmarks, environments, console)
+    facts = reward_model_metrics([] if context.resume_from else benchmarks, environments, console)
     training, position = _with_policy(context, data, environments)
     if facts:
         training.services.logger.log(facts, step=position.step)
@@ -217,9 +217,13 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
         MissingDependencyError: The package of a judge's engine is not installed.
         ConfigError: A judge would have no slot, or would take the GPU that the policy needs.
     """
-    for where, served in model_servers(config).items():
-        if on_cluster:
-            raise ConfigError(served.lacks_slot(where))
+    servers = list(model_servers(config))
+    if on_cluster and servers and (len(servers) > 1 or uses_reward_model(config)):
+        raise ConfigError(
+            f"{servers[0]}: a run on a cluster has slots for one such model, and for no reward "
+            "model beside it; serve the others yourself, and name their HOST:PORT in "
+            "function.router, or their addresses in urls"
+        )
     for where, judge in loaded_judges(config).items():
         if on_cluster:
             raise ConfigError(judge.lacks_slot(where))
@@ -479,6 +483,7 @@ def _parts(
         config.policy.batch_limits,
         pad_id=model.facts.tokenizer.pad_token_id or 0,
         dp_size=model.learner.dp_size,
+        in_parts=model.learner.computes_parts,
     )
     return PolicyParts(
         learner=model.learner,
@@ -492,7 +497,7 @@ def _parts(
         validation=validation,
         generator_rests=take_turns,
         learner_rests=take_turns,
-        # Servers that the run starts know themselves whether they share the policy's GPU.
+        # Servers that the run starts know themselves whether they are on a GPU of the policy's.
         judges_rest=(allocation.take_turns("reward_model") or bool(model_servers(config)))
         and grpo.max_staleness == 0,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
-from laurel.config.policy import PlacementConfig, ResourcesConfig, RolePlacement
+from laurel import plugins
+from laurel.config.policy import LearnerPlacement, ResourcesConfig, RolePlacement
 from laurel.errors import ConfigError
 from laurel.planning.request import (
     AdapterRequest,
@@ -50,10 +51,10 @@ def request_of(config: Run) -> ClusterRequest:
     )
     if config.command != "grpo":
         return request
-    judges = uses_reward_model(config)
+    judges = [_reward_model(config)] if uses_reward_model(config) else _model_servers(config)
     return replace(
         request,
-        roles=(*request.roles, _generation(config), *([_reward_model(config)] if judges else [])),
+        roles=(*request.roles, _generation(config), *judges[:1]),
         training=replace(
             request.training,
             keeps_reference=config.loss_fn.reference_policy_kl_penalty > 0,
@@ -66,6 +67,7 @@ def request_of(config: Run) -> ClusterRequest:
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,
+            beside=_greedy(config),
             # The reference's, the teacher's, as if it were of the policy's size, and the old
             # policy's where several updates move away from it or its difference is bounded.
             logprob_passes=(config.loss_fn.reference_policy_kl_penalty > 0)
@@ -79,7 +81,11 @@ def request_of(config: Run) -> ClusterRequest:
 
 
 def workload_of(
-    config: Run, *, prompt_tokens: int | None = None, completion_tokens: int | None = None
+    config: Run,
+    *,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+    alike_tokens: int = 0,
 ) -> Workload:
     """Return the number and lengths of the conversations in one training step.
 
@@ -89,9 +95,11 @@ def workload_of(
             conversation.
         completion_tokens: The length of each completion; None is half of the longest conversation,
             or less if the run allows no more.
+        alike_tokens: How many of them the completions of a prompt begin with alike.
 
     Raises:
-        ConfigError: A conversation would be longer than the run allows.
+        ConfigError: A conversation would be longer than the run allows, or completions would not
+            differ.
     """
     longest = config.policy.max_total_sequence_length
     most = config.policy.generation.max_new_tokens if config.command == "grpo" else None
@@ -105,6 +113,11 @@ def workload_of(
             f"a prompt of {prompt_tokens} tokens and a completion of {completion_tokens} do not "
             f"fit into policy.max_total_sequence_length={longest}"
         )
+    if alike_tokens >= completion_tokens:
+        raise ConfigError(
+            f"completions of {completion_tokens} tokens cannot begin with {alike_tokens} alike and "
+            "differ: give --alike-tokens fewer"
+        )
     if config.command == "grpo":
         num_prompts = config.grpo.num_prompts_per_step
         per_prompt = config.grpo.num_generations_per_prompt
@@ -116,6 +129,7 @@ def workload_of(
         per_prompt=per_prompt,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
+        alike_tokens=alike_tokens,
     )
 
 
@@ -141,7 +155,7 @@ def loaded_judges(config: GRPORun) -> dict[str, JudgeConfig]:
 
 
 def model_servers(config: GRPORun) -> dict[str, ModelServerConfig]:
-    """Return the models that the run serves for a function, which no plan counts, by section."""
+    """Return the models that the run serves for a function, by section."""
     return {
         f"{at}.server": source.server
         for at, source in _scorer_sources(config)
@@ -180,16 +194,17 @@ def section_of(config: Run) -> tuple[Kind, RewardTrainingConfig | SFTConfig | GR
 
 def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
     """Say which judges are beside the policy without being counted, or that they cannot be."""
-    judges, servers = loaded_judges(config), model_servers(config)
+    judges = loaded_judges(config)
+    servers = [
+        f"{served.replicas} x {served.model_name}: the run starts its servers in slots of the "
+        "reward model; their memory and their time are not estimated"
+        for served in model_servers(config).values()
+    ]
     if on_cluster:
-        uncounted: dict[str, JudgeConfig | ModelServerConfig] = {**judges, **servers}
-        return [f"the run is refused. {one.lacks_slot(at)}" for at, one in uncounted.items()]
+        refused = [f"the run is refused. {one.lacks_slot(at)}" for at, one in judges.items()]
+        return [*servers, *refused]
     return [
-        *(
-            f"{served.replicas} x {served.model_name} is not counted in the plan: the run starts "
-            f"its servers, with {served.resources.gpus_per_node or 'no'} GPUs of their own"
-            for served in servers.values()
-        ),
+        *servers,
         *(
             f"the judge {judge.model} is not counted in the plan: the run loads it beside the "
             "policy, and its memory and its time are not estimated"
@@ -242,11 +257,20 @@ def _policy(config: Run) -> RoleRequest:
     elif config.command == "rm":
         unit, sequences = "groups", 2  # an item is a pair of conversations
     longest = sequences * policy.max_total_sequence_length
+    packing, part_tokens, path_tokens = policy.sequence_packing, None, 0
+    if packing.enabled and packing.share_prompts:
+        part_tokens = policy.batch_limits.forest_tokens
+        group = longest
+        if config.command == "grpo":
+            group *= config.grpo.num_generations_per_prompt
+        path_tokens = policy.max_total_sequence_length if group > part_tokens else 0
     batch = BatchRequest(
         unit=unit,
         size=policy.train_global_batch_size,
         longest=longest,
         tokens=_budget(config, longest),
+        part_tokens=part_tokens,
+        path_tokens=path_tokens,
         updates=config.updates_per_rollout if config.command == "grpo" else 1,
     )
     batches = [batch]
@@ -292,14 +316,33 @@ def _reward_model(config: GRPORun) -> RoleRequest:
         length = source.max_model_len or DEFAULT_SCORED_LENGTH
         longest, tokens = max(longest, length), max(tokens, length, source.batch_tokens)
     key, resources = "env.reward_model.resources", judge.resources
-    is_own = resources.gpus_per_node is not None or resources.num_nodes is not None
     return RoleRequest(
         name="reward_model",
         parallel_key="env.reward_model.dtensor_cfg",
         tp=judge.dtensor_cfg.tensor_parallel_size,
-        own=_own_slots(key, resources) if is_own else None,
+        own=_own_slots(key, resources) if resources.are_own else None,
         batches=_rollouts(config, longest, tokens),
     )
+
+
+def _model_servers(config: GRPORun) -> list[RoleRequest]:
+    # They have the slots of a reward model; what they compute is not known.
+    return [
+        RoleRequest(
+            name="reward_model",
+            parallel_key=at,
+            tp=served.tensor_parallel_size,
+            own=_own_slots(f"{at}.resources", served.resources)
+            if served.resources.are_own
+            else None,
+        )
+        for at, served in model_servers(config).items()
+    ]
+
+
+def _greedy(config: GRPORun) -> int:
+    """Return how many greedy completions each prompt gets besides."""
+    return int(plugins.find(plugins.Advantage, config.grpo.adv_estimator.name).baseline == "greedy")
 
 
 def _own_slots(key: str, resources: ResourcesConfig) -> OwnSlots:
@@ -311,7 +354,7 @@ def _rollouts(config: GRPORun, longest: int, tokens: int) -> tuple[BatchRequest,
     grpo = config.grpo
     batch = BatchRequest(
         unit="completions",
-        size=grpo.num_prompts_per_step * grpo.num_generations_per_prompt,
+        size=grpo.num_prompts_per_step * (grpo.num_generations_per_prompt + _greedy(config)),
         longest=longest,
         tokens=tokens,
     )
@@ -329,10 +372,14 @@ def _validates(config: Run) -> bool:
     return is_asked and (bool(config.data.validation_sets()) or has_more)
 
 
-def _placements(placement: PlacementConfig) -> dict[RoleName, RolePlacement]:
+def _placements(placement: LearnerPlacement) -> dict[RoleName, RolePlacement]:
     roles: tuple[RoleName, ...] = get_args(RoleName)
-    said = {name: getattr(placement, name) for name in roles}
-    return {name: wish for name, wish in said.items() if wish is not None}
+    said = {name: placement.get(name) for name in roles}
+    return {
+        name: RolePlacement.model_validate(wish.model_dump())
+        for name, wish in said.items()
+        if wish is not None
+    }
 
 
 def _training(config: Run) -> TrainingRequest:

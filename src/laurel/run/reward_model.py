@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from laurel.config.data import DatasetConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.data.preferences import Fold, hold_out, load_preferences, own_validation_preferences
-from laurel.data.reading import encoded
+from laurel.data.reading import encoded, held_out_shares
 from laurel.data.report import DataReport, no_rows_left
 from laurel.errors import ConfigError, DataError, counted_that
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
@@ -26,6 +26,7 @@ from laurel.run.context import (
     describe_output,
     make_services,
 )
+from laurel.run.learning_rate import resolve_rate
 from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
 from laurel.run.request import why_not_validated
@@ -76,7 +77,7 @@ def train_reward_model(
         check_figure("checkpointing.metric_name", selection.key, data.benchmarks)
         if early_stopping is not None:
             check_figure("rm.early_stopping.metric_name", early_stopping.key, data.benchmarks)
-        context = resolve_micro_batches(context.with_slots(planned))
+        context = resolve_rate(resolve_micro_batches(context.with_slots(planned)))
         return _train(context, data, early_stopping, on_validation)
 
 
@@ -108,7 +109,7 @@ def reward_selection(config: RewardTrainingRun) -> tuple[Selection, EarlyStoppin
         return selection, None
     watched = select(
         stopping.metric_name,
-        stopping.higher_is_better,
+        saving.higher_is_better if stopping.metric_name == saving.metric_name else None,
         setting="rm.early_stopping.metric_name",
     )
     if watched.key is None or not watched.key.startswith("validation"):
@@ -137,7 +138,8 @@ def metric_selector(config: RewardTrainingRun) -> partial[Selection]:
         ConfigError: A benchmark has the name of a validation set.
     """
     sets, benchmarks = list(config.data.validation_sets()), config.data.benchmark_sets()
-    if not sets and (config.data.split_validation_size or own_validation_of(config)):
+    shares = held_out_shares(config.data.train_sets(), config.data)
+    if not sets and (any(shares) or own_validation_of(config)):
         sets = ["default"]
     if twice := benchmarks.keys() & set(sets):
         raise ConfigError(
@@ -253,14 +255,13 @@ def _batching(
     context: RunContext[RewardTrainingRun], model: TrainedModel, train: list[PreferenceSample]
 ) -> tuple[Batcher, list[list[int]] | None]:
     """What fills micro-batches, and the rows that stay together in a step, if any do."""
-    from laurel.data.forest import LEAST_SHARED
     from laurel.training.batches import Batcher, rows_of_dialogues
 
     limits, units = context.config.policy.batch_limits, None
     contract = model.facts.contract
     assert contract is not None
     if context.config.data.group_by_prefix:
-        limits, units = replace(limits, least_shared=LEAST_SHARED), rows_of_dialogues(train)
+        units = rows_of_dialogues(train)
         if model.facts.path == "padded":
             context.console.print(
                 "note    data.group_by_prefix: this model reads padded rows, which share nothing; "
@@ -271,6 +272,7 @@ def _batching(
         limits,
         pad_id=contract.rules.pad_id or 0,
         dp_size=model.learner.dp_size,
+        in_parts=model.learner.computes_parts,
     )
     return batcher, units
 
@@ -378,9 +380,9 @@ def load_data(config: RewardTrainingRun, *, fold: Fold | None = None) -> Prefere
     if loaded.validation:
         return loaded
     own = own_validation_of(config)
-    if data.split_validation_size:
+    if any(shares := held_out_shares(sets, data)):
         loaded.train, held = (
-            hold_out(train, share=data.split_validation_size, seed=config.rm.seed)
+            hold_out(train, shares=shares, seed=config.rm.seed)
             if fold is None
             else fold.hold_out(train)
         )

@@ -95,7 +95,13 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
         limits = config.policy.batch_limits
         parts = EpochParts(
             learner=learner,
-            batcher=Batcher(facts.path, limits, pad_id=pad_id, dp_size=learner.dp_size),
+            batcher=Batcher(
+                facts.path,
+                limits,
+                pad_id=pad_id,
+                dp_size=learner.dp_size,
+                in_parts=learner.computes_parts,
+            ),
             train=train,
             order=order,
             validation=validation,
@@ -179,7 +185,7 @@ def tokenise_dialogues(
     if len(kept) < len(dialogues):
         report.describe(kept)
     report.num_truncated = sum(row.truncated for row in rows)
-    report.set_lengths([row.tokens.lengths_G[0] for row in rows])
+    report.set_lengths([max(row.tokens.lengths_G) for row in rows])
     warning = report.warning_of_cuts(len(rows), longest)
     if warning is not None:
         console.print(f"warning: {warning}")

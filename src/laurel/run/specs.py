@@ -126,6 +126,18 @@ def batch_notes(key: str, size: int, num_rows: int, *, unit: str = "row") -> lis
     return [f"{key}={size} exceeds the data: there are {counted(num_rows, unit)} to train on"]
 
 
+SMALL_MODEL = 500_000_000
+"""Parameters from which a pretrained model is no small one."""
+RATE, RATE_OF_SMALL = 2e-6, 1e-4
+"""The learning rate of a reward model, and of a small one: half of the best of four rates for one
+of 135M parameters, because longer runs bear less (docs/benchmarks.md)."""
+
+
+def is_small(num_parameters: int) -> bool:
+    """Report whether a pretrained model is small; 0: its size is not known."""
+    return 0 < num_parameters < SMALL_MODEL
+
+
 SMALL_CHANGE = 1e-4
 """The change of a weight over a whole run below which a model learns little: 8 steps of 2e-6, which
 the defaults take for 1,000 rows, are far below it."""

@@ -24,7 +24,7 @@ from laurel.errors import DataError, UserError
 from laurel.observe.forks import ForkGuard
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
-from laurel.run.request import uses_reward_model
+from laurel.run.request import model_servers, uses_reward_model
 from laurel.types import RejectedTask
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
     config, allocation = context.config, context.allocation
     make_worker = partial(allocation.group_of_one, WORKER, limit=RENDERING_LIMIT)
     if not uses_reward_model(config):  # a row of the data may name one without slots
-        return ScorerPlacement(make_worker=make_worker)
+        return ScorerPlacement(make_worker=make_worker, make_server=_server_slots(context))
     share = 1 / len(config.env.reward_model.loaded)
 
     def make_group(name: str, ranks: range | None) -> Callable[..., WorkerGroup]:
@@ -304,3 +304,29 @@ def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
     return ScorerPlacement(
         make_worker=make_worker, make_group=make_group, shape=allocation.shape_of("reward_model")
     )
+
+
+def _server_slots(context: RunContext[GRPORun]) -> Callable[[int], Callable[..., WorkerGroup]]:
+    """Return what places the replicas of a served model, by their numbers.
+
+    They go round the groups of slots of the reward-model role; several in a group share it.
+    """
+    from laurel.workers.ray_group import RayGroup, own_address
+
+    allocation = context.allocation
+
+    def make(index: int) -> Callable[..., WorkerGroup]:
+        (section,) = model_servers(context.config).values()
+        each = section.tensor_parallel_size
+        groups = allocation.num_slots("reward_model") // each
+        first = index % groups * each
+        slots = allocation.slots(
+            "reward_model",
+            f"model server {index}",
+            range(first, first + each),
+            share=1 / -(-section.replicas // groups),
+        )
+        # Not one of the run's groups: it ends with the servers, which would start it again.
+        return partial(RayGroup, slots.joined(each), near=own_address())
+
+    return make

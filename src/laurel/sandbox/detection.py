@@ -11,13 +11,13 @@ import secrets
 import socket
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from laurel.sandbox.grading import grade
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
+from laurel.sandbox.scratch import ScratchFolder
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.sandbox.zygote_process import (
     BoundedZygote,
@@ -279,8 +279,8 @@ class World:
 @contextlib.contextmanager
 def small_world() -> Iterator[World]:
     """Create a world in a temporary directory."""
-    with tempfile.TemporaryDirectory(prefix="laurel-canaries-") as directory:
-        world = World(directory)
+    with ScratchFolder("canaries") as folder:
+        world = World(str(folder.path))
         try:
             yield world
         finally:

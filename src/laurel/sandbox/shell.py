@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from laurel.sandbox.inside.boxes import remove_box
+from laurel.sandbox.scratch import ScratchFolder
 from laurel.sandbox.zygote_process import SandboxStartError, inside_command, own_interpreter
 
 _LONGEST_S = 20.0
@@ -103,8 +103,8 @@ def run_script(
     bash = shutil.which("bash", path=_WHERE_TOOLS_ARE)
     if bash is None:
         raise SandboxStartError(f"there is no bash in {_WHERE_TOOLS_ARE}")
-    scratch = Path(tempfile.mkdtemp(prefix="laurel-shell-")).resolve()
-    try:
+    with ScratchFolder("shell") as folder:
+        scratch = folder.path
         box = _Box(scratch, bash)
         # The working directory is another one there.
         path = str(
@@ -115,8 +115,6 @@ def run_script(
             path = str(scratch / "stdin.sh")
             readable = [*readable, scratch / "stdin.sh"]
         return box.run([bash, path, *arguments], environment, [str(one) for one in readable])
-    finally:
-        remove_box(str(scratch))
 
 
 class _Box:

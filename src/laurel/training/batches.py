@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from laurel.data.forest import (
     shared_parts,
     to_forest,
     to_padded,
+    worth_sharing,
 )
 from laurel.training.learner import MicroBatch
 from laurel.types import Conversation, PaddedRows, PreferenceSample, TokenForest, TokenGroup
@@ -35,6 +37,7 @@ class Batcher:
         *,
         pad_id: int,
         dp_size: int = 1,
+        in_parts: bool = False,
     ) -> None:
         """Choose the layout and limits of micro-batches.
 
@@ -43,11 +46,14 @@ class Batcher:
             limits: The size limits of micro-batches.
             pad_id: The padding token, for padded rows.
             dp_size: The number of data-parallel ranks, `Learner.dp_size`.
+            in_parts: Whether a group larger than the budget stays whole, as a forest that is
+                computed in parts (`Learner.computes_parts`).
         """
         self.path: Literal["forest", "padded"] = path
         self.limits = limits
         self._pad_id = pad_id
         self._dp_size = dp_size
+        self._in_parts = in_parts and limits.share_prompts
 
     def cut(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> list[MicroBatch[Label]]:
         """Divide all groups into micro-batches.
@@ -56,9 +62,10 @@ class Batcher:
         are filled too if dynamic batching is on, or if packing is on and the model cannot read
         forests; otherwise each holds `padded_groups` groups, in order.
         """
-        limits = self.limits
+        limits, least = self.limits, None
         if self._is_forest:
-            parts = self._fill_forests(tokens)
+            least = self._least_shared(tokens)
+            parts = self._fill_forests(tokens, least)
         elif limits.padded_tokens is not None:
             parts = pack_padded([t.lengths_G for t in tokens], limits.padded_tokens)
         else:
@@ -66,13 +73,17 @@ class Batcher:
             starts = range(0, len(tokens), size)
             parts = [list(range(s, min(s + size, len(tokens)))) for s in starts]
         return [
-            self._lay_out([tokens[i] for i in indices], [labels[i] for i in indices])
+            self._lay_out([tokens[i] for i in indices], [labels[i] for i in indices], least)
             for indices in parts
         ]
 
-    def _fill_forests(self, tokens: Sequence[TokenGroup]) -> list[list[int]]:
+    def _least_shared(self, tokens: Sequence[TokenGroup]) -> int | None:
+        least = self.limits.least_shared if self.limits.share_prompts else None
+        return least if least is not None and worth_sharing(tokens, least) else None
+
+    def _fill_forests(self, tokens: Sequence[TokenGroup], least: int | None) -> list[list[int]]:
         limits = self.limits
-        if limits.least_shared is None or not limits.share_prompts:
+        if least is None:
             share = limits.share_prompts
             sizes = [t.num_tokens if share else sum(t.lengths_G) for t in tokens]
             return pack_evenly(sizes, limits.forest_tokens, dp_size=self._dp_size)
@@ -80,9 +91,7 @@ class Batcher:
         dp = self._dp_size
         divisors = [2**power for power in range((4 * dp).bit_length())] if dp > 1 else [1]
         ways = [
-            self._pack(
-                shared_parts(tokens, max(1, limits.forest_tokens // by), limits.least_shared)
-            )
+            self._pack(shared_parts(tokens, max(1, limits.forest_tokens // by), least))
             for by in divisors
         ]
         return min(ways, key=lambda way: way[0])[1]
@@ -98,7 +107,13 @@ class Batcher:
     def filled(self) -> Batcher:
         """Return one that fills padded batches too, where no gradients are kept."""
         limits = replace(self.limits, padded_tokens=self.limits.forest_tokens)
-        return Batcher(self.path, limits, pad_id=self._pad_id, dp_size=self._dp_size)
+        return Batcher(
+            self.path,
+            limits,
+            pad_id=self._pad_id,
+            dp_size=self._dp_size,
+            in_parts=self._in_parts,
+        )
 
     def of_singles(self) -> Batcher:
         """Return one whose micro-batches hold a single conversation each."""
@@ -118,14 +133,16 @@ class Batcher:
         """Divide groups into smaller ones, for losses in which completions are independent.
 
         A group that exceeds the budget of a forest is divided into several, in which fewer
-        completions share the prompt. Without prompt sharing, and for padded rows, each completion
-        becomes a group.
+        completions share the prompt, unless it is computed in parts. Without prompt sharing, and
+        for padded rows, each completion becomes a group.
 
         Args:
             tokens: The groups.
             labels: The label of each group.
             subset: Returns the label of some completions of a group.
         """
+        if self._is_forest and self._in_parts:
+            return list(tokens), list(labels)
         parts: list[TokenGroup] = []
         their_labels: list[Label] = []
         shares_prompt = self._is_forest and self.limits.share_prompts
@@ -133,20 +150,34 @@ class Batcher:
         for group, label in zip(tokens, labels, strict=True):
             for indices in shares(group, budget=budget):
                 parts.append(select_completions(group, indices))
-                whole = len(indices) == len(group.branches_ids_G)
+                whole = len(indices) == len(group.branches_of_G)
                 their_labels.append(label if whole else subset(label, indices))
         return parts, their_labels
 
-    def _lay_out(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> MicroBatch[Label]:
+    def _lay_out(
+        self, tokens: Sequence[TokenGroup], labels: Sequence[Label], least: int | None
+    ) -> MicroBatch[Label]:
         if self._is_forest:
-            forest = to_forest(
-                tokens,
-                share_prompts=self.limits.share_prompts,
-                least_shared=self.limits.least_shared,
+            share = self.limits.share_prompts
+            forest = to_forest(tokens, share_prompts=share, least_shared=least)
+            if self._in_parts:
+                forest = replace(forest, part_tokens=self.limits.forest_tokens)
+            return MicroBatch(
+                inputs=forest,
+                labels=labels,
+                num_tokens=len(forest.ids_T),
+                branches_of_N=_branches_of(tokens),
             )
-            return MicroBatch(inputs=forest, labels=labels, num_tokens=len(forest.ids_T))
         rows = to_padded(tokens, pad_id=self._pad_id)
         return MicroBatch(inputs=rows, labels=labels, num_tokens=rows.ids_NL.numel())
+
+
+def _branches_of(tokens: Sequence[TokenGroup]) -> list[range]:
+    if not any(group.sequences_G for group in tokens):
+        return []
+    counts = [len(own) for group in tokens for own in group.branches_of_G]
+    ends = accumulate(counts)
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 Outputs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
@@ -194,12 +225,12 @@ def reward_values(
 
 
 def shares(group: TokenGroup, *, budget: int | None) -> list[list[int]]:
-    """Choose which completions of a group are computed together, as indices of its branches.
+    """Choose which completions of a group are computed together, as indices of its completions.
 
     These are all completions if they and the prompt fit into `budget` tokens, otherwise as many as
     fit. Without a budget each is computed alone, because no prompt is shared then.
     """
-    sizes = [len(ids) for ids in group.branches_ids_G]
+    sizes = group.num_own_tokens_G
     if budget is None:
         return [[i] for i in range(len(sizes))]
     if group.num_tokens <= budget:
@@ -231,7 +262,7 @@ def global_batches(
     batches: list[tuple[list[TokenGroup], list[Label]]] = []
     room = 0
     for group, label in zip(groups, labels, strict=True):
-        first, count = 0, len(group.branches_ids_G)
+        first, count = 0, len(group.branches_of_G)
         while first < count:
             if room == 0:
                 batches.append(([], []))

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, SupportsFloat, TypeVar
+from typing import Any, Generic, Literal, Protocol, SupportsFloat, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from laurel.models.checkpoint.state import load_training_state, save_training_st
 from laurel.models.checkpoint.store import Background
 from laurel.models.forest.decoder import PASSES, Offloader
 from laurel.models.forest.outputs import TokenOutputs
+from laurel.models.forest.parts import backward_in_parts
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.parallel.mesh import AcrossRanks
 from laurel.models.parallel.weights import saved_weights
@@ -55,6 +56,20 @@ class MicroBatch(Generic[Label]):
     labels: Sequence[Label]
     num_tokens: int
     """The number of computed tokens: distinct ones in a forest, with padding in padded rows."""
+    branches_of_N: Sequence[range] = ()
+    """The sequences of each completion; empty: each completion is one."""
+
+
+@runtime_checkable
+class DivisibleLabel(Protocol):
+    """The label of a group whose completions have losses that are independent of each other."""
+
+    @property
+    def num_completions(self) -> int:
+        """The number of completions of the group."""
+
+    def subset(self, indices: Iterable[int], /) -> Any:
+        """Select the labels of some completions."""
 
 
 class LossFunction(Protocol[LabelIn]):
@@ -112,6 +127,10 @@ class Learner(Protocol):
     def dp_size(self) -> int:
         """The number of micro-batches that are computed concurrently."""
 
+    @property
+    def computes_parts(self) -> bool:
+        """Whether a micro-batch may be larger than one pass, and is then computed in parts."""
+
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step.
 
@@ -123,7 +142,7 @@ class Learner(Protocol):
         self,
         batches: Sequence[Inputs],
         *,
-        of: ModelRole = "model",
+        role: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
@@ -134,7 +153,7 @@ class Learner(Protocol):
 
         Args:
             batches: Any number of inputs, as in `MicroBatch`.
-            of: The model, the reference policy, or the teacher.
+            role: The model, the reference policy, or the teacher.
             in_full_precision: Whether to compute in the dtype of the weights.
             temperature: The temperature of log-probabilities; None: that of the run.
         """
@@ -323,6 +342,11 @@ class LocalLearner:
         """The number of micro-batches computed concurrently, which is 1 for a single process."""
         return 1
 
+    @property
+    def computes_parts(self) -> bool:
+        """Whether a micro-batch may be larger than one pass: not over ranks."""
+        return self.ranks is None
+
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step, as `Learner.update` describes."""
         denominator = denominator_of(batch, loss)
@@ -394,6 +418,11 @@ class LocalLearner:
         matmul = self.matmul(self.model) if self.matmul else nullcontext()
         with PASSES.under_way(), matmul:  # backward passes, too
             for number, micro_batch in enumerate(batch):
+                if isinstance(micro_batch.inputs, TokenForest) and micro_batch.inputs.is_in_parts:
+                    for result in self._backward_in_parts(micro_batch, loss, denominator):
+                        losses.append(result.loss.detach())
+                        add_up(sums, result.sums)
+                    continue
                 outputs = self.model(micro_batch.inputs)
                 result = loss(outputs, micro_batch.labels, num_groups=denominator)
                 losses.append(result.loss.detach())
@@ -405,18 +434,45 @@ class LocalLearner:
                 add_up(sums, result.sums)
         return losses
 
+    def _backward_in_parts(
+        self, micro_batch: MicroBatch[Any], loss: LossFunction[Any], denominator: float
+    ) -> list[LossOutput]:
+        labels, forest = micro_batch.labels, micro_batch.inputs
+        assert isinstance(forest, TokenForest)
+        # A completion that has a loss of its own needs no others beside it.
+        are_apart = all(isinstance(label, DivisibleLabel) for label in labels)
+        whose = (
+            [(g, i) for g, label in enumerate(labels) for i in range(label.num_completions)]
+            if are_apart
+            else []
+        )
+        every = range(forest.num_completions)
+        units: Sequence[Sequence[int]] = [every]
+        if are_apart:
+            units = micro_batch.branches_of_N or [[n] for n in every]
+
+        def loss_of(outputs: Any, some: list[int]) -> tuple[Tensor, LossOutput]:
+            chosen: dict[int, list[int]] = {}
+            for group, index in (whose[unit] for unit in some) if are_apart else ():
+                chosen.setdefault(group, []).append(index)
+            of_some = [labels[g].subset(own) for g, own in chosen.items()] if are_apart else labels
+            result = loss(outputs, of_some, num_groups=denominator)
+            return result.loss, result
+
+        return backward_in_parts(self.model, forest, units, loss_of)
+
     def outputs(
         self,
         batches: Sequence[Inputs],
         *,
-        of: ModelRole = "model",
+        role: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
         """Compute the outputs of the model for each batch, as `Learner.outputs` describes."""
-        asked: Any = getattr(self, of)
-        assert asked is not None, f"this run has no {of}"
-        network: Any = asked.model if isinstance(asked, Reference) else asked
+        model: Any = getattr(self, role)
+        assert model is not None, f"this run has no {role}"
+        network: Any = model.model if isinstance(model, Reference) else model
         for batch in batches:
             # No context stays open between two batches, because other code computes then.
             with ExitStack() as stack:
@@ -426,8 +482,8 @@ class LocalLearner:
                     stack.enter_context(network.in_full_precision())
                 if temperature is not None:
                     stack.enter_context(network.at_temperature(temperature))
-                if isinstance(asked, Reference | PolicyModel):
-                    outputs = TokenOutputs(asked.logprobs(batch), None)
+                if isinstance(model, Reference | PolicyModel):
+                    outputs = TokenOutputs(model.logprobs(batch), None)
                 else:
                     stack.enter_context(evaluating(network))
                     outputs = network(batch)

@@ -98,6 +98,11 @@ class LearnerGroup:
         """The number of micro-batches that are computed concurrently."""
         return self.shape.dp
 
+    @property
+    def computes_parts(self) -> bool:
+        """Whether a micro-batch may be larger than one pass: not over ranks."""
+        return self.shape.num_ranks == 1
+
     def held_bytes(self) -> list[int]:
         """Return the number of bytes of weights that each rank holds."""
         return self.group.call("held_bytes")
@@ -115,7 +120,7 @@ class LearnerGroup:
             own = [smallest if i is None else batch[i] for i in share]
             fillers = [place for place, i in enumerate(share) if i is None]
             arguments.append((own, fillers, loss, denominator))
-        answers = self.group.call_each("take_step", self._of_ranks(arguments))
+        answers = self.group.call_each("take_step", self._for_ranks(arguments))
         self._learning_rate = answers[0][1]
         update = update_of([step for step, _ in answers if step is not None], loss)
         update.performance["rank_token_imbalance"] = imbalance(sizes, shares)
@@ -125,7 +130,7 @@ class LearnerGroup:
         self,
         batches: Sequence[Inputs],
         *,
-        of: ModelRole = "model",
+        role: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
     ) -> Iterator[Any]:
@@ -142,13 +147,13 @@ class LearnerGroup:
             arguments = [
                 (
                     [filler if i is None else some[i] for i in share],
-                    of,
+                    role,
                     in_full_precision,
                     temperature,
                 )
                 for share in shares
             ]
-            answers = self.group.call_each("outputs", self._of_ranks(arguments))
+            answers = self.group.call_each("outputs", self._for_ranks(arguments))
             found: dict[int, Any] = {}
             for share, outputs in zip(shares, answers[:: self.shape.each], strict=True):
                 pairs = zip(share, outputs, strict=True)
@@ -156,8 +161,8 @@ class LearnerGroup:
             for number in range(len(some)):
                 yield found.pop(number)
 
-    def _of_ranks(self, of_places: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        return [arguments for arguments in of_places for _ in range(self.shape.each)]
+    def _for_ranks(self, by_share: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        return [arguments for arguments in by_share for _ in range(self.shape.each)]
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield weights by name on the CPU, while the ranks gather the next ones."""
@@ -620,7 +625,7 @@ class LearnerWorker(WeightExporter):
     def outputs(
         self,
         batches: Sequence[Inputs],
-        of: ModelRole,
+        role: ModelRole,
         in_full_precision: bool,
         temperature: float | None,
     ) -> list[Any]:
@@ -629,7 +634,7 @@ class LearnerWorker(WeightExporter):
         The list is empty except on the first of the ranks that read the same data.
         """
         found = self._learner.outputs(
-            batches, of=of, in_full_precision=in_full_precision, temperature=temperature
+            batches, role=role, in_full_precision=in_full_precision, temperature=temperature
         )
         return [_for_the_way(outputs) for outputs in found if self._speaks]
 

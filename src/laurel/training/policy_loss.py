@@ -540,6 +540,11 @@ class PolicyLabels:
         return sum(int(np.count_nonzero(mask_L)) for mask_L, used in pairs if used)
 
     @property
+    def num_completions(self) -> int:
+        """The number of completions."""
+        return len(self.masks_GL)
+
+    @property
     def num_samples(self) -> int:
         """The number of completions that are used and have a token of the policy."""
         pairs = zip(self.masks_GL, self.used_G, strict=True)
@@ -598,6 +603,11 @@ class DemonstrationLabels:
     """The labels of one group for `DemonstrationLoss`: which tokens of each branch are learned."""
 
     masks_GL: tuple[Mask, ...]
+
+    @property
+    def num_completions(self) -> int:
+        """The number of completions."""
+        return len(self.masks_GL)
 
     @property
     def num_tokens(self) -> int:

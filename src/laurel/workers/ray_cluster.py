@@ -9,10 +9,8 @@ import importlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from functools import partial
 from typing import Any, Self
 
 from laurel.errors import ConfigError, MissingDependencyError, WorkerError
+from laurel.sandbox.scratch import ScratchFolder
 from laurel.workers.rendezvous import LOOPBACK
 from laurel.workers.reservations import (
     PLACING,
@@ -69,9 +68,10 @@ class RayCluster:
 
     Its own has no dashboard, keeps its files in a folder that goes with it, and ends with this
     process; where that is killed, workers and servers end within seconds, Ray's two agents
-    within about a minute, and the folder stays. On Linux Ray listens on all interfaces whatever it
-    is configured to, so the cluster answers only to a token, made for it alone and known to this
-    process and its children (or to the user's, where RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is set).
+    within about a minute, and the folder is removed by the next one. On Linux Ray listens on all
+    interfaces whatever it is configured to, so the cluster answers only to a token, made for it
+    alone and known to this process and its children (or to the user's, where RAY_AUTH_TOKEN or
+    RAY_AUTH_TOKEN_PATH is set).
     A cluster that runs already is used with the token that the user has for it.
     """
 
@@ -96,7 +96,7 @@ class RayCluster:
             ConfigError: There is no cluster at the address.
         """
         self._owns_connection = not ray.is_initialized()
-        self._folder: str | None = None
+        self._folder: ScratchFolder | None = None
         self._reservations: list[Reservation] = []
         self._is_open = True
         if not self._owns_connection:
@@ -137,21 +137,21 @@ class RayCluster:
         sizes = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": store}
         for attempt in range(START_ATTEMPTS):
             # Sockets live in it, whose paths may have 107 characters at most.
-            self._folder = tempfile.mkdtemp(prefix="laurel-ray-")
+            self._folder = ScratchFolder("ray")
             try:
                 ray.init(
                     address="local",
                     include_dashboard=False,
                     dashboard_host=LOOPBACK,
-                    _temp_dir=self._folder,
+                    _temp_dir=str(self._folder.path),
                     **sizes,
                     **quiet,
                 )
                 return
             except BaseException as error:
                 ray.shutdown()
-                end_those_of(self._folder)
-                shutil.rmtree(self._folder, ignore_errors=True)
+                end_those_of(str(self._folder.path))
+                self._folder.remove()
                 # Ray gives its own processes half a minute, which a busy machine may exceed.
                 if attempt + 1 == START_ATTEMPTS or "timed out during startup" not in str(error):
                     raise
@@ -298,7 +298,7 @@ class RayCluster:
         if self._owns_connection:
             self._let_go.set()
         if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -213,7 +213,7 @@ class RayGroup(GroupCalls):
         for actor in self._actors:
             ray.kill(actor)
         # Until they are gone; processes are looked for where they are on this machine.
-        here = ray.util.get_node_ip_address()
+        here = own_address()
         near = {n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == here}
         pids = [p for p, node in zip(self._pids, self._node_ids, strict=False) if node in near]
         deadline = time.monotonic() + ENDING
@@ -341,6 +341,11 @@ class NodeGroup(RayGroup):
         """Start the worker as `RayGroup` does; `at_a_time` of its calls run concurrently."""
         place = Reservation(role=role, each=Resources(cpus=0), node_ids=[node_id])
         super().__init__(place, worker_class, *args, at_a_time=at_a_time, limit=limit, **kwargs)
+
+
+def own_address() -> str:
+    """Return the address that this machine has in the cluster."""
+    return str(ray.util.get_node_ip_address())
 
 
 def is_on_the_only_node() -> bool:

@@ -517,7 +517,9 @@ def test_a_function_beside_a_reward_model_asks_a_server_of_the_run(tmp_path: Pat
     assert not apart.with_status("not carried")
     nodes = "reward.reward_model.nnodes=2"
     wide = imported_line(tmp_path, "verl", MORE["verl"] + model + call + pool + nodes)
-    assert fates(wide)["reward.reward_model.nnodes"] == "not carried"
+    to = "env.reward_model.server"
+    slots = {"resources.gpus_per_node": 8, "resources.num_nodes": 2}
+    assert_values(wide, {to: {"replicas": 8, **slots}})
 
 
 def test_what_is_below_a_mapping_is_part_of_it(tmp_path: Path) -> None:
@@ -584,6 +586,65 @@ def test_estimators_of_verl(tmp_path: Path, line: str, values: dict[str, Any]) -
     assert "algorithm.adv_estimator" not in {one.key for one in found.with_status("not carried")}
 
 
+TEACHER = (
+    "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=my/teacher "
+    "distillation.distillation_loss.loss_mode=k1 "
+)
+PG = "distillation.distillation_loss.use_policy_gradient=True "
+ALONE = "distillation.distillation_loss.use_task_rewards=False "
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        (PG, {"rewards": True, "weight": 1.0, "clamp_value": None}),
+        (
+            PG + "distillation.distillation_loss.distillation_loss_coef=0.5",
+            {"rewards": True, "weight": 0.5},
+        ),
+        (
+            PG + ALONE + "distillation.distillation_loss.loss_max_clamp=10",
+            {"rewards": False, "weight": 1.0, "clamp_value": 10.0},
+        ),
+    ],
+)
+def test_a_teacher_of_verl(tmp_path: Path, line: str, values: dict[str, Any]) -> None:
+    found = imported_line(tmp_path, "verl", MORE["verl"] + TEACHER + line)
+    assert_values(found, {"loss_fn.distillation": {"model_name": "my/teacher", **values}})
+    assert "distillation" not in {
+        one.key.partition(".")[0] for one in found.with_status("not carried")
+    }
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",  # the divergence itself is differentiated
+        PG + "distillation.distillation_loss.loss_mode=k3",
+        PG + "distillation.teacher_models.teacher_model.model_path=null",
+    ],
+)
+def test_other_ways_of_verl_to_learn_from_a_teacher_are_told(tmp_path: Path, line: str) -> None:
+    found = imported_line(tmp_path, "verl", MORE["verl"] + TEACHER + line)
+    assert fates(found)["distillation.enabled"] == "not carried"
+    assert at(found.config, "loss_fn.distillation").model_name is None
+
+
+def test_the_old_probabilities_of_one_step_off_policy_are_told(tmp_path: Path) -> None:
+    text = BASES["verl"].replace("trainer.main", "one_step_off_policy.main")
+
+    def told(line: str) -> tuple[str, str | None]:
+        more = MORE["verl"] + "trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=4 " + line
+        whole = text.replace("{}", more).replace("A.", "actor_rollout_ref.")
+        found = imported(tmp_path, whole, "run.sh").imported
+        return found.origins["grpo.max_staleness"], fates(found).get(BYPASS.partition("=")[0])
+
+    assert "bypass_mode" in told("")[0]
+    assert told(BYPASS + "True")[1] == "not needed"
+    assert "bypass_mode" not in told(BYPASS + "False")[0]
+
+
+BYPASS = "algorithm.rollout_correction.bypass_mode="
 GDPO = "algorithm.adv_estimator=gdpo A.rollout.n=4 reward.reward_manager.name=gdpo "
 KEYS = '+algorithm.gdpo_reward_keys=\'["accuracy_reward", "format_reward"]\' '
 

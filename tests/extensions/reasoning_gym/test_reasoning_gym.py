@@ -17,10 +17,10 @@ from laurel.config.grpo_run import GRPORun
 from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, MadeRows, load_task_data
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, DataError, MissingDependencyError
+from laurel.extensions.evaluation.options import EvalPolicyOptions
+from laurel.extensions.evaluation.policy import _sets
 from laurel.extensions.reasoning_gym import environment as reasoning_gym
 from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig
-from laurel.run.evaluation.policy import _sets
-from laurel.run.options import EvalPolicyOptions
 from laurel.run.tasks import fit_prompts
 from policy_runs import MATCHES, grpo, grpo_settings, task_data
 from runs import manifest_hashes

@@ -60,6 +60,10 @@ class TakesNothing:
     async def run_single(self, data):
         return {}
 """
+PLAIN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+"""
 VERL = {"reward": {"reward_kwargs": {"free": 2}}}
 
 
@@ -111,6 +115,21 @@ def test_calls_that_a_slow_one_held_up_do_not_come_all_at_once():
     )
     in_virtual_time(FunctionScorer(config, function=compute_score).score([GROUP]))
     assert [at - begun[0] for at in begun] == [0.0, 100.0, 110.0]
+
+
+def test_calls_in_processes_do_not_wait_for_one_after_their_turn(tmp_path):
+    (tmp_path / "mine.py").write_text(PLAIN, encoding="utf-8")
+    limits = {"manager": "rate_limited", "rate_limited": {"max_rpm": 6}}
+    config = FunctionConfig(path=f"{tmp_path}/mine.py:compute_score", **limits)
+    scorer = FunctionScorer(config, num_workers=2)
+
+    async def free():
+        return scorer._gate()._value
+
+    try:
+        assert asyncio.run(free()) == 2
+    finally:
+        scorer.close()
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -12,6 +12,7 @@ import signal
 import socket
 import stat
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,42 +23,41 @@ from laurel.extensions.server import serve as command
 from sandbox_processes import wait_until
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
 
+A_MODEL = ("--model", str(Path(__file__).parents[2] / "golden/older_runs/rm/saves/step_2"))
 NEEDS = {
-    "no model": ([], "give either a reward model (--model"),
-    "two": (["--null", "--model", "x"], "or --null"),
-    "engine": (["--null", "--engine", "vllm"], "--engine vllm needs a model"),
+    "no model": ([], "--model"),
     "lost model": (["--model", "/nowhere/rm"], "--model /nowhere/rm: there is no such directory"),
-    "replicas": (["--null", "--replicas", "0"], "--replicas 0: from 1 to"),
-    "port": (["--null", "--port", "70000"], "--port 70000: from 0 to 65535"),
-    "host": (["--null", "--host", "no.such.invalid"], "--host no.such.invalid is no address"),
-    "other host": (["--null", "--host", "192.0.2.1"], "--host 192.0.2.1 is no address of this"),
+    "replicas": ([*A_MODEL, "--replicas", "0"], "--replicas 0: from 1 to"),
+    "port": ([*A_MODEL, "--port", "70000"], "--port 70000: from 0 to 65535"),
+    "host": ([*A_MODEL, "--host", "no.such.invalid"], "--host no.such.invalid is no address"),
+    "other host": ([*A_MODEL, "--host", "192.0.2.1"], "--host 192.0.2.1 is no address of this"),
     "open": (
-        ["--null", "--no-api-key", "--host", "0.0.0.0"],
+        [*A_MODEL, "--no-api-key", "--host", "0.0.0.0"],
         "--no-api-key is for loopback addresses",
     ),
-    "variable": (["--null", "--api-key-env", "NO_SUCH"], "--api-key-env NO_SUCH: there is no such"),
+    "variable": ([*A_MODEL, "--api-key-env", "NO_SUCH"], "--api-key-env NO_SUCH: there is no such"),
     "other variable": (
-        ["--null", "--admin-key-env", "NO_SUCH"],
+        [*A_MODEL, "--admin-key-env", "NO_SUCH"],
         "--admin-key-env NO_SUCH: there is no such",
     ),
     "public": (
-        ["--null", "--host", "0.0.0.0", "--allow-from", "8.0.0.0/8"],
+        [*A_MODEL, "--host", "0.0.0.0", "--allow-from", "8.0.0.0/8"],
         "--allow-from 8.0.0.0/8: only loopback and private addresses may do without a key",
     ),
     "everybody": (
-        ["--null", "--host", "0.0.0.0", "--allow-from", "0.0.0.0/0"],
+        [*A_MODEL, "--host", "0.0.0.0", "--allow-from", "0.0.0.0/0"],
         "--allow-from 0.0.0.0/0: only loopback and private",
     ),
-    "no range": (["--null", "--allow-from", "10.0.0.1/8"], "a range is written as 10.0.0.0/8"),
+    "no range": ([*A_MODEL, "--allow-from", "10.0.0.1/8"], "a range is written as 10.0.0.0/8"),
     "out of reach": (
-        ["--null", "--allow-from", "10.0.0.0/8"],
+        [*A_MODEL, "--allow-from", "10.0.0.0/8"],
         "--allow-from 10.0.0.0/8: no machine there reaches --host 127.0.0.1",
     ),
     "open twice": (
-        ["--null", "--no-api-key", "--allow-from", "127.0.0.1"],
+        [*A_MODEL, "--no-api-key", "--allow-from", "127.0.0.1"],
         "with --no-api-key none does",
     ),
-    "log": (["--null", "--access-log", "/nowhere/log"], "--access-log /nowhere/log: No such file"),
+    "log": ([*A_MODEL, "--access-log", "/nowhere/log"], "--access-log /nowhere/log: No such file"),
 }
 
 
@@ -91,7 +91,7 @@ def test_a_port_that_is_taken(monkeypatch, capfd):
     monkeypatch.setenv("LAUREL_API_KEY", "x" * 32)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        code, error = run_main(monkeypatch, capfd, "--null", "--port", port)
+        code, error = run_main(monkeypatch, capfd, *A_MODEL, "--port", port)
     assert code == 2
     assert f"--port {port} of 127.0.0.1 cannot be used: Address already in use" in error
 
@@ -100,7 +100,7 @@ def test_a_port_that_is_taken(monkeypatch, capfd):
 @pytest.mark.parametrize("key", ["short", "x" * 31, "x" * 40 + " y", "é" * 40])
 def test_a_key_that_is_none(monkeypatch, capfd, name, key):
     monkeypatch.setenv(name, key)
-    code, error = run_main(monkeypatch, capfd, "--null", "--port", "0")
+    code, error = run_main(monkeypatch, capfd, *A_MODEL, "--port", "0")
     assert code == 2
     assert f"the key in {name} has to have at least 32 printable ASCII characters" in error
     assert "openssl rand -hex 32" in error
@@ -111,7 +111,7 @@ def test_the_admin_key_is_another_one(monkeypatch, capfd):
     for name in ("LAUREL_API_KEY", "OF_ADMIN"):
         monkeypatch.setenv(name, "k" * 32)
     code, error = run_main(
-        monkeypatch, capfd, "--null", "--port", "0", "--admin-key-env", "OF_ADMIN"
+        monkeypatch, capfd, *A_MODEL, "--port", "0", "--admin-key-env", "OF_ADMIN"
     )
     assert code == 2
     assert "the admin key is the API key: set OF_ADMIN to another one" in error

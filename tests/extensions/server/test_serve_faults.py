@@ -5,8 +5,8 @@ import threading
 from contextlib import ExitStack
 
 import pytest
+from null_server import NullScorer
 
-from laurel.extensions.server.service import NullScorer
 from reward_streams import GROUPS, Streamed
 from serve_processes import KEY, SamePort
 

@@ -16,7 +16,7 @@ CHECKS = schemathesis.checks.CHECKS.get_by_names(
         "response_schema_conformance",
     ]
 )
-EXAMPLES = 60
+EXAMPLES = 25
 """Of each endpoint: some seconds in all."""
 
 

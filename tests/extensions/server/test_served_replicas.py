@@ -7,6 +7,7 @@ import signal
 
 import psutil
 import pytest
+from null_server import open_null
 
 from laurel.errors import BusyError, ConfigError, EngineError, ModelError
 from laurel.extensions.server import replicas as served_replicas
@@ -22,7 +23,7 @@ from sandbox_processes import is_gone
 from scripted_backend import ScriptedBackend, null_scores
 from served_scores import asked_without_network
 
-NULL = ServingSpec()
+NULL = ServingSpec(opens=open_null)
 
 
 def serving(model, **limits):
@@ -119,7 +120,7 @@ def test_a_model_that_fails_at_everything_ends_its_process(monkeypatch):
         raise EndedError(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    worker = ModelWorker(RankPlace(role="replica"), NULL, ())
+    worker = ModelWorker(RankPlace(role="replica"), NULL)
     backend = worker._backend = ScriptedBackend(fails=lambda tokens: len(tokens) > 1)
     one, two = (tokens for tokens, _ in worker.prepare([group("a"), group("b")]))
     with pytest.raises(RuntimeError, match="device"):  # nothing that it could score is known yet
@@ -159,5 +160,5 @@ def test_the_queue_has_an_end_and_the_figures_say_how_long_it_is():
         processes[0].kill()
         await until(lambda: served.stats().ready == 1)
 
-    with opened(2, ServingSpec(limits=BatcherLimits(max_waiting=6))) as (model, _):
+    with opened(2, ServingSpec(opens=open_null, limits=BatcherLimits(max_waiting=6))) as (model, _):
         asyncio.run(main(model))

@@ -12,7 +12,7 @@ import tiny_tokenizers as made
 from laurel.errors import CheckpointError, ModelError
 from laurel.extensions.server.options import ServeOptions
 from laurel.extensions.server.serve import _serving_spec
-from laurel.extensions.server.service import ServingSpec, open_backend
+from laurel.extensions.server.service import ServingSpec, open_model
 from laurel.models.scoring import ScoringRules
 from laurel.models.spec import ModelSpec
 from laurel.rewards.spec import ScorerSpec
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 def opened(model, **options):
     spec = ScorerSpec(model=ModelSpec(name=str(model)), device="cpu", **options)
-    return open_backend(ServingSpec(scorer=spec), say=lambda _: None)
+    return open_model(ServingSpec(scorer=spec), say=lambda _: None)
 
 
 def test_equal_files_have_equal_versions_wherever_they_lie(model, tmp_path):
@@ -66,7 +66,7 @@ def test_the_day_of_a_foreign_template_is_that_of_the_server_and_is_told(tmp_pat
     for day in (datetime(2024, 7, 26), datetime(2024, 7, 26), datetime(2024, 7, 27)):
         said = []
         spec = _serving_spec(ServeOptions(model=str(tmp_path), device="cpu", date=day))
-        _, version, backend = open_backend(spec, say=said.append)
+        _, version, backend = open_model(spec, say=said.append)
         (note,) = (line for line in said if "prints the date" in line)
         assert f"pinned to {day:%d %b %Y}" in note
         assert "--date" in note

@@ -15,6 +15,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.errors import ConfigError, UserError
 from laurel.extensions.starter.options import InitOptions
 from laurel.extensions.starter.starter import TASKS, run_init
+from laurel.run.specs import RATE
 from model_directories import save_model
 from tiny import tiny_language_model
 
@@ -119,7 +120,8 @@ def test_a_model_from_scratch_has_a_learning_rate_of_its_own(task, here):
         config: Any = load_config(SCHEMAS[TASKS[task]["trainer"]], here / f"{task}.yaml").config
         assert config.policy.model_name is None
         kwargs = config.policy.optimizer.kwargs
-        assert kwargs["lr"] >= 50 * pretrained.policy.optimizer.kwargs["lr"]
+        usual = pretrained.policy.optimizer.kwargs["lr"]
+        assert kwargs["lr"] >= 50 * (RATE if usual == "auto" else usual)
         assert config.policy.scratch.hidden_size == (512 if num_gpus else 128)
     text = " ".join((here / f"{task}.yaml").read_text(encoding="utf-8").replace("#", "").split())
     assert "The model is new, and policy.scratch describes it." in text

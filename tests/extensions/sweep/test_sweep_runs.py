@@ -191,16 +191,6 @@ def one_by_one(with_a_failure, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_trials_run_on_ray_several_at_a_time_with_the_same_values(
-    tmp_path, with_a_failure, one_by_one
-):
-    there, _ = swept(tmp_path / "there", *with_a_failure, "--workers", "2")
-    for name in ("params", "state", "values"):
-        assert [one[name] for one in there["trials"]] == [one[name] for one in one_by_one["trials"]]
-    assert there["num_failed"] == 1
-
-
-@pytest.mark.slow
 def test_a_trial_goes_on_when_its_worker_on_ray_is_killed(tmp_path, with_a_failure, one_by_one):
     psutil = pytest.importorskip("psutil")
     out = tmp_path / "out"

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import laurel.__main__
 import laurel.cli.score
 import laurel.extensions.demo.demo
-import laurel.run.evaluation.policy
-import laurel.run.evaluation.run
+import laurel.extensions.evaluation.policy
+import laurel.extensions.evaluation.run
 from laurel.cli.main import app
 from reward_models import small_model, write_model
 
@@ -34,12 +34,12 @@ def interrupted(*arguments, **options):
         ),
         (
             ["eval", "policy", "-m", "x", "--dataset", "GSM8K"],
-            (laurel.run.evaluation.policy, "_played"),
+            (laurel.extensions.evaluation.policy, "_played"),
             "interrupted; no completion is kept",
         ),
         (
             ["eval", "pairs", "-m", "{model}", "-d", "{rows}", "-o", "out"],
-            (laurel.run.evaluation.run, "open_evaluation_scorer"),
+            (laurel.extensions.evaluation.run, "open_evaluation_scorer"),
             "interrupted; 0 of 1 result kept in out",
         ),
     ],

@@ -9,8 +9,9 @@ import pytest
 
 from laurel.config.data import BenchmarkSetConfig, DataConfig, DatasetConfig, TaskDataConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.load import load_config
+from laurel.config.load import load_config, translated
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.yaml_tree import graft, plain_values
 from laurel.data.tasks import load_task_data
 from laurel.errors import ConfigError
 
@@ -55,6 +56,26 @@ def test_benchmarks_among_blocks(tmp_path: Path) -> None:
     assert data.validation_sets()["Block"].dataset_name == "PreferenceDataset"
     # What fills the blocks of preferences is not for a benchmark.
     assert data.benchmark_sets()["Bench"].dataset_name is None
+
+
+@pytest.mark.parametrize(
+    ("block", "overrides"),
+    [
+        ("{data_path: v.jsonl, dataset_name: HelpSteer3}", ["data.validation.data_path=w.jsonl"]),
+        ("{data_path: v.jsonl}", ["data.validation={data_path: w.jsonl, split: test}"]),
+        ("{benchmark: reward-bench}", ["data.validation={benchmark: pairs, data_path: w.jsonl}"]),
+        ("{A: {data_path: v.jsonl}}", ["+data.validation.default={data_path: w.jsonl}"]),
+    ],
+)
+def test_a_set_without_a_name_is_the_default(
+    tmp_path: Path, block: str, overrides: list[str]
+) -> None:
+    text = f"data:\n  train_data_path: t.jsonl\n  validation: {block}\n"
+    data = load_config(RewardTrainingRun, written(tmp_path, text), overrides).config.data
+    assert data.validation is not None
+    assert data.validation["default"].data_path == "w.jsonl"
+    saved = translated(RewardTrainingRun, graft({"data": {"validation": {"split": "x"}}}, "old"))
+    assert plain_values(saved) == {"data": {"validation": {"default": {"split": "x"}}}}
 
 
 def test_flat_keys_and_dictionaries_without_a_file() -> None:

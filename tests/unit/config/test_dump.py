@@ -89,8 +89,7 @@ blocks = some(
     DataConfig,
     train=data_sets | st.lists(data_sets, max_size=3),
     # Nothing given at all is indistinguishable from no named set at all: `validation: {}`.
-    validation=data_sets.filter(lambda block: block.model_fields_set)
-    | st.dictionaries(
+    validation=st.dictionaries(
         texts, data_sets.filter(lambda b: b.model_fields_set), min_size=1, max_size=2
     ),
     prompt_file=texts,

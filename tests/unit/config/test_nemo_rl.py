@@ -516,6 +516,21 @@ def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
     plan_allocation(loaded.config)
 
 
+def test_bounds_of_ratios_that_a_file_inherits_and_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("loss_fn: {ratio_clip_max: 0.27, ratio_clip_c: 10}\n")
+    (tmp_path / "moe.yaml").write_text(
+        "defaults: base.yaml\npolicy: {scratch: {}}\nloss_fn: {force_on_policy_ratio: true}\n"
+    )
+    loaded = load_config(SCHEMAS["grpo"], tmp_path / "moe.yaml")
+    loss = loaded.config.loss_fn
+    assert (loss.ratio_clip_max, loss.ratio_clip_c) == (0.2, None)
+    for key in ("ratio_clip_max=0.27", "ratio_clip_c=10"):
+        assert any(key in line and "base.yaml" in line for line in loaded.warnings)
+    # Beside it they are somebody's mistake.
+    with pytest.raises(ConfigError, match=r"ratio_clip_max=0\.3 has no effect"):
+        load(tmp_path, "grpo", {"loss_fn": {"force_on_policy_ratio": True, "ratio_clip_max": 0.3}})
+
+
 @pytest.mark.parametrize(
     ("key", "loss"), [("use_cispo", "cispo"), ("disable_ppo_ratio", "reinforce")]
 )

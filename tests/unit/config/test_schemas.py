@@ -39,7 +39,12 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("sft", "sft.val_perod=3", "did you mean 'val_period'"),
     ("rm", "policy.optimizer.kwargs.lr=.inf", "kwargs.lr is inf, and must be a finite number"),
     ("rm", "policy.max_grad_norm=.inf", "must be a finite number, or null, not inf"),
+    ("rm", "cluster.placement.reward_model.slots=2", "only laurel grpo has such a role"),
+    ("sft", "cluster.placement.policy.shares=policy", "known here: nodes, labels, slots"),
     ("grpo", "policy.generation.temperature=0", "greedy decoding"),
+    ("grpo", "policy.generation.temperature=-1", "temperature: must be "),
+    ("grpo", "policy.generation.stop_strings=['']", "an empty stop string"),
+    ("grpo", "grpo.seed=-1", "grpo.seed: must be a whole number of at least 0"),
     ("grpo", "policy.generation.max_new_tokens=513", "more than policy.max_total_sequence_length"),
     ("grpo", "policy.generation.vllm_cfg.max_model_len=500", "max_model_len=500 is less than"),
     ("grpo", "grpo.num_prompts_per_step=33", "no multiple of policy.train_global_batch_size"),
@@ -62,6 +67,17 @@ REFUSED: list[tuple[Kind, str, str]] = [
     ("grpo", "grpo.health.entropy_share=0.1", "there is no such key any more"),
     ("grpo", "grpo.health.noise_floor_share=0.9", "there is no such key any more"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"),
+    [("true", "num_generations_per_prompt must be at least 2"), ("false", "learns nothing")],
+)
+def test_a_group_of_one_is_refused(baseline: str, said: str) -> None:
+    """Without others there is nothing to compare with; with itself, the advantage is 0."""
+    one = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(GRPORun, None, [*one, f"grpo.use_leave_one_out_baseline={baseline}"])
 
 
 @pytest.mark.parametrize(("kind", "override", "said"), REFUSED)
@@ -100,6 +116,16 @@ def test_a_bound_of_rewards_may_be_none() -> None:
     assert config.env.reward_model.transform.clip == (float("-inf"), 5.0)
     with pytest.raises(ConfigError, match=r"must be \[lowest, highest"):
         load_config(GRPORun, None, [f"{clip}=[.nan,5]"])
+
+
+def test_a_teacher_alone_needs_no_other_completion_to_compare_with():
+    lone = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=1"]
+    taught = "loss_fn.distillation={model_name: teacher, rewards: %s}"
+    config = load_config(GRPORun, None, [*lone, taught % "false"]).config
+    assert config.grpo.num_generations_per_prompt == 1
+    for rewards in ([], [taught % "true"]):
+        with pytest.raises(ConfigError, match="num_generations_per_prompt must be at least 2"):
+            load_config(GRPORun, None, [*lone, *rewards])
 
 
 TRUNCATED = {

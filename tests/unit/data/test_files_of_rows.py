@@ -23,12 +23,12 @@ from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS
 from laurel.config.sft import DemonstrationSetConfig
 from laurel.data.conversations import load_demonstrations
-from laurel.data.formats import suggestions
 from laurel.data.preferences import load_preferences
 from laurel.data.reading import read_prompt_frame
 from laurel.data.sources import READERS, read_rows
 from laurel.data.tasks import load_tasks
 from laurel.errors import ConfigError, DataError, ModelError
+from laurel.extensions.data_check.formats import suggestions
 from laurel.observe.hub import check_not_missing
 
 ROWS = [{"prompt": f"Question {i}?", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(3)]

@@ -138,8 +138,7 @@ def test_every_sequence_of_a_deep_tree_can_be_read_back(seed, least, vocabulary)
     groups, _ = groups_of_tree(seed, nodes=20, vocabulary=max(vocabulary, 24))
     groups += [group([1] * 9, [1, 1, vocabulary], [1, 1], [1, 1])]
     groups = [
-        replace(g, reads_G=tuple((0, len(g.trunk_ids) + len(b) - 1) for b in g.branches_ids_G))
-        for g in groups
+        replace(g, reads_G=tuple(tuple(range(length)) for length in g.lengths_G)) for g in groups
     ]
     forest = to_forest(groups, least_shared=least)
     whole = [[*g.trunk_ids, *b] for g in groups for b in g.branches_ids_G]
@@ -150,7 +149,7 @@ def test_every_sequence_of_a_deep_tree_can_be_read_back(seed, least, vocabulary)
     starts = [len(g.trunk_ids) for g in groups for _ in g.branches_ids_G]
     assert [end.start for end in forest.ends_N] == starts
     assert forest.last_N == [row[-1] for row in rows]
-    assert forest.reads == tuple(t for row in rows for t in (row[0], row[-1]))
+    assert forest.reads == tuple(t for row in rows for t in row)
     assert len(ids) == distinct_tokens(groups, least) <= sum(map(len, whole))
     covered = [span for tree in forest.trees for span in tree.nodes]
     assert [span.start for span in covered] == [0, *(span.end for span in covered[:-1])]

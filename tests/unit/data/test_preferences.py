@@ -244,7 +244,7 @@ SHARES = st.floats(min_value=0.01, max_value=0.99)
 @given(prompts=PROMPTS, share=SHARES, seed=st.integers(-(2**40), 2**40), shuffle=st.randoms())
 def test_holding_out_splits_by_prompt_and_depends_on_nothing_else(prompts, share, seed, shuffle):
     preferences = [preference(prompt, index) for index, prompt in enumerate(prompts)]
-    train, validation = hold_out(preferences, share=share, seed=seed)
+    train, validation = hold_out(preferences, shares=[share], seed=seed)
     assert train
     assert validation
     assert sorted(train + validation, key=preferences.index) == preferences
@@ -254,7 +254,7 @@ def test_holding_out_splits_by_prompt_and_depends_on_nothing_else(prompts, share
 
     mixed = list(preferences)
     shuffle.shuffle(mixed)
-    again = hold_out(mixed, share=share, seed=seed)
+    again = hold_out(mixed, shares=[share], seed=seed)
     assert {p.source for p in again[1]} == {p.source for p in validation}
 
 
@@ -262,10 +262,10 @@ def test_a_large_prompt_is_not_held_out_for_a_small_share():
     preferences = [preference("large", index) for index in range(90)]
     preferences += [preference(f"small {index}", index) for index in range(10)]
     for seed in range(20):
-        _, validation = hold_out(preferences, share=0.05, seed=seed)
+        _, validation = hold_out(preferences, shares=[0.05], seed=seed)
         assert len(validation) == 5
 
 
 def test_one_prompt_cannot_be_split():
     with pytest.raises(DataError, match=r"data\.split_validation_size=0\.1: 3 rows with 1 diff"):
-        hold_out([preference("same", index) for index in range(3)], share=0.1, seed=0)
+        hold_out([preference("same", index) for index in range(3)], shares=[0.1], seed=0)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import (
-    accuracy_figures,
-    batch_figures,
+    accuracy_metrics,
+    batch_metrics,
     mean_of,
     pass_at_k,
     response_of,
@@ -70,7 +70,7 @@ def test_d11_equal_prompts_stay_two_groups():
         "generation_lengths": torch.tensor([1, 2, 3, 4]),
         "num_failures": 1,
     }
-    assert batch_figures(batch) == {
+    assert batch_metrics(batch) == {
         "num_samples": 4.0,
         "num_problems_in_batch": 2.0,
         "num_failures": 1.0,
@@ -80,14 +80,14 @@ def test_d11_equal_prompts_stay_two_groups():
     }
     assert pass_at_k(batch["group_ids"], [True, True, False, False])["pass@2"] == 0.5
     # Of the four, the last reached the reward and was cut, and the third missed it by a little.
-    figures, correct = accuracy_figures({**batch, "rewards": [1.0, 1.0, 0.999, 1.0]})
+    figures, correct = accuracy_metrics({**batch, "rewards": [1.0, 1.0, 0.999, 1.0]})
     assert correct == [True, True, False, False]
     assert figures == {
-        **batch_figures(batch),
+        **batch_metrics(batch),
         "accuracy": 0.5,
         **pass_at_k(batch["group_ids"], correct),
     }
-    _, correct = accuracy_figures({**batch, "rewards": [1.0, 0.5, 0.999, 1.0]}, right=0.9)
+    _, correct = accuracy_metrics({**batch, "rewards": [1.0, 0.5, 0.999, 1.0]}, right=0.9)
     assert correct == [True, False, True, False]
 
 

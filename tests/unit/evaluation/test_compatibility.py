@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from laurel.evaluation.rewardbench_tokens import (
+from laurel.extensions.evaluation.rewardbench_tokens import (
     BOS,
     CONTROL,
     CUT,

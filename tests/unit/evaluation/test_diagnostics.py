@@ -9,16 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import DataError
-from laurel.evaluation.diagnostics import (
-    agreements,
-    best_temperature,
-    calibration,
-    kendall,
-    length_controlled_accuracy,
-    longer_scored_higher,
-    score_distribution,
-    score_length_correlation,
-)
 from laurel.evaluation.statistics import (
     BagOfWords,
     ScoredPair,
@@ -29,6 +19,16 @@ from laurel.evaluation.statistics import (
     failure_reasons,
     interval_of_share,
     longer_wins,
+)
+from laurel.extensions.evaluation.diagnostics import (
+    agreements,
+    best_temperature,
+    calibration,
+    kendall,
+    length_controlled_accuracy,
+    longer_scored_higher,
+    score_distribution,
+    score_length_correlation,
 )
 from laurel.observe.metrics import preference_metrics, spearman
 from laurel.types import Message

@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from laurel.errors import ConfigError, DataError
-from laurel.evaluation.diagnostics import diagnostics_report, find_leaks, find_repeats
 from laurel.evaluation.statistics import (
     ScoredPair,
 )
-from laurel.run.evaluation.tables import print_diagnostics
+from laurel.extensions.evaluation.diagnostics import diagnostics_report, find_leaks, find_repeats
+from laurel.extensions.evaluation.tables import print_diagnostics
 from laurel.types import Message, Score
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.evaluation.policy import pass_at, pass_figures, reward_figures
+from laurel.extensions.evaluation.pass_metrics import pass_at, pass_metrics, reward_metrics
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -25,16 +25,16 @@ def test_what_cannot_be_asked(k, drawn, passed):
 
 
 def test_pass_figures_leave_out_tasks_with_too_few_completions():
-    figures = pass_figures([[1.0, 0.0, 0.0], [0.0, None, 1.0], [None, None, None]])
+    figures = pass_metrics([[1.0, 0.0, 0.0], [0.0, None, 1.0], [None, None, None]])
     assert figures == pytest.approx(
         {"pass@1": (1 / 3 + 1 / 2) / 2, "pass@2": (2 / 3 + 1.0) / 2, "pass@3": 1.0}
     )
-    assert pass_figures([[None], []]) == {}
-    assert pass_figures([[0.9, 1.5]]) == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
+    assert pass_metrics([[None], []]) == {}
+    assert pass_metrics([[0.9, 1.5]]) == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
 
 
 def test_reward_figures_by_hand():
-    figures = reward_figures([[1.0, 0.0], [1.0, None], [None, None], [0.25, 0.25]])
+    figures = reward_metrics([[1.0, 0.0], [1.0, None], [None, None], [0.25, 0.25]])
     means = [0.5, 1.0, 0.25]
     mean = sum(means) / 3
     spread = math.sqrt(sum((m - mean) ** 2 for m in means) / 2)
@@ -51,7 +51,7 @@ def test_reward_figures_by_hand():
 
 
 def test_a_failure_never_becomes_a_number():
-    figures = reward_figures([[None]])
+    figures = reward_metrics([[None]])
     assert "reward_mean" not in figures
     assert figures["num_failures"] == 1.0
-    assert "reward_standard_error" not in reward_figures([[0.5, 0.7]])
+    assert "reward_standard_error" not in reward_metrics([[0.5, 0.7]])

@@ -10,7 +10,7 @@ import pytest
 from laurel.errors import DataError
 from laurel.evaluation.benchmarks import BENCHMARKS, BenchmarkOptions, reduce_scores
 from laurel.evaluation.other_benchmarks import CORRECT, ERRONEOUS
-from laurel.observe.metrics import first_below, first_error_figures, step_metrics
+from laurel.observe.metrics import first_below, first_error_metrics, step_metrics
 from laurel.types import Score
 
 # Of each solution: its subset, the index of its first error, and the values of its steps.
@@ -121,13 +121,13 @@ def test_a_bad_row_is_refused_with_its_line(
 def test_first_errors_and_their_figures() -> None:
     assert first_below((0.9, 0.5, 0.4), 0.5) == 2
     assert first_below((0.9, 0.5), 0.5) == -1
-    assert first_error_figures([1, -1, -1], [1, 0, -1]) == {
+    assert first_error_metrics([1, -1, -1], [1, 0, -1]) == {
         "erroneous_accuracy": 0.5,
         "correct_accuracy": 1.0,
         "first_error_f1": pytest.approx(2 / 3),
     }
-    assert first_error_figures([0], [1]) == {"erroneous_accuracy": 0.0}
-    assert first_error_figures([0, 0], [1, -1])["first_error_f1"] == 0.0
+    assert first_error_metrics([0], [1]) == {"erroneous_accuracy": 0.0}
+    assert first_error_metrics([0, 0], [1, -1])["first_error_f1"] == 0.0
 
 
 def test_metrics_of_steps_leave_out_what_has_no_label() -> None:

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from laurel.errors import DataError, ModelError
-from laurel.evaluation.rewardbench_tokens import (
+from laurel.extensions.evaluation.rewardbench_tokens import (
     FORMATS,
     ReferenceFormat,
     RewardBenchContract,

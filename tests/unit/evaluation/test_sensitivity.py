@@ -3,7 +3,8 @@
 import pytest
 
 from laurel.errors import ProtocolError
-from laurel.evaluation.diagnostics import (
+from laurel.evaluation.statistics import ScoredPair
+from laurel.extensions.evaluation.diagnostics import (
     VARIANTS,
     Sensitivity,
     other_white_space,
@@ -11,7 +12,6 @@ from laurel.evaluation.diagnostics import (
     truncated,
     with_markdown,
 )
-from laurel.evaluation.statistics import ScoredPair
 from laurel.types import Message, Score
 
 ANSWER = "It is so. I saw it!\n\nAsk him."

@@ -13,7 +13,7 @@ from laurel.config.grpo import HealthConfig
 from laurel.grpo.metrics import (
     HEALTH_FILE,
     HealthWatch,
-    completion_figures,
+    completion_metrics,
     length_correlation,
     repeated_share,
     samples_of,
@@ -65,18 +65,18 @@ def test_figures_of_a_step_by_hand() -> None:
         group("q", rollout("x", None), rollout("yz", 1.0)),
     ]
     asked = {"train/num_failures_left_out": 4.0}
-    assert completion_figures(groups, asked) == {
+    assert completion_metrics(groups, asked) == {
         "train/completions/repetition": pytest.approx(0.4),
         "train/completions/reward_length_correlation": pytest.approx(1.0),
         "train/completions/failure_share": pytest.approx(5 / 8),
     }
-    assert completion_figures([], {}) == {}
+    assert completion_metrics([], {}) == {}
 
 
 def test_only_what_the_policy_wrote_is_looked_at() -> None:
     mask = np.array([True] * 4 + [False] * 8)
     one = rollout("abcdaaaaaaaa", 1.0, mask_L=mask)
-    assert completion_figures([group("p", one)], {})["train/completions/repetition"] == 0.0
+    assert completion_metrics([group("p", one)], {})["train/completions/repetition"] == 0.0
 
 
 GROUPS = [

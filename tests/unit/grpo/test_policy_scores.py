@@ -52,8 +52,8 @@ def test_a_reference_is_asked_like_a_policy_and_stays_what_it_was():
     model, groups = tiny.tiny_policy("qwen3"), tiny.random_groups(1, SHAPES)
     learner = LocalLearner(model, optimizer=SGD, reference=Reference.of(model))
 
-    def found(of):
-        outputs = partial(learner.outputs, of=of)
+    def found(role):
+        outputs = partial(learner.outputs, role=role)
         values = policy_logprobs(outputs, groups, batcher_of("forest", 100))
         return np.concatenate([logprobs_L for of_group in values for logprobs_L in of_group])
 

@@ -40,7 +40,9 @@ from policy_fakes import (
 )
 
 GROUPS = [
-    rollout_group(rollout("xx", 1.0), rollout("xxx..x", 3.0, num_turns=2, truncated=True)),
+    rollout_group(
+        rollout("xx", 1.0), rollout("xxx..x", 3.0, num_turns=2, truncated=True, begins=(4,))
+    ),
     rollout_group(rollout("x", None), rollout("xxxxx", 2.0), prompt="defgh"),
 ]
 
@@ -58,6 +60,7 @@ def test_lengths_turns_and_rewards_by_hand() -> None:
         "total_turns": 5,
         "avg_turns_per_sample": 1.25,
         "max_turns_per_sample": 2,
+        "sequences_per_rollout": 1.25,
         "natural_termination_rate": 0.75,
         "truncation_rate": 0.25,
         "mean_prompt_length": 4,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from laurel import plugins
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import EngineError, TrainingError
 from laurel.grpo.source import Batch, RolloutSource
@@ -563,11 +564,45 @@ def test_completions_that_the_loss_leaves_out_are_no_signal() -> None:
 
 
 def test_dynamic_sampling_for_gdpo_looks_at_the_components() -> None:
-    """Completions that are good at different things have the same total, and much to teach."""
+    """Completions that are good at different things have the same total, and may have much to
+    teach: with equal weights it cancels out.
+    """
     named = {"a": {"right": 1.0, "short": 0.0}, "b": {"right": 0.0, "short": 1.0}}
     generator, judge = saying("a", "b"), Judge(lambda text, m: {"rewards": named[text]})
-    assert has_signal(ScriptedGenerator(generator), judge, adv_estimator={"name": "gdpo"})
+    weighted = {"name": "gdpo", "reward_weights": {"right": 2.0, "short": 1.0}}
+    assert has_signal(ScriptedGenerator(generator), judge, adv_estimator=weighted)
+    assert not has_signal(ScriptedGenerator(generator), judge, adv_estimator={"name": "gdpo"})
     assert not has_signal(ScriptedGenerator(generator), judge)
+
+
+@pytest.mark.parametrize("name", plugins.names("advantages"))
+def test_a_group_from_which_its_estimator_learns_nothing_has_no_signal(name: str) -> None:
+    """The best two are equal, so neither adds anything to the best of all three."""
+    if name in ("gdpo", "remax"):
+        pytest.skip("compares components, or is refused with dynamic sampling")
+    generator = ScriptedGenerator(saying("a", "a", "b"))
+    judge = Judge(lambda text, m: {"reward": float(text == "a")})
+    options = {"num_generations_per_prompt": 3, "adv_estimator": {"name": name}}
+    assert has_signal(generator, judge, **options) is (name != "pass_at_k")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_completion_without_a_finite_component_fails_alone(dynamic: bool) -> None:
+    named = {
+        "a": {"right": 1.0, "short": 0.0},
+        "b": {"right": 0.0, "short": 1.0},
+        "c": {"right": 1.0},  # a function's result that is not finite is left out of its parts
+        "d": {"right": 1.0, "short": 1.0},
+    }
+    judge = Judge(lambda text, m: {"parts": named[text]})
+    generator = ScriptedGenerator(saying(*named))
+    options = {"num_generations_per_prompt": 4, "adv_estimator": {"name": "gdpo"}}
+    with source_of(
+        generator, judge=judge, num_prompts_per_step=1, use_dynamic_sampling=dynamic, **options
+    ) as source:
+        (group,) = source.take(0).groups
+    assert [one.reward is None for one in group.rollouts_G] == [False, False, True, False]
+    assert "'short'" in (group.rollouts_G[2].failure or "")
 
 
 def stop(num_groups: int) -> None:

@@ -246,6 +246,7 @@ def test_several_messages_of_an_environment_are_one_observation() -> None:
     assert rollout.mask_L.tolist() == [character in "ab" for character in "ab[45]>ab"]
     said = [(m.role, m.content) for m in rollout.messages]
     assert said == [("assistant", "ab"), ("tool", "4"), ("tool", "5"), ("assistant", "ab")]
+    assert rollout.turns == ((0, 0, 2), (3, 7, 9))
     assert judge.logs[-1][1:] == [{"role": role, "content": content} for role, content in said]
     assert shown == [[{"type": "function"}]] * 2
 

@@ -14,7 +14,7 @@ from laurel.grpo.advantages import (
     penalize_turns,
     sequence_errors,
 )
-from laurel.types import Message
+from laurel.types import Message, Turn
 from policy_fakes import rollout, rollout_group
 
 
@@ -34,14 +34,25 @@ def test_what_is_malformed(text, is_malformed):
     assert is_malformed_thinking(text) is is_malformed
 
 
-def two_turns():
-    """Three tokens of the policy, two of the environment, one of the policy."""
+def two_turns(environment="user", text="abc..d"):
+    """Three tokens of the policy, some of the environment, one of the policy."""
     said = (
         Message("assistant", "<think>"),
-        Message("user", ".."),
+        Message(environment, ".."),
         Message("assistant", "d"),
     )
-    return rollout("abc..d", 1.0, messages=said)
+    turns = (Turn(0, 0, 3), Turn(2, len(text) - 1, len(text)))
+    return rollout(text, 1.0, messages=said, turns=turns)
+
+
+@pytest.mark.parametrize("text", ["abc..d", "abcd"])  # a template may show nothing of it
+def test_a_turn_is_what_the_policy_wrote_whatever_its_environment_says(text):
+    group = rollout_group(two_turns("assistant", text))
+    chosen = GRPOConfig(malformed_thinking_advantage=-5.0)
+    found = penalize_turns(advantages_of(group, [2.0]), [group], chosen)
+    assert found.tokens_BGL is not None
+    assert found.tokens_BGL[0][0][[0, 1, 2, -1]].tolist() == [-5.0, -5.0, -5.0, 2.0]
+    assert found.metrics["turns/malformed_thinking"] == 1 / 2
 
 
 def advantages_of(group, values):

@@ -137,9 +137,9 @@ def test_autocast_stays_inside_the_decoder():
     """A caller who autocasts does not lower the precision of the head."""
     model = tiny.tiny_reward_model("qwen3")
     hidden_ND = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    expected_NK = model.judge(hidden_ND)
+    expected_NK = model.apply_head(hidden_ND)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(model.judge(hidden_ND), expected_NK)
+        assert torch.equal(model.apply_head(hidden_ND), expected_NK)
 
 
 def test_a_head_with_a_bias_adds_it():

@@ -7,8 +7,8 @@ import pytest
 from laurel.extensions.report.charts import charts_of
 from laurel.extensions.report.page import page_of
 from laurel.extensions.report.samples import RunSamples
-from laurel.observe.health import gold_metric
-from laurel.observe.report.findings import findings
+from laurel.observe.history import gold_metric
+from laurel.observe.rules import findings
 from report_runs import record
 
 COMPOSITE = {

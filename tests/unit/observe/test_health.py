@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.config.grpo import Alarm, HealthConfig
-from laurel.observe.health import (
+from laurel.observe.health import Alarms
+from laurel.observe.history import (
     CONTROL_TOKENS,
     FAILURES,
     LENGTH,
@@ -17,12 +19,12 @@ from laurel.observe.health import (
     READ,
     REPETITION,
     REWARD,
-    RULES,
     TRUNCATION,
     UPDATES,
     ZERO_SPREAD,
-    Alarms,
 )
+from laurel.observe.rules import ALARMS, RULES, advice_of, findings
+from laurel.observe.run_record import RunRecord
 
 KL = "train/kl_penalty"
 GOLD = "env/both/math/accuracy"
@@ -403,11 +405,26 @@ NEEDS: dict[str, set[str]] = {
 
 
 def test_every_alarm_has_a_rule_and_rises_where_all_goes_wrong():
-    assert set(RULES) == set(get_args(Alarm)) == set(NEEDS)
-    assert {alarm for _, alarm, _ in told(bad_history())} == set(RULES)
+    assert set(ALARMS) == set(get_args(Alarm)) == set(NEEDS)
+    assert {alarm for _, alarm, _ in told(bad_history())} == set(ALARMS)
 
 
-@pytest.mark.parametrize("alarm", RULES)
+@pytest.mark.parametrize("rule", [name for name, one in RULES.items() if one.compares_ends])
+def test_the_report_checks_a_whole_run_by_the_same_rule(rule):
+    """Unless its alarm is still on, which the report tells already, or is not wanted."""
+
+    def told_of(health=(), **settings):
+        steps = [dict(step) for step in bad_history() for _ in range(2)]
+        settings = {"grpo": {"health": {"format_metric": FORMAT, **settings}}}
+        run = RunRecord(path=Path(), kind="grpo", metrics=steps, settings=settings, health=health)
+        return [one for one in findings(run) if advice_of(rule)[1:] in one.text]
+
+    assert len(told_of()) == 1
+    assert told_of(ignore=[rule]) == []
+    assert told_of(health=[{"step": 9, "alarm": rule, "state": "raised"}]) == []
+
+
+@pytest.mark.parametrize("alarm", ALARMS)
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
 def test_without_a_metric_its_rules_are_silent(alarm, value):
     """Not measured and not finite are the same: the rule never judges, whatever the others say."""
@@ -419,7 +436,7 @@ def test_without_a_metric_its_rules_are_silent(alarm, value):
         found = [e.alarm for n, step in enumerate(steps) for e in watching.see(n, step)]
         assert alarm not in found
         assert alarm not in watching.known
-        unaffected = {other for other in RULES if name not in NEEDS[other]}
+        unaffected = {other for other in ALARMS if name not in NEEDS[other]}
         assert unaffected <= set(found)
 
 

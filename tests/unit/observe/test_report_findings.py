@@ -2,7 +2,9 @@
 
 import pytest
 
-from laurel.observe.report.findings import accuracy_words, alarms_of, findings
+from laurel.observe.report.findings import accuracy_words
+from laurel.observe.rules import findings
+from laurel.observe.run_record import alarms_of
 from report_runs import record
 
 UP = [i / 100 for i in range(100)]
@@ -96,7 +98,11 @@ LONGER = {"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)
         ({"train/reward": UP}, "grpo", "good: The reward rose from 0.04500 to 0.9450"),
         ({"train/reward": FLAT}, "grpo", "bad: The reward did not rise beyond its noise"),
         ({"train/reward": FEW}, "grpo", "bad: The reward did not rise beyond its noise"),
-        (LONGER, "grpo", "look: Completions went from 114 to 384 tokens"),
+        (
+            LONGER,
+            "grpo",
+            "look: Completions had 113.5 tokens in the first steps and have 383.5 now. Read the",
+        ),
         ({"train/gen_kl_error": [0.05] * 10}, "grpo", "look: The generator and the learner differ"),
         ({"validation-a/score_length_correlation": [0.9]}, "rm", "(Spearman's correlation 0.90)"),
         ({"validation-a/score_ties": [0.2]}, "rm", "20.0% of the pairs have the same score"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.config.policy import ClusterConfig, RolePlacement
+from laurel.config.policy import RolePlacement, RolesConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 from laurel.extensions.plan.plan import plan_text
@@ -136,7 +136,7 @@ def test_the_example_of_the_documentation():
     judge = EnvironmentsConfig.model_validate(
         {"reward_model": {"enabled": True, "model_name": "judge"}}
     )
-    config = GRPORun(cluster=ClusterConfig.model_validate(cluster), env=judge)
+    config = GRPORun(cluster=RolesConfig.model_validate(cluster), env=judge)
     changes = {"grpo.num_prompts_per_step": 33, "policy.train_global_batch_size": 528}
     found = fitted(with_changes(config, changes), Shapes())
     assert found.fits, found.conflicts
@@ -155,8 +155,10 @@ def test_a_run_of_one_role():
     changes = ["cluster.num_nodes=2", "cluster.gpus_per_node=4", "cluster.placement.policy.slots=2"]
     plan = planned(load_config(RewardTrainingRun, None, changes).config)
     assert role(plan, "policy").slots == grid([0, 1], [0, 1])
-    changes += ["cluster.placement.reward_model.slots=1"]
-    plan = planned(load_config(RewardTrainingRun, None, changes).config)
+    judged = [*changes, "cluster.placement.reward_model.slots=1"]
+    with pytest.raises(ConfigError, match="only laurel grpo has such a role"):
+        load_config(RewardTrainingRun, None, judged)
+    plan = planned(load_config(GRPORun, None, judged).config)
     assert told(plan, "this run has no reward model") == "cluster.placement.reward_model=null"
     assert plan.fits
 
@@ -267,7 +269,7 @@ def test_slots_that_are_asked_for_elsewhere_are_not_forgotten():
         ("policy: {nodes: []}", "an empty list is no place"),
         ("policy: {slots: [1, 1]}", "names one of them twice"),
         ("policy: {slots: [-1]}", "there is no -1"),
-        ("policy: {shares: generation}", "the others share its slots"),
+        ("policy: {shares: generation}", "it belongs at cluster.placement.generation.shares"),
         ("generation: {shares: generation}", "it cannot share its own slots"),
         ("generation: {shares: policy, fraction: 0.5}", "take turns, each with the whole"),
     ],

@@ -136,6 +136,17 @@ def test_generation_reads_weights_and_cache_for_every_token():
     assert few.limit == "memory"
 
 
+def test_a_greedy_completion_is_sampled_and_scored_and_not_trained_on():
+    judge = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
+    shapes = Shapes(policy=SHAPE, reward_models=(HEAD,))
+    plain = phases(timed(*judge, shapes=shapes))
+    more = phases(timed(*judge, shapes=shapes, work=replace(WORK, per_prompt=WORK.per_prompt + 1)))
+    remax = phases(timed(*judge, "grpo.adv_estimator.name=remax", shapes=shapes))
+    for name in ("generation", "scoring"):
+        assert remax[name].shared.flops == more[name].shared.flops > plain[name].shared.flops
+    assert remax["training"].shared == plain["training"].shared
+
+
 def test_log_probabilities_are_of_the_reference_and_of_the_old_policy():
     assert "log-probs" not in phases(timed())
     one = phases(
@@ -311,6 +322,23 @@ def test_a_shared_prompt_counts_once_unless_passes_divide_its_group():
     assert work.divided(1024 + 16 * 2048).copies == 1
     assert work.divided(2048).copies == 16
     assert work.divided(2048).tokens == work.padded().tokens
+
+
+def test_what_completions_begin_with_alike_is_trained_once_and_drawn_for_each():
+    alike = replace(WORK, alike_tokens=3)
+    assert alike.shared().tokens == 3 * (5 + 3 + 2 * 1)
+    assert alike.padded().tokens == WORK.padded().tokens
+    plain, found = (phases(timed(work=one)) for one in (WORK, alike))
+    for name, phase in found.items():
+        assert phase.padded == plain[name].padded
+        is_shared = name in ("training", "log-probs", "scoring")
+        assert (phase.shared.seconds < plain[name].shared.seconds) == is_shared, name
+    run = load_config(GRPORun, None, GRPO).config
+    assert workload_of(run, alike_tokens=3) == replace(
+        WORK, completion_tokens=4, prompt_tokens=5, alike_tokens=3
+    )
+    with pytest.raises(ConfigError, match="--alike-tokens"):
+        workload_of(run, alike_tokens=4)
 
 
 HEAD = decoder_shape(

@@ -138,7 +138,7 @@ def test_weights_are_held_in_the_precision_and_scores_are_near(checkpoint, preci
 def test_the_head_computes_in_float32(checkpoint):
     model = load(checkpoint, precision="bfloat16").model
     hidden = torch.ones(1, model.classifier.config.hidden_size, dtype=torch.bfloat16)
-    assert model.judge(hidden).dtype == torch.float32
+    assert model.apply_head(hidden).dtype == torch.float32
 
 
 def test_padded_rows_fill_the_budget(checkpoint):

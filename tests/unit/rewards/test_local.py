@@ -3,6 +3,7 @@
 import asyncio
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -75,6 +76,26 @@ def test_the_size_of_a_batch_changes_no_score(path, batch_tokens):
     groups = groups_of(9)
     expected = values(scorer_of(path=path).score_now(groups))
     assert_same(values(scorer_of(path=path, batch_tokens=batch_tokens).score_now(groups)), expected)
+
+
+@pytest.mark.parametrize("num_outputs", [1, 3])
+def test_a_group_larger_than_a_batch_is_scored_in_parts(monkeypatch, num_outputs):
+    """Also a prompt and an answer that are larger by themselves."""
+    rules = {"attributes": tuple("abc")} if num_outputs == 3 else None
+    scorer = scorer_of(num_labels=num_outputs, rules=rules)
+    tokens = tiny.random_groups(1, [(300, [200, 100, 5, 40]), (3, [9])])
+    expected_NK = score_tokens(scorer.model, tokens, batch_tokens=10**6, pad_id=0)
+    monkeypatch.setattr(scorer_module, "LEAST_PART", 1)
+    sizes, compute = [], scorer.model.hidden_of_row
+    monkeypatch.setattr(
+        scorer.model,
+        "hidden_of_row",
+        lambda ids_T, *others: sizes.append(len(ids_T)) or compute(ids_T, *others),
+    )
+    found_NK = score_tokens(scorer.model, tokens, batch_tokens=64, pad_id=0)
+    assert max(sizes) <= 64
+    assert sum(sizes) == sum(group.num_tokens for group in tokens)
+    np.testing.assert_allclose(found_NK, expected_NK, rtol=0, atol=1e-6)
 
 
 def test_a_cpu_computes_what_stays_in_its_cache_at_a_time(monkeypatch):
@@ -177,6 +198,32 @@ def test_micro_batches_are_what_the_path_reads():
             batch = model_batch(model, [groups[i] for i in part], pad_id=0)
             assert size(batch) <= 300 or len(part) == 1
             assert batch.num_completions == sum(len(groups[i].branches_ids_G) for i in part)
+
+
+@pytest.mark.parametrize("batch_tokens", [300, 8192])
+def test_conversations_that_begin_alike_share_it_in_one_pass(batch_tokens, monkeypatch):
+    """Each is a group of its own, as servers get them, and not all are asked for in a row."""
+    groups = [
+        group_of(
+            [Message("user", f"{'A long question. ' * 8}{i % 3} of them?")],
+            [f"It is {i}." + " Surely." * (i % 5)],
+            group_id=str(i),
+        )
+        for i in range(12)
+    ]
+    scorer, computed = scorer_of("qwen3", batch_tokens=batch_tokens), []
+    alone = [scorer.score_now([group])[0][0].value for group in groups]
+    forward = RewardModel.forward
+
+    def counted(model, batch):
+        computed.append(len(batch.ids_T))
+        return forward(model, batch)
+
+    monkeypatch.setattr(RewardModel, "forward", counted)
+    together = [scores[0].value for scores in scorer.score_now(groups)]
+    assert together == pytest.approx(alone, abs=1e-6)
+    assert sum(computed) < 0.75 * sum(group.num_tokens for group in scorer.encode(groups))
+    assert max(computed) <= batch_tokens
 
 
 @pytest.fixture

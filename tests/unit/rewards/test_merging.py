@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
+from null_server import NullScorer
 
-from laurel.extensions.server.service import NullScorer
 from laurel.rewards.batching import (
     ScoreCache,
     Unit,

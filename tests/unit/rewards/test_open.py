@@ -204,5 +204,5 @@ def test_a_model_that_was_found_is_not_looked_for_again(
         monkeypatch.setattr(module, "find_reward_model", counted)
     scorer = ScorerSpec(model=ModelSpec(name=model), device="cpu")
     for spec in (scorer, replace(scorer, found=find_reward_model(model))):
-        service.open_backend(service.ServingSpec(scorer=spec), say=lambda _: None)
+        service.open_model(service.ServingSpec(scorer=spec), say=lambda _: None)
     assert asked == [model]

@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from laurel.errors import ConfigError
+from laurel.extensions.evaluation.run import EvalScorer, open_evaluation_scorer
 from laurel.rewards.remote.wire import dump
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.evaluation.run import EvalScorer, open_evaluation_scorer
 from reward_servers import Answer, RewardServer
 
 

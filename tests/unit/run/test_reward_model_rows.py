@@ -32,6 +32,27 @@ def configured(tmp_path, *overrides, margin=0.5):
 
 
 @pytest.mark.parametrize(
+    ("own", "flat", "held"),
+    [((0.25, None), 0.0, (2, 0)), ((0.25, 0.5), 0.0, (2, 4)), ((None, 0.0), 0.5, (4, 0))],
+)
+def test_each_set_holds_out_a_share_of_its_own(tmp_path, own, flat, held):
+    blocks = []
+    for number, share in enumerate(own):
+        rows = pairs(8)
+        for row in rows:
+            row["prompt"] = f"{number} {row['prompt']}"
+        path = write_rows(tmp_path / f"{number}.jsonl", rows)
+        said = "" if share is None else f", split_validation_size: {share}"
+        blocks.append(f"{{data_path: {path}{said}}}")
+    overrides = [f"data.train=[{', '.join(blocks)}]", f"data.split_validation_size={flat}"]
+    config = load_config(SCHEMAS["rm"], None, overrides).config
+    data = load_data(config)
+    found = [one.group.id.partition(":")[0] for one in data.validation["default"]]
+    assert (found.count("train-1"), found.count("train-2")) == held
+    assert len(data.train) == 16 - sum(held)
+
+
+@pytest.mark.parametrize(
     ("overrides", "margin"),
     [([], 0.5), (["data.margin_key=gap"], 0.0)],
     ids=["no key", "all are 0"],

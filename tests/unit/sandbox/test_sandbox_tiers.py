@@ -5,11 +5,11 @@ import logging
 
 import pytest
 
-from laurel.cli.sandbox import detection_facts, lines, run_check
 from laurel.config.environments import SandboxConfig
 from laurel.environments.code import nodes
 from laurel.environments.code.sandbox import accepted_tier, open_pool, program_limits
 from laurel.errors import ConfigError
+from laurel.extensions.sandbox_check.command import detection_facts, lines, run_check
 from laurel.sandbox import detection as detection_module
 from laurel.sandbox import limits
 from laurel.sandbox import pool as pool_module

@@ -1,5 +1,7 @@
 """The optimizer steps of a batch of rollouts: how they are cut, and that it changes nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.config.grpo import GRPOPolicyConfig
-from laurel.config.policy import NamedCall
+from laurel.config.policy import BatchLimits, NamedCall
+from laurel.data.forest import to_forest
+from laurel.grpo.loop import policy_logprobs
 from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import LocalLearner
-from laurel.training.policy_loss import PolicyLabels
+from laurel.training.policy_loss import DemonstrationLabels, DemonstrationLoss, PolicyLabels
 from policy_batches import labels, loss_of
+from random_trees import alike
 from tiny import PAD, random_groups, tiny_policy
 
 torch.set_num_threads(1)  # more only cost, at this size
@@ -41,16 +46,22 @@ def some_labels(groups, *, used=True):
 
 def gradients(batch, of_batch, *, path="forest", **changes):
     """The gradient of one optimizer step in float64, and the tokens that it counted."""
+    gradient, _, count = step_of(batch, of_batch, path=path, **changes)
+    return gradient, count
+
+
+def step_of(batch, of_batch, *, path="forest", in_parts=False, loss=None, **changes):
+    """The same, and its metrics; with `in_parts`, as a run in one process computes it."""
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64, path=path)
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
-    batcher = Batcher(path, policy.batch_limits, pad_id=PAD)
+    batcher = Batcher(path, policy.batch_limits, pad_id=PAD, in_parts=in_parts)
     micro_batches = batcher.cut(*batcher.divide(batch, of_batch, PolicyLabels.subset))
-    loss = loss_of()
+    loss = loss or loss_of()
     update = learner.update(micro_batches, loss)
     assert update.failure is None
     gradient = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return gradient, loss.count(of_batch)
+    return gradient, update.metrics, loss.count(of_batch)
 
 
 def assert_same(found, expected):
@@ -120,3 +131,100 @@ def test_how_a_step_is_computed_does_not_change_it(changes):
     expected, _ = gradients(groups, of_groups)
     found, _ = gradients(groups, of_groups, **changes)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize("budget", [3, 9])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {},
+        {"token_level_loss": False, "sequence_level_importance_ratios": True},
+    ],
+    ids=["tokens", "sequences"],
+)
+def test_a_group_larger_than_the_budget_is_computed_in_parts(budget, loss):
+    """Those of 3 tokens cut prompts and completions, whose losses need all of their tokens."""
+    groups = random_groups(2, SHAPES)
+    of_groups = some_labels(groups, used=False)
+    expected, metrics, _ = step_of(groups, of_groups, loss=loss_of(**loss))
+    small = {"sequence_packing": {"train_mb_tokens": budget}}
+    found, same, _ = step_of(groups, of_groups, in_parts=True, loss=loss_of(**loss), **small)
+    assert_same(found, expected)
+    assert same == pytest.approx(metrics, rel=1e-6)
+
+
+@pytest.mark.parametrize("budget", [3, 9])
+def test_log_probabilities_of_a_large_group_are_computed_in_parts(budget):
+    groups = random_groups(2, SHAPES)
+    model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64)
+    learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
+    found = []
+    for tokens in (1000, budget):
+        packing = {"train_mb_tokens": tokens}
+        policy = GRPOPolicyConfig.model_validate({"sequence_packing": packing})
+        batcher = Batcher("forest", policy.batch_limits, pad_id=PAD, in_parts=True)
+        found.append(policy_logprobs(learner.outputs, groups, batcher))
+    for whole, cut in zip(*found, strict=True):
+        for one, other in zip(whole, cut, strict=True):
+            np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+
+
+LOSSES = {
+    "grpo": {"reference_policy_kl_penalty": 0.1},
+    "sequences": {"sequence_level_importance_ratios": True, "token_level_loss": False},
+    "sft": None,
+}
+
+
+@pytest.mark.parametrize("budget", [90, 1000])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_completions_that_begin_alike_share_it_and_nothing_else_changes(kind, budget):
+    groups, found = alike(), []
+    if LOSSES[kind] is None:
+        loss, subset = DemonstrationLoss(), DemonstrationLabels.subset
+        of_groups = [
+            DemonstrationLabels(masks_GL=one.masks_GL) for one in some_labels(groups, used=False)
+        ]
+    else:
+        loss, subset = loss_of(**LOSSES[kind]), PolicyLabels.subset
+        of_groups = [
+            replace(one, reference_GL=tuple(np.full(len(row), -1.0, np.float32) for row in rows))
+            for one in some_labels(groups, used=False)
+            for rows in [one.masks_GL]
+        ]
+    for least in (None, 16):
+        model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64)
+        model.with_entropy = True
+        learner = LocalLearner(
+            model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0})
+        )
+        batcher = Batcher(
+            "forest", BatchLimits(forest_tokens=budget, least_shared=least), pad_id=PAD
+        )
+        logprobs = policy_logprobs(learner.outputs, groups, batcher)
+        batch = batcher.cut(*batcher.divide(groups, of_groups, subset))
+        update = learner.update(batch, loss)
+        assert update.failure is None
+        gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((sum(one.num_tokens for one in batch), update.metrics, gradient, logprobs))
+    (plain, expected, reference, wanted), (shared, metrics, gradient, got) = found
+    assert shared < 0.8 * plain
+    assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert_same(gradient, reference)
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(np.concatenate(ours), np.concatenate(theirs), rtol=0, atol=1e-6)
+
+
+def test_a_batch_that_shares_little_beyond_prompts_is_laid_out_as_before():
+    # 16 tokens of 3 groups in common, which is less than a twentieth of all.
+    start = random_groups(9, [(16, [1])])[0].trunk_ids
+    groups = [
+        replace(one, trunk_ids=np.concatenate((start, one.trunk_ids)))
+        for one in random_groups(8, [(30, [200, 100]), (9, [150, 80]), (5, [220, 90])])
+    ]
+    limits = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 1000}).batch_limits
+    (micro_batch,) = Batcher("forest", limits, pad_id=PAD).cut(groups, groups)
+    assert micro_batch.inputs.ends is None
+    assert torch.equal(micro_batch.inputs.ids_T, to_forest(groups).ids_T)
+    (shared,) = Batcher("forest", limits, pad_id=PAD).cut(alike(), alike())
+    assert shared.inputs.ends is not None

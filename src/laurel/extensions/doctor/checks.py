@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -55,6 +54,7 @@ from laurel.planning.step_time import (
 )
 from laurel.plugins import EngineStart
 from laurel.run.generator import probe_of, transfer_of
+from laurel.sandbox.scratch import ScratchFolder
 from laurel.training.learner import Learner, LocalLearner, MicroBatch
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.types import TokenGroup
@@ -429,7 +429,8 @@ def spread(trial: Trial, *, tp: int) -> Found:
     from laurel.workers.reservations import Resources
 
     on_gpu = trial.device.type == "cuda"
-    with tempfile.TemporaryDirectory(prefix="laurel-trial-") as folder:
+    with ScratchFolder("trial") as scratch:
+        folder = str(scratch.path)
         load = _loader(trial, folder)
         alone = LocalLearner(load(device=trial.device).model, optimizer=DESCENT)
         expected = _step(alone, trial)
@@ -520,7 +521,8 @@ def weight_transfer(trial: Trial) -> Found:
     apart = trial.num_devices > 1
     device = "cuda" if trial.device.type == "cuda" else "cpu"
     transfer = transfer_of("broadcast", device=device, take_turns=not apart)
-    with tempfile.TemporaryDirectory(prefix="laurel-trial-") as folder:
+    with ScratchFolder("trial") as scratch:
+        folder = str(scratch.path)
         load = _loader(trial, folder)
         one = ParallelShape()
         group = SpawnedGroup(
@@ -575,7 +577,8 @@ def vllm(trial: Trial) -> Found:
     if find_spec("vllm") is None:
         raise Skipped(f"vLLM is not installed: {install_command('vllm')}")
     precision = trial.precision
-    with tempfile.TemporaryDirectory(prefix="laurel-trial-") as folder:
+    with ScratchFolder("trial") as scratch:
+        folder = str(scratch.path)
         directory = saved_model(Path(folder), trial.sizes.small)
         spec = replace(_spec(directory), precision=precision)
         policy = load_policy(spec, seed=1, max_length=256, device=trial.device).model

@@ -33,7 +33,7 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     Memory,
-    batch_figures,
+    batch_metrics,
     mean_of,
 )
 from laurel.errors import ConfigError, EngineError, EnvironmentFailedError, WorkerError, counted
@@ -430,7 +430,7 @@ class SessionEnvironment(EnvironmentInterface):
 
         `turns` and `refused` are means over sessions, `ended` is the share that the server ended.
         """
-        figures = batch_figures(batch)
+        figures = batch_metrics(batch)
         notes = [note for note in batch.get("notes") or () if note]
         for name in ("turns", "refused", "ended"):
             figures |= mean_of(name, [float(note[name]) for note in notes])

@@ -20,7 +20,7 @@ from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
-    batch_figures,
+    batch_metrics,
     mean_of,
     settings_of,
 )
@@ -198,7 +198,7 @@ class ToolEnvironment(EnvironmentInterface):
         `calls/<outcome>` are shares of all calls: `answered`, `malformed`, `unknown_name`,
         `wrong_arguments`, `raised`, `timeout` and `over_limit`.
         """
-        metrics = batch_figures(batch)
+        metrics = batch_metrics(batch)
         counts = [Counter(note) for note in batch.get("notes") or ()]
         metrics |= mean_of("calls", [float(one.total()) for one in counts])
         metrics |= mean_of("calling_share", [float(one.total() > 0) for one in counts])

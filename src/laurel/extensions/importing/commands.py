@@ -151,9 +151,7 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
             key, has_value, value = word[2:].partition("=")
             given = [scalar(value)] if has_value else []
         elif key is None:
-            _set(values, word if word == "$@" else f"'{word}'", word, word)
-        elif word == "$@":
-            _set(values, word, word, word)
+            _set(values, f"'{word}'", word, word)
         else:
             given.append(scalar(word))
     settle()
@@ -180,7 +178,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
         elif word.startswith("~"):
             values[word] = "deleted"
         else:
-            values[word if word == "$@" else f"'{word}'"] = word
+            values[f"'{word}'"] = word
     return values
 
 

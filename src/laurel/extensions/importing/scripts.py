@@ -34,11 +34,9 @@ _LONE = re.compile(r"@laurel:(unset|argument):[^@]*@")
 _NAMED = r"\$\{?([A-Za-z_]\w*)"
 _SET_OR_OPTIONAL = (
     r"(?:^|[\s;(])([A-Za-z_]\w*)(?:\[[^]]*\])?\+?=",
-    r"\b(?:for|local|declare|readarray|mapfile|printf -v)\b(?:\s+-\w+)*\s+([A-Za-z_]\w*)",
     r"\$\{[#!]?([A-Za-z_]\w*)(?::?[-=+?]|\[)",
     r"\s-[znv]\s+\"?\$?\{?([A-Za-z_]\w*)",
 )
-_READ = r"\bread\b([^\n;<|]*)"
 _SECRET = re.compile(r"(token|key|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
 _OF_THE_SHELL = re.compile(
     "(BASH.*|EPOCH.*|S?RANDOM|SECONDS|LINENO|HOST(NAME|TYPE)|OSTYPE|MACHTYPE|E?UID|PPID|OLDPWD|"
@@ -153,7 +151,6 @@ def _environment(text: str) -> dict[str, str | None]:
         key: os.environ[key] for key in _FROM_OUTSIDE if key in os.environ
     }
     optional = {key for one in _SET_OR_OPTIONAL for key in re.findall(one, text, re.MULTILINE)}
-    optional |= {word for words in re.findall(_READ, text) for word in words.split()}
     for key in dict.fromkeys(re.findall(_NAMED, text)):
         if key in found or _OF_THE_SHELL.match(key):
             continue

@@ -306,6 +306,7 @@ class VerlPPO(VerlTrainer):
         self._shaping()
         self._trainer()
         self._pools()
+        self._teacher()
         at_start = self.flag("trainer.val_before_train") and bool(self["data.val_files"])
         self.put("grpo.val_at_start", at_start, "trainer.val_before_train")
 
@@ -533,19 +534,20 @@ class VerlPPO(VerlTrainer):
         if self.text("RM.model_path") is None:
             raise self.problem("RM.model_path", "reward.reward_model.enable is true: which model?")
         self.carry("RM.model_path", to + "model_name")
-        why = "a run on a cluster starts no servers: serve it, and set function.router"
-        self.note("RM.model_path", why)
         size = "RM.rollout.tensor_model_parallel_size"
         each = 2 if self[size] is None else self.count(size)
         self.put(to + "tensor_parallel_size", each, size, "RM.enable")
         pool = "RM.enable_resource_pool"
         if self.flag(pool) and self.has("RM.n_gpus_per_node"):
-            gpus, by = self.count("RM.n_gpus_per_node"), (pool, "RM.n_gpus_per_node")
-            if self.has("RM.nnodes") and self.whole("RM.nnodes") > 1:
-                self.refuse("RM.nnodes")
-            replicas = max(1, gpus // each)
-            self.put(to + "replicas", replicas, *by, how=f"{gpus} GPUs, {each} for each replica")
-            self.put(to + "resources.gpus_per_node", replicas * each, *by)
+            gpus, by = self.count("RM.n_gpus_per_node"), [pool, "RM.n_gpus_per_node"]
+            nodes = self.whole("RM.nnodes") if self.has("RM.nnodes") else 1
+            if nodes > 1:
+                by.append("RM.nnodes")
+                self.put(to + "resources.num_nodes", nodes, "RM.nnodes")
+            of_node = max(1, gpus // each)
+            how = f"{nodes} x {gpus} GPUs, {each} for each replica"
+            self.put(to + "replicas", nodes * of_node, *by, how=how)
+            self.put(to + "resources.gpus_per_node", of_node * each, *by)
         options = {"RM.rollout.max_model_len": "max-model-len", "RM.rollout.dtype": "dtype"}
         said = {key: name for key, name in options.items() if self[key] is not None}
         arguments = [f"--{name}={self[key]}" for key, name in said.items()]
@@ -617,6 +619,12 @@ class VerlPPO(VerlTrainer):
         pools = [policy]
         if self.samples_ahead:
             how = "one_step_off_policy samples one step ahead"
+            if self["IS.bypass_mode"] is not False:  # null: its default, which is on
+                how += (
+                    "; its bypass_mode takes the generator's probabilities for the old policy's, "
+                    "which are computed here, and the difference is corrected by weights"
+                )
+                self.skip(how, "IS.bypass_mode")
             self.put("grpo.max_staleness", 1, origin=how)
             self.put("loss_fn.use_importance_sampling_correction", True, origin=how)
             self.put("policy.generation.colocated.enabled", False, origin=how)
@@ -642,6 +650,32 @@ class VerlPPO(VerlTrainer):
             switch = ("RM.enable_resource_pool",) if is_judge else ()
             self.put(to + "resources.num_nodes", number, *switch, pool[0])
             self.put(to + "resources.gpus_per_node", each, *switch, pool[1])
+
+    def _teacher(self) -> None:
+        """Set the teacher whose log-probabilities are the advantages of tokens.
+
+        verl's other ways differentiate an estimate of the divergence itself.
+        """
+        loss, to = "distillation.distillation_loss.", "loss_fn.distillation."
+        teacher = "distillation.teacher_models.teacher_model.model_path"
+        ways = (loss + "use_policy_gradient", loss + "loss_mode")
+        is_ours = self.flag(ways[0]) and self[ways[1]] == "k1" and self.text(teacher) is not None
+        if not (self.flag("distillation.enabled") and is_ours):
+            return
+        self.put(to + "model_name", self.text(teacher), teacher, "distillation.enabled", *ways)
+        beside = loss + "use_task_rewards"
+        has_rewards = self[beside] is None or self.flag(beside)
+        self.put(to + "rewards", has_rewards, beside)
+        weight = loss + "distillation_loss_coef"
+        if not has_rewards:
+            self.skip("only with use_task_rewards", weight)
+        elif self.has(weight):
+            self.carry(weight, to + "weight", real)
+        clamp = loss + "loss_max_clamp"
+        self.put(to + "clamp_value", None if self[clamp] is None else self.real(clamp), clamp)
+        floor = loss + "log_prob_min_clamp"
+        if self[floor] is not None:
+            self.refuse(floor, "log-probabilities are not cut, only their difference: clamp_value")
 
     def _shaping(self) -> None:
         to, longest = "grpo.reward_shaping.", "reward.reward_kwargs.max_resp_len"

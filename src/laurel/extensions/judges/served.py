@@ -21,7 +21,7 @@ from pydantic import Field
 from laurel.config.environments import JudgeConfig
 from laurel.errors import ConfigError, DataError, ProtocolError
 from laurel.models.plain_contents import FOREIGN_MARK
-from laurel.rewards.remote.http import HttpExchange, checked_url, endpoint
+from laurel.rewards.remote.http import NOT_TEXT, HttpExchange, checked_url, endpoint
 from laurel.rewards.remote.replica import Clock, ReplicaReply, failed
 from laurel.rewards.remote.router import Router, RouterOptions
 from laurel.rewards.remote.wire import Body, List
@@ -331,7 +331,7 @@ class JudgePrompt:
             messages = self.messages(group, index, other)
             "".join(message["content"] for message in messages).encode()
         except UnicodeEncodeError:
-            return "text: the conversation contains an unpaired UTF-16 surrogate"
+            return NOT_TEXT
         except DataError as error:
             return f"error: {error}"
         return messages

@@ -81,6 +81,15 @@ class PlanOptions:
             "conversation, or fewer where the run allows no more.",
         ),
     ] = None
+    alike_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="How many tokens the completions of a prompt begin with alike, which training "
+            "and scoring compute once.",
+        ),
+    ] = 0
     policy_shape: Annotated[
         str | None,
         typer.Option(

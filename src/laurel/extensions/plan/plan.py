@@ -92,6 +92,7 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
                 config,
                 prompt_tokens=options.prompt_tokens,
                 completion_tokens=options.completion_tokens,
+                alike_tokens=options.alike_tokens,
             ),
             device=device,
             efficiency=Efficiency(products=options.efficiency, memory=options.memory_efficiency),
@@ -336,7 +337,8 @@ def time_lines(time: StepTime, *, width: int) -> Iterator[str]:
         f"seconds of a step on {device.name}, at {time.efficiency.products:.0%} of the peak of its "
         f"products and {time.efficiency.memory:.0%} of its memory's bandwidth: {work.num_prompts} "
         f"prompts of {work.prompt_tokens} tokens, each with {work.per_prompt} of "
-        f"{work.completion_tokens}; padded: a prompt for every completion"
+        f"{work.completion_tokens}, which begin with {work.alike_tokens} alike; padded: a prompt "
+        "for every completion"
     )
     yield from textwrap.wrap(said, width)
     rows: list[tuple[str, ...]] = [

@@ -34,7 +34,7 @@ from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
-    accuracy_figures,
+    accuracy_metrics,
     mean_of,
     numbers,
     response_of,
@@ -422,7 +422,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         which the scorer raised, or was made to say so, though it scores the known answer. Their
         score is 0.
         """
-        figures, _ = accuracy_figures(batch)
+        figures, _ = accuracy_metrics(batch)
         # Behind tools, a rollout may end before it is scored: then it has no note.
         noted = [
             (reward, note)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from laurel.observe.health import gold_metric
-from laurel.observe.report.findings import seen_rewards
+from laurel.observe.history import gold_metric
+from laurel.observe.rules import seen_rewards
 from laurel.observe.run_record import RunRecord, Series
 
 if TYPE_CHECKING:

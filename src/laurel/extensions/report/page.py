@@ -37,18 +37,14 @@ from laurel.extensions.report.samples import (
 )
 from laurel.observe.comparisons import Comparison
 from laurel.observe.console import format_number
-from laurel.observe.health import gold_metric
+from laurel.observe.history import gold_metric
 from laurel.observe.loggers import flat
 from laurel.observe.report.evaluations import evaluation_of, lines_of, percent_text
 from laurel.observe.report.findings import (
     BASELINES,
-    RULES,
-    RunFinding,
-    alarms_of,
-    findings,
-    is_success,
 )
-from laurel.observe.run_record import RunRecord, read_run_record
+from laurel.observe.rules import RULES, RunFinding, findings, is_success
+from laurel.observe.run_record import RunRecord, alarms_of, read_run_record
 
 # The settings of a run compared with the defaults, and with those of other runs.
 

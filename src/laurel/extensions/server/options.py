@@ -31,9 +31,6 @@ class ServeOptions:
     """The options of `laurel serve`."""
 
     model: ModelOption = ""
-    null: Annotated[
-        bool, typer.Option("--null", help="Serve trivial scores without a model, for load tests.")
-    ] = False
     replicas: Annotated[
         int,
         typer.Option(metavar="N", help="The number of model replicas; 1 runs in this process."),

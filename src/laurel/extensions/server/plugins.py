@@ -1,12 +1,16 @@
-"""The protocols of other projects' reward servers by name, as plug-ins (`laurel.dialects`)."""
+"""The protocols of other projects' reward servers, and the servers of a run's own, as plug-ins."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from laurel.plugins import AskedServers, ServerDialect
+from laurel.errors import MissingDependencyError
+from laurel.plugins import AskedServers, ModelServing, ScorerServices, ServerDialect
 
 if TYPE_CHECKING:
+    from laurel.config.environments import ModelServerConfig
+    from laurel.extensions.server.model_servers import ModelServers
     from laurel.rewards.remote.dialects import Dialect
 
 
@@ -68,3 +72,15 @@ class Slime(ServerDialect):
         from laurel.extensions.server.other_dialects import slime_dialect
 
         return slime_dialect(servers)
+
+
+class RoutedServers(ModelServing):
+    """An engine's servers behind a router."""
+
+    def make(self, section: ModelServerConfig, services: ScorerServices) -> ModelServers:
+        """Start them."""
+        if find_spec("uvicorn") is None:
+            raise MissingDependencyError.of("uvicorn", extra="serve", purpose=services.where)
+        from laurel.extensions.server.model_servers import ModelServers
+
+        return ModelServers(section, services)

@@ -10,21 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from laurel.errors import (
-    ConfigError,
-    EngineError,
-    LaurelError,
-    Terms,
-    WorkerError,
-    spoken_in,
-    terms_in_use,
-)
+from laurel.errors import ConfigError, EngineError, LaurelError, WorkerError
 from laurel.extensions.server.service import (
     ServedModel,
     ServingSpec,
-    open_backend,
 )
-from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer
+from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer, KnownInput
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.spec import Say
 from laurel.sandbox.limits import available_cores
@@ -59,9 +50,8 @@ def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Sa
         raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
     if spec.cpu_threads is None:
         spec = replace(spec, cpu_threads=max(1, available_cores() // num_replicas))
-    terms = terms_in_use()
     replicas = BackendReplicas(
-        lambda index: ReplicaProcess(index, spec, terms, limit=limit),
+        lambda index: ReplicaProcess(index, spec, limit=limit),
         num_replicas,
         name="replica",
         end=lambda process: process.close(),
@@ -132,15 +122,12 @@ class ServedReplicas(BatchingScorer):
 class ReplicaProcess:
     """Runs a model in a process of its own, as the backend of a batcher."""
 
-    def __init__(
-        self, index: int, spec: ServingSpec, terms: Sequence[Terms], *, limit: float
-    ) -> None:
+    def __init__(self, index: int, spec: ServingSpec, *, limit: float) -> None:
         """Start the process, and load the model there.
 
         Args:
             index: Index of the replica.
             spec: The model, and how it is served.
-            terms: Names of settings in messages.
             limit: Time limit of one call, in seconds.
 
         Raises:
@@ -149,7 +136,7 @@ class ReplicaProcess:
         """
         self._limit = limit
         try:
-            self._group = SpawnedGroup("replica", ModelWorker, spec, terms, local_rank=index)
+            self._group = SpawnedGroup("replica", ModelWorker, spec, local_rank=index)
         except WorkerError as error:
             if isinstance(error.__cause__, LaurelError):
                 raise error.__cause__ from None
@@ -208,13 +195,12 @@ class ReplicaProcess:
 class ModelWorker:
     """Holds the model of one replica process."""
 
-    def __init__(self, place: RankPlace, spec: ServingSpec, terms: Sequence[Terms]) -> None:
+    def __init__(self, place: RankPlace, spec: ServingSpec) -> None:
         """Load and check the model.
 
         Args:
             place: Rank, which chooses among several GPUs in turn.
             spec: The model, and how it is served.
-            terms: Names of settings in messages.
         """
         if spec.scorer is not None and spec.scorer.device != "cpu":
             import torch
@@ -222,11 +208,8 @@ class ModelWorker:
             if (count := torch.cuda.device_count()) > 1:
                 torch.cuda.set_device(place.local_rank % count)
         self._said: list[str] = []
-        self._model, self._version, self._backend = spoken_in(
-            terms, open_backend, spec, say=self._said.append
-        )
-        # A conversation that the model could score.
-        self._known: list[TokenGroup] = []
+        self._model, self._version, self._backend = spec.opens(spec, say=self._said.append)
+        self._known = KnownInput()
 
     def about(self) -> tuple[str, str, list[str]]:
         """Return the model's name and version, and the lines logged while it was loaded."""
@@ -247,13 +230,10 @@ class ModelWorker:
         except EngineError:
             os._exit(_BROKEN_EXIT_CODE)
         except Exception:
-            if self._known:
-                try:
-                    self._backend.score_tokens(self._known)
-                except Exception:
-                    os._exit(_BROKEN_EXIT_CODE)
+            if self._known.is_scored_by(self._backend) is False:
+                os._exit(_BROKEN_EXIT_CODE)
             raise
-        self._known = self._known or list(tokens[:1])
+        self._known.note(tokens, scores)
         return scores
 
     def sleep(self) -> None:

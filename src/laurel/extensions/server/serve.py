@@ -29,6 +29,7 @@ from laurel.extensions.server.keys import is_loopback, private_network
 from laurel.extensions.server.options import ServeOptions
 from laurel.extensions.server.service import (
     AccessLog,
+    Opening,
     RewardService,
     ServedModel,
     ServingSpec,
@@ -66,14 +67,22 @@ class Key:
     """The source for programs that read the key: `{"variable": NAME}` or `{"file": PATH}`."""
 
 
-def run_serve(options: ServeOptions) -> None:
+def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     """Serve a reward model until SIGTERM or SIGINT; what needs no model is checked first.
+
+    Args:
+        options: The options of the command.
+        opens: Opens what is served, as `service.open_model` does; None: the model of the options.
 
     Raises:
         UserError: An option, a port, a model or a key cannot be used.
         WorkerError: Every replica has used up its restarts; exit code 75 asks for a restart.
     """
     _check(options)
+    if opens is None and not options.model:
+        raise ConfigError(
+            "give a reward model: --model with a directory or a name on the Hugging Face hub"
+        )
     # For all replicas, and all that are started again.
     options = replace(options, date=options.date or datetime.now())
     from laurel.extensions.server.run import ServerRun, listen
@@ -93,8 +102,7 @@ def run_serve(options: ServeOptions) -> None:
         raise ConfigError(
             f"the admin key is the API key: set {admin_key.header[1:]} to another one, or unset it"
         )
-    with speaking(OPTIONS):
-        spec = _serving_spec(options)
+    spec = _serving_spec(options, opens)
     try:
         access_log = (
             None if options.access_log == "none" else AccessLog(options.access_log, say=say)
@@ -117,7 +125,8 @@ def run_serve(options: ServeOptions) -> None:
             return await _open(options, spec)
         # In a thread, as other requests wait in the event loop.
         changed = replace(options, model=model)
-        return await _open(options, await in_thread(lambda: _serving_spec(changed), name="finding"))
+        loaded = await in_thread(lambda: _serving_spec(changed, terms=_NAMELESS), name="finding")
+        return await _open(options, loaded)
 
     async def load(model: str) -> ServedModel:
         if not Path(model).is_dir():
@@ -125,17 +134,16 @@ def run_serve(options: ServeOptions) -> None:
                 f"{model!r} is no directory of this machine. Give the path of a model, a "
                 "checkpoint or a run, as the server's machine sees it"
             )
-        with speaking(Terms({"policy.model_name": ""})):
-            served = await open_model(model)
+        served = await open_model(model)
         say(f"serving {model} from now on, version {served.version}")
         return served
 
     service = RewardService(
-        open_model=None if options.null else load, request_seconds=options.request_seconds
+        open_model=None if opens else load, request_seconds=options.request_seconds
     )
     app = _app(service, options, key, admin_key, access_log)
     url = f"http://{_in_url(options.host)}:{port}"
-    _chat(f"loading {options.model or 'trivial scores (--null)'}, to serve it on {url}")
+    _chat(f"loading {options.model or 'what is served'}, to serve it on {url}")
 
     def report_ready(served: ServedModel) -> None:
         _print_address(served, url, key, admin_key, options.allow_from or ())
@@ -151,8 +159,7 @@ def run_serve(options: ServeOptions) -> None:
 
     run = ServerRun(app, service, listener, drain_seconds=options.drain_seconds)
     try:
-        with speaking(OPTIONS):
-            run.run(open_model, on_ready=report_ready)
+        run.run(open_model, on_ready=report_ready)
     finally:
         if access_log is not None:
             access_log.close()
@@ -199,13 +206,6 @@ def _check(options: ServeOptions) -> None:
         raise ConfigError(f"--replicas {options.replicas}: from 1 to {_MOST_REPLICAS}")
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: from 0 to 65535")
-    if bool(options.model) == options.null:
-        raise ConfigError(
-            "give either a reward model (--model with a directory or a name on the Hugging Face "
-            "hub) or --null, which serves trivial scores"
-        )
-    if options.null and options.engine != "laurel":
-        raise ConfigError(f"--engine {options.engine} needs a model; --null computes nothing")
     if options.no_api_key and not _is_loopback(options.host):
         raise ConfigError(
             f"--no-api-key is for loopback addresses only, and --host {options.host} is reached "
@@ -311,35 +311,42 @@ def _app(
     return make_app(service, gate, access_log=log)
 
 
-def _serving_spec(options: ServeOptions) -> ServingSpec:
+_TERMS = (OPTIONS, Terms({"policy.tokenizer.date": "--date"}))
+# A model that a request names has no option.
+_NAMELESS = (*_TERMS, Terms({"policy.model_name": ""}))
+
+
+def _serving_spec(
+    options: ServeOptions, opens: Opening | None = None, *, terms: Sequence[Terms] = _TERMS
+) -> ServingSpec:
     """Return the spec of the model to serve, which is resolved here and loaded later."""
-    scorer = None
-    if options.model:
-        engine = None
-        if options.engine != "laurel":
-            plugin = plugins.find(plugins.Engine, options.engine)
-            if not isinstance(plugin, plugins.EngineThatScores):
-                raise ConfigError(f"--engine {options.engine}: it samples, and computes no scores")
-            plugin.check_installed(f"--engine {options.engine}")
-            section = plugin.scoring_section and plugin.scoring_section()
-            engine = ScoringEngine(plugin=plugin, section=section)
-        day = None if options.date is None else options.date.date()
-        scorer = ScorerSpec(
-            model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),
-            found=find_reward_model(options.model),
-            max_length=options.max_length,
-            batch_tokens=options.batch_tokens,
-            precision=options.precision,
-            device=options.device,
-            engine=engine,
-            aggregate=options.aggregate,
-            terms=(Terms({"policy.tokenizer.date": "--date"}),),
-        )
-    return ServingSpec(
-        scorer=scorer,
-        limits=BatcherLimits(batch_tokens=options.batch_tokens, max_waiting=options.max_waiting),
-        cpu_threads=options.cpu_threads,
+    limits = BatcherLimits(batch_tokens=options.batch_tokens, max_waiting=options.max_waiting)
+    spec = ServingSpec(limits=limits, cpu_threads=options.cpu_threads)
+    if opens is not None:
+        return replace(spec, opens=opens)
+    engine = None
+    if options.engine != "laurel":
+        plugin = plugins.find(plugins.Engine, options.engine)
+        if not isinstance(plugin, plugins.EngineThatScores):
+            raise ConfigError(f"--engine {options.engine}: it samples, and computes no scores")
+        plugin.check_installed(f"--engine {options.engine}")
+        section = plugin.scoring_section and plugin.scoring_section()
+        engine = ScoringEngine(plugin=plugin, section=section)
+    day = None if options.date is None else options.date.date()
+    with speaking(*terms):
+        found = find_reward_model(options.model)
+    scorer = ScorerSpec(
+        model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),
+        found=found,
+        max_length=options.max_length,
+        batch_tokens=options.batch_tokens,
+        precision=options.precision,
+        device=options.device,
+        engine=engine,
+        aggregate=options.aggregate,
+        terms=tuple(terms),
     )
+    return replace(spec, scorer=scorer)
 
 
 async def _open(options: ServeOptions, spec: ServingSpec) -> ServedModel:

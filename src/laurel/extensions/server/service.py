@@ -19,27 +19,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-import numpy as np
-
-from laurel.errors import BusyError, DataError, LaurelError
+from laurel.errors import BusyError, LaurelError, speaking
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
-from laurel.rewards.preparing import Rendered
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.spec import Say, ScorerSpec, find_reward_model
 from laurel.rewards.version import model_version
 from laurel.types import (
-    Conversation,
     Group,
-    Message,
     Score,
-    SentTurn,
-    TokenGroup,
-    group_of,
 )
 
 if TYPE_CHECKING:
-    from laurel.rewards.preparing import Prepared
-    from laurel.types import TokenIds
+    pass
 
 Changed = TypeVar("Changed")
 State = Literal["loading", "ready", "asleep", "draining", "broken"]
@@ -392,29 +383,9 @@ class AnswerMemory:
 
 # Opening the model of a directory: found, loaded, checked, and named by a version.
 
-NULL_NAME, NULL_VERSION = "null", "null"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingSpec:
-    """Describes a model to serve, in this process or in others."""
-
-    scorer: ScorerSpec | None = None
-    """Scorer of the model; None: no model and trivial scores, to measure everything else."""
-    limits: BatcherLimits = field(default_factory=BatcherLimits)
-    cpu_threads: int | None = None
-    """Threads of a CPU; None: one per core."""
-
-    @property
-    def batcher_limits(self) -> BatcherLimits:
-        """Limits of the batcher: as set, with batches of the scorer's size."""
-        if self.scorer is None:
-            return replace(self.limits, cache_entries=0)  # trivial scores cost less than a look-up
-        return replace(self.limits, batch_tokens=self.scorer.batch_tokens)
-
-
-def open_backend(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
-    """Load a model, and check it; blocks.
+def open_model(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
+    """Load the model of a spec, and check it; blocks.
 
     Args:
         spec: The model, and how it is served.
@@ -426,23 +397,47 @@ def open_backend(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
     Raises:
         UserError: The model is not a reward model, or has changed since it was saved.
     """
-    if spec.scorer is None:
-        return NULL_NAME, NULL_VERSION, NullScorer()
+    assert spec.scorer is not None
     name = spec.scorer.model.name or ""
     place = spec.scorer.found or find_reward_model(name)
     from laurel.rewards.open import open_scorer
     from laurel.rewards.scorer import ContractScorer
     from laurel.workers.process import prepare
 
-    prepare(spec.scorer.device, cpu_threads=spec.cpu_threads, seed=0)
+    with speaking(*spec.scorer.terms):
+        prepare(spec.scorer.device, cpu_threads=spec.cpu_threads, seed=0)
     scorer = open_scorer(replace(spec.scorer, found=place), say=say)
     assert isinstance(scorer, ContractScorer)
     return name, model_version(place.name, scorer.contract.rules), scorer
 
 
+Opening = Callable[..., tuple[str, str, Backend]]
+"""Opens what a `ServingSpec` says, as `open_model` does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSpec:
+    """Describes a model to serve, in this process or in others."""
+
+    scorer: ScorerSpec | None = None
+    """Scorer of the model; None where `opens` needs none."""
+    limits: BatcherLimits = field(default_factory=BatcherLimits)
+    cpu_threads: int | None = None
+    """Threads of a CPU; None: one per core."""
+    opens: Opening = open_model
+    """A function of a module, which the processes of replicas import."""
+
+    @property
+    def batcher_limits(self) -> BatcherLimits:
+        """Limits of the batcher: as set, with batches of the scorer's size."""
+        if self.scorer is None:
+            return self.limits
+        return replace(self.limits, batch_tokens=self.scorer.batch_tokens)
+
+
 def open_served(spec: ServingSpec, *, say: Say) -> ServedModel:
-    """Open a model in this process for a service; `open_backend` describes the arguments."""
-    name, version, backend = open_backend(spec, say=say)
+    """Open a model in this process for a service; `open_model` describes the arguments."""
+    name, version, backend = spec.opens(spec, say=say)
     scorer = BatchingScorer(backend, model_version=version, limits=spec.batcher_limits)
     return ServedModel(name=name, version=version, scorer=scorer)
 
@@ -509,77 +504,3 @@ class AccessLog:
         if not self._has_warned:
             self._has_warned = True
             self._say(f"warning: the access log loses lines: {why}")
-
-
-# A server without a model, to measure the cost of everything else.
-
-
-class NullScorer:
-    """Scores without a model: a token is a byte, and the score the mean of the last bytes."""
-
-    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """Tokenise groups into bytes."""
-        return [_prepared(group) for group in groups]
-
-    def prepare_rendered(self, row: Rendered) -> TokenGroup:
-        """Tokenise one rendered conversation into bytes."""
-        if isinstance(row, SentTurn):
-            prompt = row.prompt
-            if not isinstance(prompt, str) or not row.is_rendered:
-                said = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-                tokens, _ = _prepared(group_of(said, (row.response,), group_id=""))
-                assert tokens is not None
-                return tokens
-            row = prompt + row.response
-        ids = _bytes(row) if isinstance(row, str) else np.asarray(row, dtype=np.int32)
-        if not len(ids):
-            raise DataError("a conversation without a single token has no score")
-        return TokenGroup(id="", trunk_ids=ids[:0], branches_ids_G=(ids,), truncated_G=(False,))
-
-    def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
-        """Score tokenised groups by their last bytes."""
-        return [
-            tuple(_score(group.trunk_ids, branch) for branch in group.branches_ids_G)
-            for group in tokens
-        ]
-
-    def sleep(self) -> None:
-        """Do nothing, as no memory is held."""
-
-    def wake(self) -> None:
-        """Do nothing, as no memory is held."""
-
-    def close(self) -> None:
-        """Do nothing, as no memory is held."""
-
-
-def _bytes(text: str) -> TokenIds:
-    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
-
-
-def _text(conversation: Conversation) -> str:
-    return "".join(f"{message.role}\n{message.content}\n" for message in conversation)
-
-
-def _prepared(group: Group) -> Prepared:
-    if not group.completions_G:
-        return None, ()
-    size = len(group.completions_G)
-    tokens = TokenGroup(
-        id=group.id,
-        trunk_ids=_bytes(_text(group.prompt)),
-        branches_ids_G=tuple(_bytes(_text(one.messages)) for one in group.completions_G),
-        truncated_G=(False,) * size,
-    )
-    return tokens, (None,) * size
-
-
-_END = 16  # bytes that the score reads
-
-
-def _score(trunk_ids: TokenIds, branch_ids: TokenIds) -> Score:
-    end = branch_ids[-_END:]
-    if len(end) < _END:
-        end = np.concatenate([trunk_ids, end])[-_END:]
-    value = sum(end.tolist()) / (128 * len(end)) - 1.0
-    return Score(value=value, values_K=(value,), num_tokens=len(trunk_ids) + len(branch_ids))

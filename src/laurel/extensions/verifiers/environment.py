@@ -26,7 +26,7 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
     Memory,
-    batch_figures,
+    batch_metrics,
     mean_of,
 )
 from laurel.errors import ConfigError, MissingDependencyError
@@ -256,7 +256,7 @@ class VerifiersEnvironment(EnvironmentInterface):
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """Compute the common figures, and the mean of each metric of the taskset."""
-        figures = batch_figures(batch)
+        figures = batch_metrics(batch)
         measured: dict[str, list[float]] = {}
         for note in batch.get("notes") or []:
             # A rollout may end before it is scored: then it has no metrics.

@@ -94,24 +94,23 @@ class Vllm(EngineThatScores, EngineThatServes):
     def serve_command(
         self,
         section: ModelServerConfig,
+        host: str,
         port: int,
-        devices: Sequence[int] | None,
         *,
+        on_gpu: bool,
         rests: bool,
     ) -> tuple[Sequence[str], Mapping[str, str]]:
         """Return the command of vLLM's server."""
         from laurel.extensions.vllm.settings import ENVIRONMENT, cpu_arguments, cpu_environment
 
         added = dict(ENVIRONMENT)
-        options: dict[str, object] = {"model": section.model_name, "port": port}
-        options |= {"host": "127.0.0.1", "tensor-parallel-size": section.tensor_parallel_size}
+        options: dict[str, object] = {"model": section.model_name, "host": host, "port": port}
+        options |= {"tensor-parallel-size": section.tensor_parallel_size}
         command = [sys.executable, "-c", _SERVE]
-        if devices is None:
+        if not on_gpu:
             added |= cpu_environment(section.tensor_parallel_size, is_eager=True)
             options |= {key.replace("_", "-"): one for key, one in cpu_arguments().items()}
             command.append("--enforce-eager")
-        else:
-            added |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
         if rests:
             added |= {"VLLM_SERVER_DEV_MODE": "1"}  # otherwise it has no /sleep
             command.append("--enable-sleep-mode")

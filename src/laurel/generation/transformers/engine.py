@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -182,7 +183,7 @@ class TransformersEngine:
 
         Args:
             groups: Trunks of at least one token, whose tokens are in the model's vocabulary.
-            batch_tokens: The most tokens of one forward pass; a larger group is computed alone.
+            batch_tokens: The most tokens of one forward pass; a larger group is computed in parts.
 
         Returns:
             For each group the natural log-probability of each branch, [G]: the sum over its tokens,
@@ -199,7 +200,10 @@ class TransformersEngine:
             with model.at_temperature(1.0):
                 for part in bin_pack([group.num_tokens for group in groups], batch_tokens):
                     chosen = [groups[index] for index in part]
-                    logprobs = iter(model.logprobs(to_forest(chosen)).cpu().tolist())
+                    forest = to_forest(chosen)
+                    if model.mesh is None:
+                        forest = replace(forest, part_tokens=batch_tokens)
+                    logprobs = iter(model.logprobs(forest).cpu().tolist())
                     for index, group in zip(part, chosen, strict=True):
                         sums[index] = [
                             math.fsum(islice(logprobs, len(branch)))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from laurel.errors import BroadcastError, EngineError
 from laurel.generation.weights.held import HeldDtype, as_held
+from laurel.sandbox.scratch import ScratchFolder
 from laurel.types import Weights
 
 
@@ -231,10 +232,10 @@ def written(
     """
     changing = weights.changing if has_all else None
     parent = memory if _has_room(memory, expected_bytes) else Path(tempfile.gettempdir())
-    with tempfile.TemporaryDirectory(prefix="laurel-weights-", dir=parent) as directory:
+    with ScratchFolder("weights", parent) as folder:
         try:
             tensors = (changing or weights.tensors)()
-            shapes, paths = _write(as_held(tensors, held), Path(directory), max_file_bytes)
+            shapes, paths = _write(as_held(tensors, held), folder.path, max_file_bytes)
         except OSError as error:
             raise EngineError(
                 f"the weights of step {weights.version} could not be written below {parent}: "

@@ -42,6 +42,7 @@ from laurel.models.forest.cascade import (
     Cascade,
     KeyCall,
     SpanCall,
+    after,
     in_pieces,
     packed_calls,
 )
@@ -65,9 +66,6 @@ class AttentionOptions:
     """The limit of the logits, which become `softcap * tanh(logits / softcap)` (Gemma 2)."""
     s_aux: Tensor | None = None
     """The logits `[H]` of attention sinks (gpt-oss)."""
-
-
-_OPTIONS = AttentionOptions.__slots__
 
 
 class AttentionPlan(Protocol):
@@ -106,16 +104,22 @@ class ForestPlan:
     their first use, and kept.
     """
 
-    def __init__(self, trees: Sequence[Tree], *, read_X: Tensor | None = None) -> None:
+    def __init__(
+        self, trees: Sequence[Tree], *, read_X: Tensor | None = None, has_root: bool = True
+    ) -> None:
         """Arrange the trees of a row.
 
         Args:
             trees: The trees, in the order of the row.
             read_X: int64, the tokens whose hidden states the caller reads, each once; None for
                 all. Those of other tokens may be wrong after the last layer (`UnreadTokens`).
+            has_root: Whether the row has the tokens of the root. Without them there is one tree,
+                the keys and values of whose root stand before those of the row.
         """
         self.trees = tuple(trees)
         self.read_X = read_X
+        self.num_given = 0 if has_root else trees[0].nodes[0].length
+        """The number of keys and values that stand before those of the row."""
         self.lengths: list[int] = []
         """The lengths of all nodes in order of the row."""
         # The length of the longest sequence.
@@ -149,8 +153,9 @@ class ForestPlan:
             out: Tensor = Cascade.apply(*rows, calls, options.scaling)  # type: ignore[no-untyped-call]
             return out.transpose(0, 1)[None]
         num_tokens = sum(self.lengths)
-        filling = query.shape[2] - num_tokens
-        query, key, value = (t[:, :, :num_tokens] for t in (query, key, value))
+        filling = query.shape[2] + self.num_given - num_tokens
+        query = query[:, :, : num_tokens - self.num_given]
+        key, value = (t[:, :, :num_tokens] for t in (key, value))
         if _suits_flex(query, value, options):
             blocks = self.block_mask(query.device, options.sliding_window)
             kernel = compiled(flex_attention)
@@ -165,10 +170,10 @@ class ForestPlan:
         if known not in self._calls:
             calls: list[KeyCall]
             if device.type == "cpu":
-                own, before = in_pieces(self.trees)
+                own, before = (after(seen, self.num_given) for seen in in_pieces(self.trees))
                 calls = [SpanCall(own, is_causal=True), SpanCall(before, is_causal=False)]
             else:
-                calls = packed_calls(self.trees, device, window)
+                calls = packed_calls(self.trees, device, window, num_given=self.num_given)
             self._calls[known] = tuple(calls)
         return self._calls[known]
 
@@ -196,13 +201,14 @@ class ForestPlan:
                 first += len(tree.nodes)
             columns = torch.tensor(numbers, dtype=torch.int32).T.contiguous()
             enter, leave, position = columns.to(device, non_blocking=True).unbind()
+            own_enter, own_position = enter[self.num_given :], position[self.num_given :]
 
             def sees(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                is_kin = (enter[key] <= enter[query]) & (enter[query] < leave[key])
-                return is_kin & ~hidden_keys(position[key], position[query], window)
+                is_kin = (enter[key] <= own_enter[query]) & (own_enter[query] < leave[key])
+                return is_kin & ~hidden_keys(position[key], own_position[query], window)
 
             make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
-            self._blocks[known] = make(sees, None, None, len(enter), len(enter), device=device)
+            self._blocks[known] = make(sees, None, None, len(own_enter), len(enter), device=device)
         return self._blocks[known]
 
     def mask(
@@ -251,7 +257,8 @@ class ForestPlan:
             options: The options of the layer.
         """
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
-        queries = query.split_with_sizes(self.lengths, dim=2)
+        own = [0, *self.lengths[1:]] if self.num_given else self.lengths
+        queries = query.split_with_sizes(own, dim=2)
         keys = key.split_with_sizes(self.lengths, dim=2)
         values = value.split_with_sizes(self.lengths, dim=2)
         segments = _segments(self, queries, keys, values)
@@ -293,7 +300,12 @@ def forest_attention(
     attention_mask: Tensor | None,
     *,
     forest_plan: AttentionPlan | None = None,
-    **passed: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer; transformers calls this function in every layer.
 
@@ -305,7 +317,12 @@ def forest_attention(
         attention_mask: Always None, because `forest_plan` decides what is masked.
         forest_plan: Decides which keys each query attends to. The caller of the model passes it as
             a keyword argument of the forward pass.
-        passed: What else the model passes, of which the fields of `AttentionOptions` are read.
+        scaling: The factor of the logits; it and the arguments below are the fields of
+            `AttentionOptions`.
+        dropout: The probability of dropping an attention weight.
+        sliding_window: The number of latest positions to which a token attends.
+        softcap: The limit of the logits.
+        s_aux: The logits of attention sinks.
 
     Returns:
         The attention output `[1, T, H, D_v]`, and None instead of the attention weights.
@@ -318,7 +335,13 @@ def forest_attention(
             "the model was loaded for token forests and called without a plan: call it through "
             "RewardModel or PolicyModel, or switch it with model.set_attn_implementation('sdpa')"
         )
-    options = AttentionOptions(**{name: passed[name] for name in _OPTIONS if name in passed})
+    options = AttentionOptions(
+        scaling=scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        s_aux=s_aux,
+    )
     return forest_plan.attend(module, query, key, value, options).transpose(1, 2), None
 
 
@@ -436,8 +459,8 @@ def _segments(
     # Yields each node with the keys and values of all nodes above it before its own.
     first = 0
     for tree in plan.trees:
-        for node, span in enumerate(tree.nodes):
-            if not span.length:
+        for node in range(len(tree.nodes)):
+            if not queries[first + node].shape[2]:
                 continue
             path = [first + above for above in tree.path(node) if tree.nodes[above].length]
             k, v = keys[path[0]], values[path[0]]

@@ -173,6 +173,15 @@ def keys_in_window(trees: Sequence[Tree], window: int) -> list[Seen]:
     return seen
 
 
+def after(seen: Sequence[Seen], num_given: int) -> list[Seen]:
+    """Return the queries behind the first `num_given` tokens, whose keys stand before the row."""
+    return [
+        Seen(Span(queries.start - num_given, queries.end - num_given), keys)
+        for queries, keys in seen
+        if queries.start >= num_given
+    ]
+
+
 def _nodes(trees: Sequence[Tree]) -> Iterator[Span]:
     return (span for tree in trees for span in tree.nodes if span.length)
 
@@ -376,7 +385,9 @@ class PackedCall:
         yield Gradients(self._rows, self._seen, *found)
 
 
-def packed_calls(trees: Sequence[Tree], device: torch.device, window: int | None) -> list[KeyCall]:
+def packed_calls(
+    trees: Sequence[Tree], device: torch.device, window: int | None, *, num_given: int = 0
+) -> list[KeyCall]:
     """Return the calls of flash kernels that compute a layer on CUDA: at most 1 + the depth.
 
     Without a sliding window, one call computes the attention of each node to itself, and one call
@@ -388,13 +399,14 @@ def packed_calls(trees: Sequence[Tree], device: torch.device, window: int | None
         trees: The trees of the micro-batch.
         device: The device that computes.
         window: The number of latest positions that a query attends to; None for no limit.
+        num_given: The number of keys and values that stand before those of the row.
     """
     if window is not None:
-        seen = keys_in_window(trees, window)
+        seen = after(keys_in_window(trees, window), num_given)
         return [PackedCall(seen, device, is_causal=True, window=window)]
-    own = PackedCall(own_keys(trees), device, is_causal=True)
-    above = [PackedCall(seen, device, is_causal=False) for seen in ancestor_keys(trees)]
-    return [own, *above]
+    own = PackedCall(after(own_keys(trees), num_given), device, is_causal=True)
+    before = (after(seen, num_given) for seen in ancestor_keys(trees))
+    return [own, *(PackedCall(seen, device, is_causal=False) for seen in before)]
 
 
 def _rows(spans: Sequence[Span], device: torch.device) -> Rows:

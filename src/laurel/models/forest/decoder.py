@@ -11,7 +11,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from laurel.models.forest.attention import (
     ForestPlan,
     as_computed,
 )
+from laurel.models.forest.parts import Readings, outputs_in_parts
 from laurel.types import PaddedRows, TokenForest
 
 Path = Literal["forest", "padded"]
@@ -111,6 +112,14 @@ class Decoder(nn.Module):
     @abstractmethod
     def network(self) -> Any:
         """The Hugging Face model, including its head."""
+
+    @abstractmethod
+    def readings(self, forest: TokenForest) -> Readings:
+        """Return which hidden states of a forest the head reads."""
+
+    @abstractmethod
+    def read(self, hidden_XD: Tensor, targets_X: Tensor) -> Any:
+        """Apply the head to hidden states, which predict the tokens `targets_X`."""
 
     @property
     def device(self) -> torch.device:
@@ -270,12 +279,14 @@ class RewardModel(Decoder):
             float32 `[N, K]` (float64 if the weights are): K outputs of the head for each of the N
             completions, in the order of the batch; or for each token in the `reads` of the batch.
         """
+        if isinstance(batch, TokenForest) and batch.is_in_parts:
+            return cast(Tensor, outputs_in_parts(self, batch))
         if self.head_name is None:
             assert isinstance(batch, PaddedRows)
             with self.autocast():
                 logits_NK: Tensor = self.classifier(**self.padded_inputs(batch)).logits
             return logits_NK.float()
-        return self.judge(self.last_hidden(batch))
+        return self.apply_head(self.last_hidden(batch))
 
     def last_hidden(self, batch: TokenForest | PaddedRows) -> Tensor:
         """Return the hidden state of every token that is read: the last of every completion.
@@ -283,9 +294,7 @@ class RewardModel(Decoder):
         If the batch has `reads`, these are the tokens instead. The result is `[N, D]`.
         """
         if isinstance(batch, TokenForest):
-            read_N = torch.tensor(
-                batch.last_N if batch.reads is None else batch.reads, dtype=torch.int64
-            )
+            read_N = _read_tokens(batch)
             # Completions may share a step, or be equal, and so share the token.
             is_distinct = batch.reads is None and batch.ends is None
             distinct_X = read_N if is_distinct else torch.unique(read_N)
@@ -299,13 +308,28 @@ class RewardModel(Decoder):
         index_N = torch.arange(batch.num_completions, device=self.device)
         return hidden[index_N, batch.lengths_N.to(self.device, non_blocking=True) - 1]
 
-    def judge(self, hidden_ND: Tensor) -> Tensor:
+    def readings(self, forest: TokenForest) -> Readings:
+        """Return the hidden states that the head reads, each once."""
+        read_N = _read_tokens(forest)
+        read_X, label_N = torch.unique(read_N, return_inverse=True)
+        return Readings(read_X, read_X, read_X, label_N, [1] * len(read_N))
+
+    def read(self, hidden_XD: Tensor, targets_X: Tensor) -> Tensor:
+        """Compute the scores of hidden states; a reward head predicts no tokens."""
+        return self.apply_head(hidden_XD)
+
+    def apply_head(self, hidden_ND: Tensor) -> Tensor:
         """Apply the head to hidden states `[N, D]`, and return the scores `[N, K]`."""
         head = getattr(self.classifier, self.head_name or "")
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         with torch.autocast(self.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.to(dtype)
             return nn.functional.linear(hidden_ND.to(dtype), head.weight.to(dtype), bias)
+
+
+def _read_tokens(forest: TokenForest) -> Tensor:
+    reads = forest.last_N if forest.reads is None else forest.reads
+    return torch.tensor(reads, dtype=torch.int64)
 
 
 # The residual stream.

@@ -100,19 +100,7 @@ def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
         DataError: A completion has no prompt, so nothing predicts its first token.
     """
     if isinstance(batch, TokenForest):
-        ends_N = batch.ends_N
-        if any(end.start == 0 for end in ends_N):
-            raise _no_prompt()
-        starts = [tree.starts for tree in batch.trees]
-        runs = [
-            run
-            for end in ends_N
-            for run in _of_completion(batch.trees[end.tree], starts[end.tree], end)
-        ]
-        targets_M = torch.cat([torch.arange(first, last) for first, last, _ in runs])
-        index_M = targets_M - 1
-        begins = accumulate((last - first for first, last, _ in runs[:-1]), initial=0)
-        index_M[list(begins)] = torch.tensor([before for _, _, before in runs])
+        index_M, targets_M = completion_tokens(batch)
         return index_M, batch.ids_T[targets_M.to(batch.ids_T.device)].long()
     if bool((batch.starts_N < 1).any()):
         raise _no_prompt()
@@ -120,6 +108,27 @@ def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
     is_target_NL = (column_L >= batch.starts_N[:, None]) & (column_L < batch.lengths_N[:, None])
     targets_M = is_target_NL.flatten().nonzero()[:, 0]
     return targets_M - 1, batch.ids_NL.flatten()[targets_M.to(batch.ids_NL.device)]
+
+
+def completion_tokens(forest: TokenForest) -> tuple[Tensor, Tensor]:
+    """Return the indices in the row of each completion token's predictor, and of the token.
+
+    Both are int64 [M]; `predictors` describes them.
+    """
+    ends_N = forest.ends_N
+    if any(end.start == 0 for end in ends_N):
+        raise _no_prompt()
+    starts = [tree.starts for tree in forest.trees]
+    runs = [
+        run
+        for end in ends_N
+        for run in _of_completion(forest.trees[end.tree], starts[end.tree], end)
+    ]
+    targets_M = torch.cat([torch.arange(first, last) for first, last, _ in runs])
+    index_M = targets_M - 1
+    begins = accumulate((last - first for first, last, _ in runs[:-1]), initial=0)
+    index_M[list(begins)] = torch.tensor([before for _, _, before in runs])
+    return index_M, targets_M
 
 
 def _of_completion(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from laurel.models.forest.outputs import (
     TokenOutputs,
     VocabularyShare,
     all_logits,
+    completion_tokens,
     distinct_labels,
     predictors,
     token_logprobs,
 )
+from laurel.models.forest.parts import Readings, outputs_in_parts
 from laurel.models.loading.adapters import adapted_layers, without_adapters
 from laurel.models.parallel.mesh import local
 from laurel.models.parallel.weights import saved_weights
@@ -93,14 +95,35 @@ class PolicyModel(Decoder):
         Raises:
             DataError: A completion has no prompt.
         """
+        if isinstance(batch, TokenForest) and batch.is_in_parts:
+            return cast(TokenOutputs, outputs_in_parts(self, batch))
         index_M, targets_M = predictors(batch)
         label_M: Tensor | None = None
         if isinstance(batch, TokenForest) and batch.ends is not None:
             index_M, targets_M, label_M = distinct_labels(index_M, targets_M)
         hidden_XD = self.hidden(batch, read_X=torch.unique(index_M)).flatten(0, -2)
         hidden_MD = hidden_XD.index_select(0, index_M.to(self.device, non_blocking=True))
+        found = self.read(hidden_MD, targets_M)
+        return found if label_M is None else found.gathered(label_M)
+
+    def readings(self, forest: TokenForest) -> Readings:
+        """Return the hidden states that predict completion tokens, each pair of them once."""
+        index_M, place_M = completion_tokens(forest)
+        targets_M = forest.ids_T[place_M.to(forest.ids_T.device)].long()
+        index_X, targets_X, label_M = distinct_labels(index_M, targets_M)
+        holder_X = torch.empty_like(index_X)
+        holder_X[label_M] = place_M  # of equal pairs any
+        starts = [tree.starts for tree in forest.trees]
+        lengths = [
+            starts[end.tree][end.node] + forest.trees[end.tree].nodes[end.node].length - end.start
+            for end in forest.ends_N
+        ]
+        return Readings(index_X, holder_X, targets_X, label_M, lengths)
+
+    def read(self, hidden_MD: Tensor, targets_M: Tensor) -> TokenOutputs:
+        """Compute the log-probabilities of tokens from the hidden states that predict them."""
         hidden_MD, weight_VD = self._factors(hidden_MD)
-        found = token_logprobs(
+        return token_logprobs(
             hidden_MD,
             targets_M.to(self.device, non_blocking=True),
             weight_VD,
@@ -112,7 +135,6 @@ class PolicyModel(Decoder):
             chunk_size=self.logprob_chunk_size,
             with_entropy=self.with_entropy,
         )
-        return found if label_M is None else found.gathered(label_M)
 
     def logprobs(self, batch: TokenForest | PaddedRows) -> Tensor:
         """Compute log-probabilities of all completion tokens, float32 [M], without gradients.

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 
+from laurel.config.environments import checked_urls
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Preparing, fill_in, filter_readable, is_text
@@ -204,23 +205,10 @@ def checked_url(url: str) -> httpx2.URL:
         ConfigError: The address cannot be used.
     """
     try:
-        found = httpx2.URL(url)
-    except httpx2.InvalidURL as error:
-        raise ConfigError(f"{_shown(url)} is no address: {error}") from error
-    if found.scheme not in ("http", "https") or not found.host:
-        raise ConfigError(f"{_shown(url)} is no address: it must begin with http:// or https://")
-    if found.userinfo:
-        raise ConfigError(
-            f"the address of {found.host} has a password in it; name an environment variable that "
-            "holds an API key instead"
-        )
-    return found
-
-
-def _shown(url: str) -> str:
-    # Without what may be a secret: a password, a query.
-    address = url.partition("?")[0].partition("#")[0]
-    return ascii(address.rpartition("@")[2])
+        checked_urls([url])
+        return httpx2.URL(url)
+    except (ValueError, httpx2.InvalidURL) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _text_of(error: Exception) -> str:

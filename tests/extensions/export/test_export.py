@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import tiny
 import tiny_tokenizers as made
 from laurel.errors import ConfigError, DataError, ModelError, ScoringContractError
-from laurel.export import average, writing
-from laurel.export import export as export_module
-from laurel.export.export import run_export
+from laurel.extensions.export import average, writing
+from laurel.extensions.export import export as export_module
+from laurel.extensions.export.export import run_export
+from laurel.extensions.export.options import ExportOptions
 from laurel.models.checkpoint.card import CardFacts
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.rewards.open import open_local
 from laurel.rewards.scorer import golden_scores
-from laurel.run.options import ExportOptions
 from laurel.types import Message, group_of
 from reward_models import small_model, write_foreign_model, write_model, write_run
 
@@ -391,10 +391,14 @@ def alike(directory, seed, **changes):
 
 
 def test_the_mean_of_models_has_golden_scores_of_its_own_and_says_how_far_they_agree(
-    tmp_path, export
+    tmp_path, export, monkeypatch
 ):
-    members = [alike(tmp_path / str(seed), seed) for seed in range(3)]
-    out, said = export("", average=[str(one) for one in members])
+    members, networks = [alike(tmp_path / str(seed), seed) for seed in range(3)], []
+    with monkeypatch.context() as patched:
+        for module in (average, writing):
+            patched.setattr(module, "load_scorer", one_at_a_time(module.load_scorer, networks))
+        out, said = export("", average=[str(one) for one in members])
+    assert len(networks) == 5  # the members, the one that is written, and the written one
     found = load_file(out / "model.safetensors")
     weights = [load_file(one / "model.safetensors") for one in members]
     for name, value in found.items():
@@ -465,14 +469,6 @@ def policies(directory, dtype):
         tiny.tiny_language_model("qwen3-tied").to(dtype).save_pretrained(members[-1])
         made.chatml().save_pretrained(members[-1])
     return members
-
-
-def test_one_model_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):
-    members, networks = [str(alike(tmp_path / str(seed), seed)) for seed in range(3)], []
-    for module in (average, writing):
-        monkeypatch.setattr(module, "load_scorer", one_at_a_time(module.load_scorer, networks))
-    export("", average=members)
-    assert len(networks) == 5  # the members, the one that is written, and the written one
 
 
 def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from chat_rows import assistant, user
-from laurel.cli.data_check import examine_data
-from laurel.data.formats import FORMATS, suggestions
+from laurel.extensions.data_check.check import examine_data
+from laurel.extensions.data_check.formats import FORMATS, suggestions
 
 DOCS = Path(__file__).parents[3] / "docs" / "data_formats.md"
 

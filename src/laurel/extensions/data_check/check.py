@@ -22,7 +22,13 @@ from laurel.config.load import load_config
 from laurel.config.overrides import COLUMN_KEYS
 from laurel.config.schemas import SCHEMAS
 from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
-from laurel.data.formats import (
+from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
+from laurel.data.sources import Row, UnusableRow, locate, read_rows
+from laurel.data.task_formats import OWN_TESTS
+from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, TaskData, load_task_data
+from laurel.environments.registry import row_sources, shown_tools
+from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
+from laurel.extensions.data_check.formats import (
     FORMATS,
     TRAINERS,
     KnownFormat,
@@ -31,12 +37,6 @@ from laurel.data.formats import (
     recognise,
     suggestions,
 )
-from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
-from laurel.data.sources import Row, UnusableRow, locate, read_rows
-from laurel.data.task_formats import OWN_TESTS
-from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, TaskData, load_task_data
-from laurel.environments.registry import row_sources, shown_tools
-from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
 from laurel.observe.console import (
     UNBROKEN,
     is_unbroken,
@@ -696,12 +696,21 @@ def first_row(reading: Reading, model: str) -> FirstRow:
             f"{row.source}: no token of the answer is within the first {longest} tokens; raise "
             "policy.max_total_sequence_length"
         )
-    trunk, (branch,) = learned.tokens.trunk_ids, learned.tokens.branches_ids_G
-    learned_L = np.concatenate((np.zeros(len(trunk), dtype=bool), learned.mask_L))
-    ids_L = np.concatenate((trunk, branch))
-    tokens = pieces_of(tokenizer, ids_L, learned_L=learned_L)
-    part = replace(part, tokens=tokens, is_cut=learned.truncated)
-    return FirstRow(source=row.source, parts=[part])
+    trunk, branches = learned.tokens.trunk_ids, learned.tokens.branches_ids_G
+    masks = np.split(learned.mask_L, np.cumsum(list(map(len, branches)))[:-1])
+    parts = [
+        replace(
+            part,
+            tokens=pieces_of(
+                tokenizer,
+                np.concatenate((trunk, branch)),
+                learned_L=np.concatenate((np.zeros(len(trunk), dtype=bool), mask)),
+            ),
+            is_cut=is_cut,
+        )
+        for branch, mask, is_cut in zip(branches, masks, learned.tokens.truncated_G, strict=True)
+    ]
+    return FirstRow(source=row.source, parts=parts)
 
 
 def _scored(

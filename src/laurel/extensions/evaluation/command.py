@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from laurel.cli.app import App
 from laurel.errors import Terms, speaking
+from laurel.extensions.evaluation.options import EvalPolicyOptions
+from laurel.plugins import Command
 from laurel.run.options import (
     ColumnKeys,
     ConfigOption,
-    EvalPolicyOptions,
     JsonOption,
     JudgeOption,
     LocalScorerOptions,
@@ -23,7 +25,23 @@ from laurel.run.options import (
 
 if TYPE_CHECKING:
     from laurel.config.data import BenchmarkName
-    from laurel.run.evaluation.run import EvaluationRequest
+    from laurel.extensions.evaluation.run import EvaluationRequest
+
+
+class Eval(Command):
+    """Measure how good a model is."""
+
+    after = "config"
+
+    def make(self, section: None, name: str) -> typer.Typer:
+        """Return the group of commands."""
+        return eval_app
+
+    def for_programs(self) -> ModuleType:
+        """Return the module with `evaluate_model` and `show`."""
+        from laurel.extensions.evaluation import programs
+
+        return programs
 
 
 ZeroSpreadOption = Annotated[
@@ -195,7 +213,7 @@ def eval_policy(
 
     Example: laurel eval policy -m results/grpo/best -e code --dataset HumanEval -n 4
     """
-    from laurel.run.evaluation.policy import run_eval
+    from laurel.extensions.evaluation.policy import run_eval
 
     with speaking(*([_DATASET] if options.dataset else [])):
         exit_code = run_eval(config, overrides or [], options)
@@ -337,7 +355,7 @@ def eval_all(
 
     Example: laurel eval all -m results/rm/best -d llmbar.jsonl.gz -d best_of_4.jsonl.gz
     """
-    from laurel.run.evaluation.run import run_all
+    from laurel.extensions.evaluation.run import run_all
 
     if exit_code := run_all(_request(rows, how, zero_spread=zero_spread), hub=hub):
         raise typer.Exit(exit_code)
@@ -352,11 +370,11 @@ def _run(
     **said: Any,
 ) -> None:
     if how.compare is not None:
-        from laurel.run.evaluation.tables import run_compare
+        from laurel.extensions.evaluation.tables import run_compare
 
         exit_code = run_compare(name, *how.compare, as_json=how.as_json)
     else:
-        from laurel.run.evaluation.run import run_benchmark
+        from laurel.extensions.evaluation.run import run_benchmark
 
         reproduces = None if compatibility is None else name
         with speaking(_DATASET):
@@ -369,8 +387,8 @@ def _request(
     rows: RowOptions, how: ScoringOptions, *, reproduces: BenchmarkName | None = None, **said: Any
 ) -> EvaluationRequest:
     """Build the evaluation request; `reproduces` names the program whose tokens are copied."""
-    from laurel.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
-    from laurel.run.evaluation.run import EvalScorer, EvaluationRequest
+    from laurel.extensions.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
+    from laurel.extensions.evaluation.run import EvalScorer, EvaluationRequest
 
     judge = None
     if how.judge is not None:

@@ -17,7 +17,8 @@ from laurel.config.load import load_config
 from laurel.data.tasks import TaskData, is_endless, load_tasks, sets_of_run
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
-from laurel.evaluation.policy import pass_figures, reward_figures
+from laurel.extensions.evaluation.options import EvalPolicyOptions
+from laurel.extensions.evaluation.pass_metrics import pass_metrics, reward_metrics
 from laurel.models.gguf import local_files
 from laurel.observe.console import make_console, message_console, print_metrics, say_on
 from laurel.observe.files import check_output, replace_file
@@ -27,7 +28,6 @@ from laurel.run.allocation import plan_allocation
 from laurel.run.context import RunContext
 from laurel.run.grpo import check_grpo_run, load_policy_bundle
 from laurel.run.model import found_name, resolve_model
-from laurel.run.options import EvalPolicyOptions
 from laurel.run.specs import OPTIONS
 from laurel.run.tasks import check_answers, environments_of, needs_of
 
@@ -189,9 +189,9 @@ def _played(
         groups = parts.validation.play(parts.source, while_waiting=show)
         figures = validation_metrics(groups, environments)
     rewards_BG = [[rollout.reward for rollout in group.rollouts_G] for group in groups]
-    first = reward_figures(rewards_BG)
+    first = reward_metrics(rewards_BG)
     if "accuracy" in figures:  # rewards mean right or wrong
-        first |= pass_figures(rewards_BG)
+        first |= pass_metrics(rewards_BG)
     return groups, first | {name: v for name, v in figures.items() if name not in first}
 
 

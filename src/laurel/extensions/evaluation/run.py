@@ -24,8 +24,16 @@ from laurel.evaluation.benchmarks import (
     reduce_scores,
     training_pairs,
 )
-from laurel.evaluation.diagnostics import diagnostics_report
 from laurel.evaluation.statistics import Measured
+from laurel.extensions.evaluation.diagnostics import diagnostics_report
+from laurel.extensions.evaluation.tables import (
+    print_compatibility,
+    print_diagnostics,
+    print_evaluation,
+    print_judge,
+    print_matrix,
+    share_text,
+)
 from laurel.observe.console import (
     make_console,
     message_console,
@@ -39,14 +47,6 @@ from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.evaluation.results import Evaluation, check_output_directory, write_results
-from laurel.run.evaluation.tables import (
-    print_compatibility,
-    print_diagnostics,
-    print_evaluation,
-    print_judge,
-    print_matrix,
-    share_text,
-)
 from laurel.run.specs import (
     asked_scorer,
     asked_server,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.config.environments import JudgeConfig
-    from laurel.evaluation.rewardbench_tokens import ReferenceFormat, RewardBenchContract
+    from laurel.extensions.evaluation.rewardbench_tokens import ReferenceFormat, RewardBenchContract
     from laurel.rewards.scorer import LocalScorer, OnBatch
     from laurel.types import Group
 
@@ -253,7 +253,7 @@ def _beside_contract(
 
     Rows whose tokens differ are scored once more; the other scores are the same.
     """
-    from laurel.evaluation.rewardbench_tokens import differences, summary
+    from laurel.extensions.evaluation.rewardbench_tokens import differences, summary
 
     with scorer.console.status("comparing the tokens with those of the scoring contract"):
         found = differences(reference, [row.group for row in rows])
@@ -492,7 +492,7 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     own = open_asked(spec, scorer.settings, cpu_threads=scorer.cpu_threads, console=console)
     if form is None:
         return OpenScorer(console=console, score_now=own.score_now, chunk=CHUNK)
-    from laurel.evaluation.rewardbench_tokens import RewardBenchContract
+    from laurel.extensions.evaluation.rewardbench_tokens import RewardBenchContract
     from laurel.rewards.scorer import LocalScorer
 
     # `open_asked` has checked the settings and shown its warnings.

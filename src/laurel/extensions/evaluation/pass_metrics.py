@@ -10,7 +10,7 @@ RewardsBG = Sequence[Sequence[float | None]]
 """The reward of each completion G of each task B; None where it could not be scored."""
 
 
-def reward_figures(rewards_BG: RewardsBG) -> dict[str, float]:
+def reward_metrics(rewards_BG: RewardsBG) -> dict[str, float]:
     """Return the mean reward over tasks, its standard error, and the counts of failures.
 
     Completions of the same task are correlated, so the standard error is computed over the means of
@@ -37,7 +37,7 @@ def reward_figures(rewards_BG: RewardsBG) -> dict[str, float]:
     }
 
 
-def pass_figures(rewards_BG: RewardsBG) -> dict[str, float]:
+def pass_metrics(rewards_BG: RewardsBG) -> dict[str, float]:
     """Return `pass@k` for k = 1, 2, 4, ... and the number of completions of a task.
 
     A completion passes where its reward is at least 1. Each is the mean over the tasks that have at

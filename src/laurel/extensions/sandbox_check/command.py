@@ -1,16 +1,17 @@
-"""The commands of `laurel sandbox`: how well this machine locks programs in, found by trying."""
+"""The command `laurel sandbox check`: how well this machine locks programs in, found by trying."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from laurel.cli.app import App
 from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
 from laurel.observe.json_output import write_json
+from laurel.plugins import Command
 from laurel.run.options import JsonOption, complete_layers
 from laurel.sandbox.control_group import chosen_place, group_words
 from laurel.sandbox.detection import Detection, detect
@@ -80,15 +81,14 @@ def lines(found: Detection, group: str) -> list[str]:
     return said
 
 
-sandbox_app = App(help="Where programs that a model wrote are run.", no_args_is_help=True)
+class SandboxCheck(Command):
+    """Say how well this machine locks programs in."""
+
+    def make(self, section: None, name: str) -> Callable[..., Any]:
+        """Return the function."""
+        return check_sandbox
 
 
-@sandbox_app.callback()
-def sandbox_commands() -> None:
-    """Where programs that a model wrote are run."""
-
-
-@sandbox_app.command("check")
 def check_sandbox(
     without: Annotated[
         list[str] | None,

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laurel.errors import CheckpointError, ConfigError, DataError, key_of, setting_of, speaking
+from laurel.extensions.export.options import ExportOptions
 from laurel.models.tokenizer import first_line
 from laurel.observe.console import message_console, quiet_libraries, say_on
 from laurel.observe.files import replace_directory
 from laurel.observe.json_output import write_json
 from laurel.rewards.spec import ModelPlace, Say, ScorerSpec, check_files, find_model
-from laurel.run.options import ExportOptions
 from laurel.run.specs import OPTIONS, model_spec, policy_of_settings, scorer_spec
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from rich.console import Console
 
-    from laurel.export.average import MemberAgreement
+    from laurel.extensions.export.average import MemberAgreement
     from laurel.models.checkpoint.card import EvaluationTable
 
 _MARK = "config.json"
@@ -131,7 +131,7 @@ def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
 
 def _find(options: ExportOptions) -> list[ModelPlace]:
     if options.average:
-        from laurel.export.average import check_alike
+        from laurel.extensions.export.average import check_alike
 
         if options.model or options.step is not None:
             raise ConfigError(
@@ -189,7 +189,7 @@ def _write(
     tables: Sequence[EvaluationTable],
     say: Say,
 ) -> MemberAgreement | None:
-    from laurel.export import writing
+    from laurel.extensions.export import writing
     from laurel.rewards.open import read_rules
     from laurel.workers.process import prepare
 

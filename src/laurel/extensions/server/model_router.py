@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import socket
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import httpx2
+import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from laurel.generation.waiting import BackgroundLoop, cancel_others
+from laurel.workers.rendezvous import LOOPBACK
 
 _MOST_BYTES = 64 << 20
 _END_SECONDS, _PROBE = 5.0, 10.0
-_LOOK = 1.0
-"""Seconds between two looks whether a client still waits."""
 _KEPT = 200
 """Durations of which `hedge` knows the longest of 95 %."""
+_MOST_LOSSES = 3
+"""Servers that a request may be lost with, after which it is the request that is at fault."""
 _DROPPED = frozenset(
     {"host", "connection", "content-length", "transfer-encoding", "keep-alive", "accept-encoding"}
 )
@@ -31,18 +35,30 @@ class _Server:
 
 
 @dataclass(frozen=True)
-class _Reply:
-    status: int
+class _Asked:
+    """A request as it is passed on."""
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]]
     body: bytes
-    kind: str = "application/json"
-    gone: bool = field(default=False)
+
+
+class _LostError(Exception):
+    """The server is lost, or ended the connection."""
+
+    def __init__(self, reason: str, *, had_it: bool) -> None:
+        super().__init__(reason)
+        self.had_it = had_it
+        """Whether the server may have begun with the request."""
 
 
 class RequestRouter:
     """Passes requests on, in an event loop in a thread of its own.
 
     A request whose server is lost goes to another one, or waits until there is one: a lost server
-    is an outage, and never an answer. Requests are repeated, so they must change nothing.
+    is an outage, and never an answer. With the third server it is refused, alone. Requests are
+    repeated, so they must change nothing.
     """
 
     def __init__(self, *, patience: float, hedge: bool) -> None:
@@ -59,9 +75,20 @@ class RequestRouter:
         self._changed = asyncio.Condition()
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx2.AsyncClient(timeout=None, limits=limits, trust_env=False)
-        self._serving = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        host, port = self._serving.sockets[0].getsockname()[:2]
-        return f"{host}:{port}"
+        listener = socket.create_server((LOOPBACK, 0), backlog=2048)
+        config = uvicorn.Config(
+            self._answer,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+        )
+        self._uvicorn = uvicorn.Server(config)
+        self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+        return f"{LOOPBACK}:{listener.getsockname()[1]}"
 
     def add(self, index: int, address: str) -> None:
         """Ask a server, too."""
@@ -87,40 +114,48 @@ class RequestRouter:
                 self._servers[index] = server
             self._changed.notify_all()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request (ASGI), and give it up when its client has gone away."""
+        request = Request(scope, receive)
         try:
-            with contextlib.suppress(OSError, EOFError):
-                try:
-                    while (request := await _read(reader)) is not None:
-                        answer = asyncio.create_task(self._answered(*request))
-                        if not await _is_awaited(answer, reader):
-                            return
-                        await _write(writer, answer.result())
-                except (ValueError, httpx2.InvalidURL, httpx2.LocalProtocolError) as error:
-                    await _write(
-                        writer, _refused(f"no request that can be passed on: {error}", 400)
-                    )
+            asked = await _read(request)
+        except ClientDisconnect:
+            return
+        except ValueError as error:
+            await _refused(str(error), 413)(scope, receive, send)
+            return
+        answer = asyncio.create_task(self._answered(asked))
+        gone = asyncio.create_task(_wait_until_gone(receive))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                await answer.result()(scope, receive, send)
         finally:
-            writer.close()
+            answer.cancel()
+            gone.cancel()
 
-    async def _answered(
-        self, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> _Reply:
+    async def _answered(self, asked: _Asked) -> Response:
         tried: list[_Server] = []
+        losses = 0
         try:
             async with asyncio.timeout(self._patience) as clock:
                 while True:
                     server = await self._free(tried)
                     clock.reschedule(None)  # it has been found; the answer may take its time
-                    reply = await self._hedged(server, method, path, headers, body)
-                    if not reply.gone:
-                        return reply
+                    try:
+                        return await self._hedged(server, asked)
+                    except _LostError as error:
+                        losses += error.had_it
+                        if losses == _MOST_LOSSES:
+                            return _refused(f"{losses} servers were lost with it: {error}", 502)
                     tried.append(server)
                     clock.reschedule(asyncio.get_running_loop().time() + self._patience)
         except TimeoutError:
             return _refused(f"no server answered within {self._patience:g} s")
         except _NoneLeftError as error:
             return _refused(str(error))
+        except httpx2.LocalProtocolError as error:  # it breaks the rules, and no server gets it
+            return _refused(f"no request that can be passed on: {error}", 400)
 
     async def _free(self, tried: list[_Server]) -> _Server:
         """Return the server with the fewest requests, not one that has just been lost."""
@@ -137,10 +172,8 @@ class RequestRouter:
                 except TimeoutError:
                     tried.clear()  # it may have been the connection alone
 
-    async def _hedged(
-        self, server: _Server, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> _Reply:
-        first = self._begun(server, method, path, headers, body)
+    async def _hedged(self, server: _Server, asked: _Asked) -> Response:
+        first = self._begun(server, asked)
         try:
             if self._hedges and len(self._seconds) >= 20:
                 limit = 2 * sorted(self._seconds)[int(0.95 * len(self._seconds))]
@@ -148,18 +181,15 @@ class RequestRouter:
                 others = [one for one in self._servers.values() if one is not server]
                 if not first.done() and others:
                     other = min(others, key=lambda one: one.num_waiting)
-                    second = self._begun(other, method, path, headers, body)
-                    return await _first_of(first, second)
+                    return await _first_of(first, self._begun(other, asked))
             return await first
         finally:
             first.cancel()
 
-    def _begun(
-        self, server: _Server, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> asyncio.Task[_Reply]:
+    def _begun(self, server: _Server, asked: _Asked) -> asyncio.Task[Response]:
         """Begin to ask a server, which has the request from now on until the answer."""
         server.num_waiting += 1
-        asking = asyncio.create_task(self._asked(server, method, path, headers, body))
+        asking = asyncio.create_task(self._asked(server, asked))
 
         def ended(_: object) -> None:
             server.num_waiting -= 1
@@ -167,22 +197,24 @@ class RequestRouter:
         asking.add_done_callback(ended)
         return asking
 
-    async def _asked(
-        self, server: _Server, method: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> _Reply:
-        loop, url = asyncio.get_running_loop(), f"http://{server.address}{path}"
+    async def _asked(self, server: _Server, asked: _Asked) -> Response:
+        loop, url = asyncio.get_running_loop(), f"http://{server.address}{asked.path}"
         begun = loop.time()
         try:
-            reply = await self._client.request(method, url, headers=dict(headers), content=body)
-        except httpx2.LocalProtocolError:  # it breaks the rules, and no server gets it
+            reply = await self._client.request(
+                asked.method, url, headers=asked.headers, content=asked.body
+            )
+        except httpx2.LocalProtocolError:
             raise
         except httpx2.TransportError as error:
-            return _Reply(503, str(error).encode(), gone=True)
+            had_it = not isinstance(error, httpx2.ConnectError)
+            raise _LostError(str(error) or type(error).__name__, had_it=had_it) from error
+        # Of the request, or of a server that starts, ends or whose engine has died?
+        if reply.status_code >= 500 and not await self._is_healthy(server):
+            raise _LostError(f"it answered with {reply.status_code}", had_it=True)
         self._seconds.append(loop.time() - begun)
         kind = reply.headers.get("content-type", "application/json")
-        # Of the request, or of a server that starts, ends or whose engine has died?
-        gone = reply.status_code >= 500 and not await self._is_healthy(server)
-        return _Reply(reply.status_code, reply.content, kind, gone=gone)
+        return Response(reply.content, reply.status_code, {"content-type": kind})
 
     async def _is_healthy(self, server: _Server) -> bool:
         try:
@@ -196,7 +228,9 @@ class RequestRouter:
         self._background.close(self._end())
 
     async def _end(self) -> None:
-        self._serving.close()
+        self._uvicorn.should_exit = self._uvicorn.force_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._serving), _END_SECONDS)
         await cancel_others(_END_SECONDS)
         await self._client.aclose()
 
@@ -205,12 +239,12 @@ class _NoneLeftError(Exception):
     """All servers are lost for good."""
 
 
-async def _first_of(first: asyncio.Task[_Reply], second: asyncio.Task[_Reply]) -> _Reply:
+async def _first_of(first: asyncio.Task[Response], second: asyncio.Task[Response]) -> Response:
     """Return the reply that comes first, of servers that were not lost."""
     try:
         done, _ = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
         for one in done:
-            if not one.result().gone:
+            if not isinstance(one.exception(), _LostError):
                 return one.result()
         return await (second if first in done else first)
     finally:
@@ -218,62 +252,28 @@ async def _first_of(first: asyncio.Task[_Reply], second: asyncio.Task[_Reply]) -
         second.cancel()
 
 
-async def _is_awaited(answer: asyncio.Task[_Reply], reader: asyncio.StreamReader) -> bool:
-    """Wait for an answer; cancel it, and return False, when its client has gone away."""
-    try:
-        while not answer.done():
-            await asyncio.wait({answer}, timeout=_LOOK)
-            if reader.at_eof():
-                return False
-        return True
-    finally:
-        answer.cancel()
-
-
-def _refused(reason: str, status: int = 503) -> _Reply:
-    return _Reply(status, json.dumps({"error": {"message": reason, "code": status}}).encode())
-
-
-async def _write(writer: asyncio.StreamWriter, reply: _Reply) -> None:
-    head = (
-        f"HTTP/1.1 {reply.status} .\r\ncontent-type: {reply.kind}\r\n"
-        f"content-length: {len(reply.body)}\r\n\r\n"
-    )
-    writer.write(head.encode() + reply.body)
-    await writer.drain()
-
-
-async def _read(
-    reader: asyncio.StreamReader,
-) -> tuple[str, str, dict[str, str], bytes] | None:
-    """Read a request; None at the end of the connection.
+async def _read(request: Request) -> _Asked:
+    """Read a request.
 
     Raises:
-        ValueError: It is malformed, or too large.
-        EOFError: It breaks off.
+        ValueError: It is too large.
+        ClientDisconnect: It breaks off.
     """
-    line = (await reader.readline()).decode("latin-1").split()
-    if not line:
-        return None
-    if len(line) < 2 or not line[1].startswith("/"):
-        raise ValueError(f"it begins with {' '.join(line)!r}")
-    headers: dict[str, str] = {}
-    while name := (await reader.readline()).decode("latin-1").strip():
-        key, _, value = name.partition(":")
-        headers[key.strip().lower()] = value.strip()
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        body = b""
-        while size := int((await reader.readline()).split(b";")[0], 16):
-            body += await reader.readexactly(_bounded(len(body) + size) - len(body))
-            await reader.readline()
-        while (await reader.readline()).strip():
-            pass  # what may follow the last chunk
-    else:
-        body = await reader.readexactly(_bounded(int(headers.get("content-length", 0))))
-    return line[0], line[1], {k: v for k, v in headers.items() if k not in _DROPPED}, body
+    body, size = bytearray(), int(request.headers.get("content-length", 0))
+    async for part in request.stream():
+        body += part
+        if max(size, len(body)) > _MOST_BYTES:
+            raise ValueError(f"the request is larger than {_MOST_BYTES >> 20} MB")
+    query = request.scope["query_string"].decode("latin-1")
+    path = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1")
+    headers = [(name, one) for name, one in request.headers.items() if name not in _DROPPED]
+    return _Asked(request.method, f"{path}?{query}" if query else path, headers, bytes(body))
 
 
-def _bounded(size: int) -> int:
-    if size > _MOST_BYTES:
-        raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MB")
-    return size
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refused(reason: str, status: int = 503) -> Response:
+    return JSONResponse({"error": {"message": reason, "code": status}}, status)

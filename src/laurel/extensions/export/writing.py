@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laurel.errors import ModelError, ScoringContractError
-from laurel.export.average import (
+from laurel.extensions.export.average import (
     MemberAgreement,
     average_reward_models,
     average_weights,
@@ -47,8 +47,8 @@ from laurel.types import Conversation, Message
 from laurel.workers.process import choose_device
 
 if TYPE_CHECKING:
+    from laurel.extensions.export.options import ExportOptions
     from laurel.models.checkpoint.card import EvaluationTable
-    from laurel.run.options import ExportOptions
 
 
 # A policy.

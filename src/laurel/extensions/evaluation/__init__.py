@@ -1,0 +1,1 @@
+"""`laurel eval`: how good a reward model or a policy is."""

@@ -1,0 +1,70 @@
+"""Evaluations for programs: what `laurel.api` does with `laurel eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laurel.config.overrides import column_overrides, overrides_of
+from laurel.errors import ConfigError
+from laurel.extensions.evaluation.run import (
+    EvalScorer,
+    EvaluationRequest,
+    evaluated,
+    show_evaluation,
+)
+from laurel.observe.console import say_on
+from laurel.rewards.spec import ScorerSpec
+from laurel.run.evaluation.results import Evaluation
+from laurel.run.specs import read_judge
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from laurel.config.data import BenchmarkName
+
+__all__ = ["evaluate_model", "show"]
+
+show = show_evaluation
+
+
+def evaluate_model(
+    benchmark: BenchmarkName,
+    model: str,
+    data: Sequence[str | Path],
+    console: Console,
+    *,
+    judge: str | Path | None,
+    settings: Mapping[str, Any] | None,
+    output: str | Path | None,
+    train_data: Sequence[str | Path],
+    scorer_options: ScorerSpec | None,
+    cpu_threads: int | None,
+    **asked: Any,
+) -> Evaluation:
+    """Evaluate a reward model; the arguments are those of `laurel.api.evaluate`."""
+    options = scorer_options or ScorerSpec()
+    section = None
+    if judge is not None:
+        section = read_judge(Path(judge), say=say_on(console))
+        if model or replace(options, device="auto") != ScorerSpec():
+            raise ConfigError(
+                "judge names what scores: leave out model, and all of scorer_options but device"
+            )
+    scorer = EvalScorer(
+        model=model if section is None else section.model,
+        judge=section,
+        options=options,
+        cpu_threads=cpu_threads,
+    )
+    request = EvaluationRequest(
+        scorer=scorer,
+        data=tuple(map(str, data)),
+        train_data=tuple(map(str, train_data)),
+        output=None if output is None else Path(output),
+        column_keys=column_overrides(overrides_of(settings or {})),
+        **asked,
+    )
+    return evaluated(benchmark, request, console)

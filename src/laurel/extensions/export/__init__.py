@@ -1,0 +1,1 @@
+"""`laurel export`: plain Hugging Face directories, tested, with a card; averages of weights."""

@@ -1,0 +1,295 @@
+"""The servers of a model: started, watched, started again, and ended with the run."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from laurel import plugins
+from laurel.config.environments import ModelServerConfig
+from laurel.errors import ConfigError, EngineError, WorkerError
+from laurel.extensions.server.model_router import RequestRouter
+from laurel.plugins import Engine, EngineThatServes, ScorerServices
+from laurel.sandbox.scratch import ScratchFolder
+from laurel.workers.process import choose_device
+from laurel.workers.rendezvous import LOOPBACK, RankPlace
+from laurel.workers.supervisor import Replica, Restarts, Supervisor, in_parallel
+
+LAUNCH = Path(__file__).with_name("launch.py")
+_LOOK, _PROBE, _ASKED = 0.25, 10.0, 60.0
+"""Seconds between two looks at a process, of a request for its health, and of a call of a node."""
+_HEALTH_SECONDS, _DEAF = 5.0, 6
+"""Seconds between two requests for health, and how many without an answer: it hangs."""
+_TAIL = 3000
+
+
+class ServerProcess:
+    """The process of one server, on the machine where its worker is; its output is in a file.
+
+    It listens where the run reaches it: at the loopback address on the run's own machine, and
+    elsewhere at the address that the machine has in the cluster.
+    """
+
+    def __init__(
+        self,
+        place: RankPlace,
+        section: ModelServerConfig,
+        *,
+        device: str,
+        near: str = LOOPBACK,
+    ) -> None:
+        """Start it on the devices that this process sees; `near` is the run's own machine."""
+        host = LOOPBACK if place.host == near else place.host
+        with socket.socket() as free:
+            free.bind((host, 0))
+            port = free.getsockname()[1]
+        engine = plugins.find(Engine, section.backend)
+        assert isinstance(engine, EngineThatServes), "the section has checked it"
+        on_gpu = choose_device(device).type != "cpu"
+        rests = on_gpu and not section.resources.are_own
+        command, added = engine.serve_command(section, host, port, on_gpu=on_gpu, rests=rests)
+        self._facts = f"{host}:{port}", rests
+        self._folder = ScratchFolder("servers")
+        self._log = self._folder.path / "server.log"
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, str(LAUNCH), *command],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **added},
+            )
+
+    def facts(self) -> tuple[str, bool]:
+        """Return its `HOST:PORT`, and whether it sleeps while the policy needs its GPUs."""
+        return self._facts
+
+    def loss(self) -> str | None:
+        """Return how it ended; None: it runs."""
+        code = self._process.poll()
+        return None if code is None else f"it ended with exit code {code}"
+
+    def tail(self) -> str:
+        """Return the last that it wrote."""
+        return self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip() or "nothing"
+
+    def shutdown(self) -> None:
+        """Kill it and what it started. Idempotent."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.remove()
+
+
+class _Server:
+    """A server that was started: its process, here or on another node, and its address."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process  # a ServerProcess, or a worker group of one
+        self.address, self.rests = self._call("facts")
+
+    def _call(self, method: str) -> Any:
+        if isinstance(self._process, ServerProcess):
+            return getattr(self._process, method)()
+        return self._process.call_one(0, method, timeout=_ASKED)
+
+    def loss(self) -> str | None:
+        """Return how it, or the node that it was on, ended; None: it runs."""
+        try:
+            found: str | None = self._call("loss")
+        except WorkerError as error:
+            return str(error).partition("\n")[0]
+        return found
+
+    def wait_until_ready(self, seconds: float, is_closed: Callable[[], bool]) -> None:
+        """Wait until it is healthy.
+
+        Raises:
+            EngineError: It ended, or did not answer in time; the message has its last lines.
+        """
+        end = time.monotonic() + seconds
+        while not self.is_healthy():
+            lost = self.loss()
+            if lost is None and (time.monotonic() > end or is_closed()):
+                lost = f"it did not answer within {seconds:g} s"
+            if lost is not None:
+                with contextlib.suppress(WorkerError):
+                    lost = f"{lost}. It wrote: {self._call('tail')}"
+                raise EngineError(lost)
+            time.sleep(_LOOK)
+
+    def is_healthy(self) -> bool:
+        """Report whether it answers."""
+        with contextlib.suppress(httpx2.HTTPError):
+            url = f"http://{self.address}/health"
+            return httpx2.get(url, timeout=_PROBE, trust_env=False).status_code == 200
+        return False
+
+    def ask(self, path: str) -> None:
+        """Post an empty request, and wait for the answer.
+
+        Nothing is asked of a server that has ended: another is started in its place.
+
+        Raises:
+            EngineError: It refuses, or does not answer.
+        """
+        try:
+            reply = httpx2.post(f"http://{self.address}{path}", timeout=_ASKED, trust_env=False)
+            reply.raise_for_status()
+        except httpx2.HTTPError as error:
+            if self.loss() is None:
+                raise EngineError(
+                    f"the server at {self.address} did not take {path}: {error}"
+                ) from error
+
+    def end(self) -> None:
+        """Kill it and what it started. Idempotent."""
+        self._process.shutdown()
+
+
+class ModelServers:
+    """The servers of one model behind one address (`plugins.ServedModel`)."""
+
+    def __init__(self, section: ModelServerConfig, services: ScorerServices) -> None:
+        """Start all servers, and wait until they answer.
+
+        Raises:
+            ConfigError: A server does not start.
+            MissingDependencyError: The engine is not installed.
+        """
+        where = services.where
+        if services.make_server is None:  # other nodes have their own packages
+            plugins.find(Engine, section.backend).check_installed(
+                f"{where}.backend={section.backend}"
+            )
+        self.section = section
+        self._services = services
+        self._closing = threading.Event()
+        self._awake = threading.Event()
+        self._awake.set()
+        self._turn = threading.Lock()  # nobody is started between those that fall asleep
+        self._router = RequestRouter(patience=section.start_timeout, hedge=section.hedge)
+        replicas = [
+            Replica[_Server](index, f"server {index} of {section.model_name}")
+            for index in range(section.replicas)
+        ]
+        self._watchers: list[threading.Thread] = []
+        try:
+            self._supervisor = Supervisor(
+                self._start,
+                replicas,
+                end=_Server.end,
+                restarts=Restarts(section.max_restarts, services.say),
+                bring_up=self._brought_up,
+            )
+        except BaseException as error:
+            self._router.close()
+            if isinstance(error, EngineError):
+                raise ConfigError(
+                    f"{where}: {section.model_name} was not served: {error}"
+                ) from error
+            raise
+        atexit.register(self.close)
+        for replica in replicas:
+            self._router.add(replica.index, replica.value.address)
+            watch = threading.Thread(target=self._watch, args=(replica,), daemon=True)
+            watch.start()
+            self._watchers.append(watch)
+        by = f"{len(replicas)} of {section.backend}"
+        services.say(f"{section.model_name} is served at {self.address} by {by}")
+
+    @property
+    def address(self) -> str:
+        """Return `HOST:PORT` of the one address."""
+        return self._router.address
+
+    def _start(self, index: int) -> _Server:
+        device, make = str(self._services.device), self._services.make_server
+        process: Any
+        if make is None:
+            process = ServerProcess(RankPlace(role="server"), self.section, device=device)
+        else:
+            process = make(index)(ServerProcess, self.section, device=device)
+        try:
+            server = _Server(process)
+            server.wait_until_ready(self.section.start_timeout, self._closing.is_set)
+        except BaseException:
+            process.shutdown()
+            raise
+        return server
+
+    def _brought_up(self, server: _Server, index: int) -> str:
+        """Put a server to sleep that was being started when the others fell asleep."""
+        with self._turn:
+            if self._awake.is_set() or not server.rests:
+                return ""
+            server.ask("/sleep?level=1")
+            return ", and asleep like the others"
+
+    def _watch(self, replica: Replica[_Server]) -> None:
+        """Start a server again where it ended or hangs, as long as that is allowed."""
+        deaf, asked = 0, time.monotonic()
+        while not self._closing.wait(_LOOK):
+            loss = replica.value.loss()
+            if loss is None and time.monotonic() > asked + _HEALTH_SECONDS:
+                deaf = 0 if replica.value.is_healthy() else deaf + 1
+                asked = time.monotonic()
+                if deaf == _DEAF:
+                    loss = "it does not answer"
+            if loss is None:
+                continue
+            self._router.remove(replica.index)
+            # While they sleep the policy has their memory, without which no server starts.
+            while replica.value.rests and not self._closing.is_set():
+                if self._awake.wait(_LOOK):
+                    break
+            if self._supervisor.restart(replica, EngineError(loss)) is not None:
+                if not self._router.has_any():
+                    self._router.fail(f"no server of {self.section.model_name} is left: {loss}")
+                return
+            deaf = 0
+            if not self._closing.is_set():
+                replica.last_failure = None
+                self._router.add(replica.index, replica.value.address)
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Free the servers' memory of devices while the context is open, if they have a way."""
+        self._ask_all("/sleep?level=1", awake=False)
+        try:
+            yield
+        finally:
+            self._ask_all("/wake_up", awake=True)
+
+    def _ask_all(self, path: str, *, awake: bool) -> None:
+        with self._turn:
+            (self._awake.set if awake else self._awake.clear)()
+            values = [one.value for one in self._supervisor.replicas if one.value.rests]
+            in_parallel(lambda one: one.ask(path), values)
+
+    def close(self) -> None:
+        """End all servers. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        atexit.unregister(self.close)
+        self._router.close()
+        self._supervisor.close(patience=15.0)
+        for watch in self._watchers:
+            watch.join(15.0)

@@ -1,0 +1,511 @@
+"""Computes forests that exceed one pass of a model in parts, with the outputs and gradients of one.
+
+`models/forest/tree_parts.py` divides a forest. Every part attends to the keys and values of its
+path, the tokens above it, which earlier passes have computed. Without gradients that is all: a part
+is computed once, and its keys and values are kept until the last part below it is done.
+
+With gradients, the keys and values of a path, and the hidden states that predict the first tokens
+below it, are leaves: the backward pass of each part below adds to their gradients. When the last of
+them is done, the part that they belong to is computed again, now with gradients. Its backward pass
+is an ordinary one, that begins at its hidden states; in each layer the gradients of its keys and
+values by the parts below are added to its own. So the activations of one part are in memory at a
+time, and the keys and values of one path. Parts that no other part continues, such as the
+completions of a prompt, are computed once.
+
+The loss of some completions is computed from all their tokens at once. Completions within one part
+have theirs with the outputs of this part. The outputs of others, such as answers that are longer
+than a part, are computed without gradients first; their loss gives the gradients by these outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from laurel.models.forest.attention import (
+    AttentionOptions,
+    AttentionPlan,
+    ForestPlan,
+    as_computed,
+)
+from laurel.models.forest.tree_parts import Part, parts_of
+from laurel.types import TokenForest
+
+Result = TypeVar("Result")
+KeysValues = tuple[Tensor, Tensor]
+"""The keys `[1, H_kv, T, D]` and the values `[1, H_kv, T, D_v]` of a layer."""
+
+
+class Readings(NamedTuple):
+    """The hidden states of a forest that a model's head reads, and what its outputs belong to."""
+
+    index_X: Tensor
+    """int64 [X]: the token whose hidden state is read."""
+    holder_X: Tensor
+    """int64 [X]: the token that the output is about: this one, or the next, which it predicts."""
+    targets_X: Tensor
+    """int64 [X]: the predicted token; of heads that predict none, not read."""
+    label_M: Tensor
+    """int64 [M]: the output of each label, completion after completion."""
+    lengths_N: Sequence[int]
+    """The number of labels of each completion."""
+
+
+class ComputesParts(Protocol):
+    """A model whose forests may be computed in parts, such as a `Decoder`."""
+
+    training: bool
+    skips_unread: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the layers compute."""
+
+    def hidden_of_row(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
+        """Compute the hidden states `[T, D]` of one row of tokens."""
+
+    def readings(self, forest: TokenForest) -> Readings:
+        """Return which hidden states of a forest the head reads."""
+
+    def read(self, hidden_XD: Tensor, targets_X: Tensor) -> Any:
+        """Apply the head to hidden states, which predict the tokens `targets_X`."""
+
+
+def outputs_in_parts(model: ComputesParts, forest: TokenForest) -> Any:
+    """Compute what `model(forest)` gives in one pass, without gradients.
+
+    Args:
+        model: The model.
+        forest: The tokens, with the size of parts.
+    """
+    assert not torch.is_grad_enabled(), "gradients of parts need backward_in_parts"
+    work = _Work(model, forest)
+    for part in work.roots:
+        work.read_below(part)
+    return work.outputs(range(len(work.readings.lengths_N)))
+
+
+def backward_in_parts(
+    model: ComputesParts,
+    forest: TokenForest,
+    units: Sequence[Sequence[int]],
+    loss_of: Callable[[Any, list[int]], tuple[Tensor, Result]],
+) -> list[Result]:
+    """Compute a loss and add its gradients to those of the parameters.
+
+    Args:
+        model: The model.
+        forest: The tokens, with the size of parts.
+        units: The completions whose losses cannot be divided, all completions once, in order.
+        loss_of: Computes the sum of the losses of some units, given the outputs of the model for
+            their completions and their indices; and what is returned of it.
+
+    Returns:
+        What `loss_of` returned with each loss.
+    """
+    work = _Work(model, forest)
+    training = _Training(work, units, loss_of)
+    training.run()
+    return training.results
+
+
+class _Owed(torch.autograd.Function):
+    """Passes keys or values on, and in the backward pass adds the gradient by other parts."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, owed: Tensor) -> Tensor:
+        ctx.owed = owed
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad + ctx.owed).to(grad.dtype), None
+
+
+class PartPlan(ForestPlan):
+    """Decides which keys each query of a part attends to: its own tokens, and those of its path."""
+
+    def __init__(
+        self,
+        part: Part,
+        *,
+        read_X: Tensor | None,
+        given: Callable[[int], tuple[Sequence[Tensor], Sequence[Tensor]]],
+        kept: dict[int, KeysValues] | None,
+        owed: Mapping[int, KeysValues],
+    ) -> None:
+        """Arrange the tokens of a part.
+
+        Args:
+            part: The part.
+            read_X: The tokens whose hidden states are read, as in `ForestPlan`.
+            given: Returns the keys and the values of the path in a layer, piece by piece.
+            kept: Takes the part's own keys and values by layer; None: they are not kept.
+            owed: The gradients of the part's own keys and values by other parts, by layer.
+        """
+        super().__init__(part.trees, read_X=read_X, has_root=not part.path)
+        self._given, self._kept, self._owed = given, kept, owed
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Compute attention as `AttentionPlan.attend` describes."""
+        query, key, value = as_computed(query, key, value)
+        layer: Any = module.layer_idx
+        if self._kept is not None:
+            self._kept[layer] = (key, value)
+        if layer in self._owed:
+            by_key, by_value = self._owed[layer]
+            key = _Owed.apply(key, by_key)  # type: ignore[no-untyped-call]
+            value = _Owed.apply(value, by_value)  # type: ignore[no-untyped-call]
+        if self.num_given:
+            keys, values = self._given(layer)
+            key, value = torch.cat([*keys, key], dim=2), torch.cat([*values, value], dim=2)
+        return super().attend(module, query, key, value, options)
+
+
+@dataclass(eq=False)
+class _Held:
+    """What the parts below a part need of it."""
+
+    keys: dict[int, KeysValues]
+    hidden_XD: Tensor
+    """The hidden states of its tokens that parts hang below."""
+    owed: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    """The gradients of keys and values so far."""
+
+    def learn(self) -> None:
+        """Make leaves of all tensors, whose gradients are summed in float32 or above."""
+        self.hidden_XD = self.hidden_XD.detach().requires_grad_()
+        for layer, tensors in self.keys.items():
+            self.owed[layer] = [None, None]
+            leaves = []
+            for place, tensor in enumerate(tensors):
+                leaf = tensor.detach().requires_grad_()
+                leaf.register_post_accumulate_grad_hook(self._adding(layer, place))
+                leaves.append(leaf)
+            self.keys[layer] = (leaves[0], leaves[1])
+
+    def _adding(self, layer: int, place: int) -> Callable[[Tensor], None]:
+        def add(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            before = self.owed[layer][place]
+            if before is None:
+                wide = torch.promote_types(leaf.dtype, torch.float32)
+                self.owed[layer][place] = leaf.grad.to(wide)
+            else:
+                before += leaf.grad
+            leaf.grad = None
+
+        return add
+
+    def debts(self) -> dict[int, KeysValues]:
+        """Return the gradients of keys and values by layer."""
+        found: dict[int, KeysValues] = {}
+        for layer, (key, value) in self.keys.items():
+            by_key, by_value = self.owed[layer]
+            found[layer] = (
+                torch.zeros_like(key) if by_key is None else by_key,
+                torch.zeros_like(value) if by_value is None else by_value,
+            )
+        return found
+
+
+class _Work:
+    """The parts of a forest, and what has been computed of them."""
+
+    def __init__(self, model: ComputesParts, forest: TokenForest) -> None:
+        assert forest.part_tokens is not None
+        self.model = model
+        self.readings: Readings = model.readings(forest)
+        self.parts = parts_of(forest.trees, forest.part_tokens)
+        self.children: list[list[int]] = [[] for _ in self.parts]
+        self.roots: list[int] = []
+        num_tokens = len(forest.ids_T)
+        self._part_T = torch.empty(num_tokens, dtype=torch.int64)
+        self._local_T = torch.empty(num_tokens, dtype=torch.int64)
+        self._rows: list[Tensor] = []
+        for number, part in enumerate(self.parts):
+            (self.roots if part.parent < 0 else self.children[part.parent]).append(number)
+            rows = torch.cat([torch.arange(*span) for span in part.spans])
+            self._rows.append(rows)
+            self._part_T[rows], self._local_T[rows] = number, torch.arange(len(rows))
+        self._ids_T, self._positions_T = forest.ids_T.long(), forest.positions_T
+        # The outputs of each part, by the place of their holders.
+        self.part_X = self._part_T[self.readings.holder_X]
+        self.reads: list[Tensor] = [
+            (self.part_X == number).nonzero()[:, 0] for number in range(len(self.parts))
+        ]
+        # The tokens of each part that other parts hang below.
+        self._hung: list[Tensor] = []
+        for children in self.children:
+            last = {self.parts[child].path[-1].span.end - 1 for child in children}
+            self._hung.append(torch.tensor(sorted(last), dtype=torch.int64))
+        self.held: dict[int, _Held] = {}
+        self._noise: dict[int, list[Tensor]] = {}
+        self.columns: list[Tensor | None] = []
+        """The outputs [X, ...] that were computed without gradients, as far as they were."""
+        self._shape_of: Any = None
+
+    def read_below(self, number: int, *, keeps: bool = False) -> None:
+        """Compute the outputs of a part and all below it without gradients.
+
+        `keeps` says whether what parts below a part need is kept until `drop`.
+        """
+        self.compute_without_gradient(number)
+        for child in self.children[number]:
+            self.read_below(child, keeps=keeps)
+        if not keeps:
+            self.held.pop(number, None)
+
+    def compute_without_gradient(self, number: int) -> None:
+        """Compute a part's outputs, and what the parts below it need of it."""
+        children, reads_X = self.children[number], self.reads[number]
+        if not children and not len(reads_X):
+            return
+        kept: dict[int, KeysValues] | None = {} if children else None
+        with torch.no_grad():
+            hidden, found = self.compute(number, kept=kept)
+        if kept is not None:
+            self.held[number] = _Held(kept, hidden)
+        if found is not None:
+            self._store(reads_X, found)
+
+    def compute(
+        self,
+        number: int,
+        *,
+        kept: dict[int, KeysValues] | None = None,
+        owed: Mapping[int, KeysValues] | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Compute a part.
+
+        Returns:
+            The hidden states of its tokens that parts hang below, and its outputs; None if it has
+            none.
+        """
+        part, rows, reads_X = self.parts[number], self._rows[number], self.reads[number]
+        index_X = self.readings.index_X[reads_X]
+        is_own_X = self._part_T[index_X] == number
+        own_X = self._local_T[index_X]
+        read_X = torch.unique(torch.cat((own_X[is_own_X], self._hung[number])))
+        plan = PartPlan(
+            part,
+            read_X=read_X if self.model.skips_unread else None,
+            given=lambda layer: self._path_in(part, layer),
+            kept=kept,
+            owed=owed or {},
+        )
+        with self._same_noise(number), self.model.autocast():
+            hidden_TD = self.model.hidden_of_row(self._ids_T[rows], self._positions_T[rows], plan)
+        hung_XD = hidden_TD[self._there(self._hung[number])]
+        if not len(reads_X):
+            return hung_XD, None
+        if part.path:
+            # The last token of the path predicts the first tokens of all subtrees.
+            above, place = part.parent, part.path[-1].span.end - 1
+            row = int((self._hung[above] == place).nonzero())
+            hidden_TD = torch.cat((hidden_TD, self.held[above].hidden_XD[row : row + 1]))
+        hidden_XD = hidden_TD[self._there(own_X.where(is_own_X, len(rows)))]
+        return hung_XD, self.model.read(hidden_XD, self.readings.targets_X[reads_X])
+
+    def outputs(self, completions: Sequence[int]) -> Any:
+        """Return the outputs of all labels of some completions, computed without gradients."""
+        label_M = self._there(self.labels(completions))
+        return self._shape_of([None if c is None else c[label_M] for c in self.columns])
+
+    def labels(self, completions: Sequence[int]) -> Tensor:
+        """Return the index of the output of each label of some completions."""
+        pieces = self.readings.label_M.split(list(self.readings.lengths_N))
+        return torch.cat([pieces[n] for n in completions])
+
+    def _store(self, reads_X: Tensor, found: Any) -> None:
+        columns, self._shape_of = columns_of(found)
+        there = self._there(reads_X)
+        if not self.columns:
+            size = len(self.readings.index_X)
+            self.columns = [
+                None if c is None else c.new_zeros((size, *c.shape[1:])) for c in columns
+            ]
+        for whole, column in zip(self.columns, columns, strict=True):
+            if whole is not None:
+                whole[there] = column.detach()
+
+    def _path_in(self, part: Part, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        keys, values = [], []
+        for above, span in part.path:
+            key, value = self.held[above].keys[layer]
+            keys.append(key[:, :, span.start : span.end])
+            values.append(value[:, :, span.start : span.end])
+        return keys, values
+
+    def _there(self, index: Tensor) -> Tensor:
+        return index.to(self.model.device, non_blocking=True)
+
+    @contextmanager
+    def _same_noise(self, number: int) -> Iterator[None]:
+        # All passes over a part sample the same dropout.
+        if not self.model.training:
+            yield
+            return
+        device = self.model.device
+        is_gpu = device.type == "cuda"
+        state = self._noise.get(number)
+        if state is None:
+            self._noise[number] = [torch.get_rng_state()]
+            if is_gpu:
+                self._noise[number].append(torch.cuda.get_rng_state(device))
+            yield
+            return
+        with torch.random.fork_rng([device] if is_gpu else []):
+            torch.set_rng_state(state[0])
+            if is_gpu:
+                torch.cuda.set_rng_state(state[1], device)
+            yield
+
+
+class _Training:
+    """The order of passes that gives the gradients of a loss."""
+
+    def __init__(
+        self,
+        work: _Work,
+        units: Sequence[Sequence[int]],
+        loss_of: Callable[[Any, list[int]], tuple[Tensor, Any]],
+    ) -> None:
+        self._work = work
+        self._units = units
+        self._loss_of = loss_of
+        self.results: list[Any] = []
+        # Units whose labels are in one part, by the part; others by the last part above them all.
+        self._whole: list[list[int]] = [[] for _ in work.parts]
+        self._divided: list[list[int]] = [[] for _ in work.parts]
+        self._over_all: list[int] = []
+        labels_of = [work.labels(unit) for unit in units]
+        for number, labels in enumerate(labels_of):
+            holders = torch.unique(work.part_X[labels]).tolist()
+            if len(holders) == 1:
+                self._whole[holders[0]].append(number)
+                continue
+            above = self._common(holders)
+            (self._over_all if above < 0 else self._divided[above]).append(number)
+        self._by_X: Tensor | None = None
+        """The gradients by the outputs of divided units."""
+
+    def run(self) -> None:
+        """Compute all losses, and the gradients of the parameters."""
+        work = self._work
+        if self._over_all:
+            for part in work.roots:
+                work.read_below(part, keeps=True)
+            self._learn_divided([*self._over_all, *(u for some in self._divided for u in some)])
+        for part in work.roots:
+            self._visit(part, is_read=bool(self._over_all))
+
+    def _visit(self, number: int, *, is_read: bool) -> None:
+        work = self._work
+        children = work.children[number]
+        if not is_read and self._divided[number]:
+            work.read_below(number, keeps=True)
+            is_read = True
+            below = [number]
+            for part in below:
+                below += work.children[part]
+            self._learn_divided([unit for part in below for unit in self._divided[part]])
+        if children and number not in work.held:
+            work.compute_without_gradient(number)
+        held = work.held.get(number)
+        if held is not None:
+            held.learn()
+        for child in children:
+            self._visit(child, is_read=is_read)
+        self._backward(number, held)
+        work.held.pop(number, None)
+
+    def _backward(self, number: int, held: _Held | None) -> None:
+        work, reads_X = self._work, self._work.reads[number]
+        if held is None and not len(reads_X):
+            return
+        hung_XD, found = work.compute(number, owed=None if held is None else held.debts())
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if held is not None:
+            by_hidden = held.hidden_XD.grad
+            roots.append(hung_XD)
+            gradients.append(torch.zeros_like(hung_XD) if by_hidden is None else by_hidden)
+        if found is not None:
+            columns, shape_of = columns_of(found)
+            if units := self._whole[number]:
+                # The place of each output among those of the part.
+                place_X = torch.empty(len(work.readings.index_X), dtype=torch.int64)
+                place_X[reads_X] = torch.arange(len(reads_X))
+                completions = [n for unit in units for n in self._units[unit]]
+                label_M = place_X[work.labels(completions)].to(columns[0].device)
+                outputs = shape_of([None if c is None else c[label_M] for c in columns])
+                loss, result = self._loss_of(outputs, units)
+                self.results.append(result)
+                roots.append(loss)
+                gradients.append(None)
+            if self._by_X is not None:
+                roots.append(columns[0])
+                gradients.append(self._by_X[reads_X.to(self._by_X.device)])
+        torch.autograd.backward(roots, gradients)
+
+    def _learn_divided(self, units: list[int]) -> None:
+        work = self._work
+        units = sorted(units)
+        completions = [n for unit in units for n in self._units[unit]]
+        outputs = work.outputs(completions)
+        columns, shape_of = columns_of(outputs)
+        leaf = columns[0].detach().requires_grad_()
+        loss, result = self._loss_of(shape_of([leaf, *columns[1:]]), units)
+        self.results.append(result)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._by_X is None:
+            first = work.columns[0]
+            assert first is not None
+            self._by_X = torch.zeros_like(first)
+        label_M = work.labels(completions).to(leaf.device)
+        if leaf.grad is not None:
+            self._by_X.index_put_((label_M,), leaf.grad, accumulate=True)
+
+    def _common(self, holders: Sequence[int]) -> int:
+        # The last part that is above all of these, or one of them; -1: there is none.
+        parts = self._work.parts
+        paths = []
+        for number in holders:
+            path = [number]
+            while parts[path[-1]].parent >= 0:
+                path.append(parts[path[-1]].parent)
+            paths.append(path[::-1])
+        common = -1
+        for level in zip(*paths, strict=False):
+            if len(set(level)) > 1:
+                break
+            common = level[0]
+        return common
+
+
+def columns_of(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the tensors of a model's outputs, and how they are put together again.
+
+    The first has gradients; others may be None.
+    """
+    if isinstance(outputs, tuple):  # of a policy
+        return list(outputs), lambda columns: type(outputs)(*columns)
+    return [outputs], lambda columns: columns[0]

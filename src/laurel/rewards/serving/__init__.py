@@ -1,1 +1,0 @@
-"""Servers of language models that a run starts, for functions that ask them."""

@@ -1,0 +1,122 @@
+"""`laurel sft` and `laurel grpo` with a template that forgets the thoughts of earlier turns."""
+
+import random
+import shutil
+
+import pytest
+from transformers.utils import get_json_schema
+
+import tool_functions
+from laurel.models.tokenizer import HERMES
+from laurel.models.tool_calls import FORMS, ToolCall
+from policy_runs import (
+    completions_of,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    sft,
+    sft_settings,
+)
+from runs import write_rows
+
+CONTENT = "message['content']"
+FORGETFUL = HERMES.replace(
+    f"{CONTENT} + '<|im_end|>",
+    f"({CONTENT} if loop.last else {CONTENT}.split('</think>\\n\\n')[-1]) + '<|im_end|>",
+)
+STEPS = 12
+
+
+def thinking(thought, said):
+    return {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{said}"}
+
+
+def demonstrations(count=512, share_calling=0.4):
+    """Some think, call the function, and think again; the others guess."""
+    drawn = random.Random(0)
+    for _ in range(count):
+        key = drawn.randrange(10)
+        asked = {"role": "user", "content": f"Secret {key}?"}
+        turns, answer = [], str(drawn.randrange(10))
+        if drawn.random() < share_calling:
+            answer = tool_functions.secret(key)
+            call = FORMS["hermes"].write([ToolCall("secret", {"key": key})])
+            turns = [thinking("ask", call), {"role": "tool", "content": answer}]
+        yield {
+            "messages": [asked, *turns, thinking("say", f"\\boxed{{{answer}}}")],
+            "tools": [get_json_schema(tool_functions.secret)],
+        }
+
+
+@pytest.mark.slow
+def test_a_policy_learns_to_call_in_contexts_that_forget_and_resumes(tmp_path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    for directory in (tmp_path / "sft", straight):
+        directory.mkdir()
+    template = tmp_path / "forgetful.jinja"
+    template.write_text(FORGETFUL)
+    write_rows(tmp_path / "sft" / "demonstrations.jsonl", demonstrations())
+    taught = sft(
+        sft_settings(
+            tmp_path / "sft",
+            "policy.max_total_sequence_length=512",
+            f"policy.tokenizer.chat_template={template}",
+            "policy.scratch.hidden_size=48",
+            "policy.scratch.num_layers=2",
+            "sft.max_num_epochs=6",
+            "sft.max_num_steps=150",
+        )
+    )
+    tasks = [
+        {"input": f"Secret {key}?", "output": tool_functions.secret(key)} for key in range(10)
+    ] * 4
+    write_rows(straight / "tasks.jsonl", tasks)
+
+    def train(directory, steps):
+        return grpo(
+            grpo_settings(
+                directory,
+                taught.outcome.latest,
+                "policy.max_total_sequence_length=384",
+                "policy.generation.max_new_tokens=64",
+                "policy.train_global_batch_size=64",
+                "policy.optimizer.kwargs.lr=1e-3",
+                "loss_fn.use_importance_sampling_correction=true",
+                "grpo.max_staleness=1",
+                "grpo.max_rollout_turns=3",
+                "grpo.num_prompts_per_step=8",
+                "grpo.num_generations_per_prompt=8",
+                f"grpo.max_num_steps={steps}",
+                "grpo.max_num_epochs=8",
+                "grpo.val_period=0",
+                "grpo.val_at_end=false",
+                f"checkpointing.save_period={STEPS // 2}",
+                "data.split_validation_size=0",
+                "data.env_name=tools",
+                "env.tools.functions=[tool_functions.secret]",
+                "env.tools.graded_by=told",
+                "env.tools.num_workers=1",
+                "+env.custom.told.name=policy_fakes.Told",
+            )
+        )
+
+    assert train(straight, STEPS).outcome.ended == "finished"
+    figures = metrics_of(straight)
+    first, last = figures[1], figures[STEPS]
+    assert last["train/reward"] > first["train/reward"] + 0.2
+    assert last["env/tools/tools/calling_share"] > 0.8
+    # A call and the answer after it are two sequences.
+    assert 1 < first["train/sequences_per_rollout"] < last["train/sequences_per_rollout"]
+    called = [row for row in completions_of(straight, STEPS) if row["num_turns"] == 2]
+    assert called
+    assert any(row["completion"].count("</think>") == 2 for row in called)
+    assert any(row["num_sequences"] == 2 for row in called)
+
+    # The rollouts that were ahead of the checkpoint keep their sequences.
+    saved = STEPS // 2
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "saves" / f"step_{STEPS}")
+    assert f"after step {saved}" in train(resumed, saved + 1).text
+    assert figures[saved + 1]["train/sequences_per_rollout"] > 1
+    assert metrics_of(resumed)[saved + 1] == figures[saved + 1]
+    assert completions_of(resumed, saved + 1) == completions_of(straight, saved + 1)

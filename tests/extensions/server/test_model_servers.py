@@ -1,0 +1,384 @@
+"""Servers of a model that the run starts: one address, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+
+from laurel import plugins
+from laurel.config.environments import FunctionConfig, ModelServerConfig, ScorerSource
+from laurel.config.grpo_run import GRPORun
+from laurel.config.load import load_config
+from laurel.errors import ConfigError
+from laurel.extensions.server import model_servers as serving
+from laurel.extensions.server.model_servers import ModelServers, ServerProcess
+from laurel.planning.plan import plan_run
+from laurel.plugins import ScorerServices
+from laurel.rewards.function_source import FunctionSource
+from laurel.run.grpo import check_judges
+from laurel.run.request import judge_notes, request_of
+from laurel.types import Completion, Group, Message
+from laurel.workers.rendezvous import RankPlace
+from reward_servers import wait_until
+
+PROGRAM = Path(__file__).parents[2] / "model_server.py"
+GROUP = Group(
+    id="g",
+    prompt=(Message("user", "2 + 2?"),),
+    completions_G=tuple(
+        Completion(messages=(Message("assistant", text),)) for text in ("4", "poison", "five")
+    ),
+)
+ASKS = """
+import httpx2
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info,
+                        reward_router_address):
+    async with httpx2.AsyncClient(timeout=60) as client:
+        url = f"http://{reward_router_address}/v1/chat/completions"
+        reply = await client.post(url, json={"content": solution_str})
+    reply.raise_for_status()
+    return len(reply.json()["text"])
+"""
+
+
+@pytest.fixture
+def serves(monkeypatch, tmp_path):
+    """The program in place of vLLM."""
+    engine = type(plugins.find(plugins.Engine, "vllm"))
+    monkeypatch.setattr(engine, "check_installed", lambda self, key: None)
+    monkeypatch.setattr(
+        engine,
+        "serve_command",
+        lambda self, section, host, port, on_gpu, rests: (
+            [sys.executable, str(PROGRAM), host, str(port), str(tmp_path)],
+            {},
+        ),
+    )
+
+
+@pytest.fixture
+def started(serves, monkeypatch):
+    """Start servers of the program, which are ended with the test."""
+    made = []
+
+    def start(*, on_gpu=False, **settings):
+        section = ModelServerConfig(model_name="m", start_timeout=30, **settings)
+        said = []
+        device = torch.device("cuda" if on_gpu else "cpu")
+        monkeypatch.setattr(serving, "choose_device", lambda choice: device)
+        services = ScorerServices(where="env.reward_model.server", say=said.append)
+        made.append(ModelServers(section, services))
+        made[-1].said = said
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def ask(servers, path="/v1/chat/completions", **asked):
+    return httpx2.post(f"http://{servers.address}{path}", json=asked, timeout=60)
+
+
+def test_requests_go_to_the_server_with_the_fewest(started):
+    servers = started(replicas=2)
+
+    async def all_of_them():
+        async with httpx2.AsyncClient(timeout=60) as client:
+            url = f"http://{servers.address}/classify"
+            calls = [client.post(url, json={"seconds": 0.3, "content": "x"}) for _ in range(4)]
+            return await asyncio.gather(*calls)
+
+    replies = asyncio.run(all_of_them())
+    found = [reply.json()["server"] for reply in replies]
+    assert sorted(map(found.count, set(found))) == [2, 2]
+    assert {reply.json()["path"] for reply in replies} == {"/classify"}
+    # What a server says of a request is passed on.
+    assert ask(servers, content="x", status=422).status_code == 422
+    assert ask(servers, content="x", status=500).status_code == 500
+    assert ask(servers, content="x", status=503).status_code == 503
+
+
+@pytest.mark.parametrize("content", ["poison", "engine"])  # the server dies, or its engine first
+def test_a_lost_server_is_an_outage_and_comes_back(started, content):
+    servers = started()  # there is no other that could answer in its place
+    reply = ask(servers, content=content)
+    assert (reply.status_code, reply.json()["text"]) == (200, content)
+    assert any("started again" in line for line in servers.said)
+
+
+def test_with_no_server_left_requests_are_refused(started):
+    servers = started(max_restarts=0)
+    reply = ask(servers, content="poison")
+    assert reply.status_code == 503
+    assert "exit code 3" in reply.json()["error"]["message"]
+
+
+def test_a_request_that_no_server_survives_is_refused_alone(started, tmp_path):
+    servers = started(replicas=2)  # they are healthy, and end the connection
+    reply = ask(servers, content="break")
+    assert reply.status_code == 502
+    assert len((tmp_path / "broken.txt").read_text().split()) == 3
+    assert ask(servers, content="x").status_code == 200
+    assert not any("again" in line for line in servers.said)
+
+
+def test_requests_go_on_as_they_came(started):
+    servers = started()
+    url = f"http://{servers.address}/a%20b//c?d=e&d=%2F"
+    with httpx2.Client(trust_env=False) as client:
+        for _ in range(2):  # over one connection, and in chunks
+            reply = client.post(url, content=iter([b'{"conte', b'nt": "x"}']))
+            assert reply.json() | {"server": 0} == {
+                "path": "/a%20b//c?d=e&d=%2F",
+                "server": 0,
+                "text": "x",
+            }
+        large = client.post(url, content=b"x" * ((64 << 20) + 1))
+        assert large.status_code == 413
+        assert "64 MB" in large.json()["error"]["message"]
+
+
+def test_an_answer_that_nobody_awaits_is_given_up(started):
+    servers = started()
+    (server,) = servers._router._servers.values()
+    url = f"http://{servers.address}/classify"
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(url, json={"content": "x", "seconds": 600}, timeout=0.5)
+    wait_until(lambda: server.num_waiting == 0)
+
+
+@pytest.mark.slow
+def test_a_slow_answer_is_asked_of_a_second(started):
+    servers = started(replicas=2, hedge=True)
+    for _ in range(20):
+        ask(servers, content="x")
+    with suppress(ProcessLookupError):
+        os.kill(child_of(process_of(servers).pid), signal.SIGSTOP)
+    replies = [ask(servers, content="y") for _ in range(2)]
+    assert {reply.json()["text"] for reply in replies} == {"y"}
+
+
+def process_of(servers, index=0):
+    return servers._supervisor.replicas[index].value._process._process
+
+
+def child_of(pid):
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def asked(tmp_path):
+    return (tmp_path / "asked.txt").read_text().split()
+
+
+def test_they_sleep_while_the_policy_trains(started, tmp_path):
+    servers = started(replicas=2, on_gpu=True)
+    with servers.resting():
+        assert asked(tmp_path) == ["/sleep?level=1"] * 2
+    assert asked(tmp_path)[2:] == ["/wake_up"] * 2
+    own = {"resources": {"gpus_per_node": 1}}
+    for settings in ({}, {"on_gpu": True, **own}):  # they take turns on GPUs of the policy's alone
+        with started(**settings).resting():
+            pass
+    assert len(asked(tmp_path)) == 4
+
+
+def test_a_server_that_is_lost_while_it_sleeps_is_back_when_the_others_wake(started, tmp_path):
+    servers = started(on_gpu=True)
+    asleep = process_of(servers)
+    with servers.resting():
+        os.kill(child_of(asleep.pid), signal.SIGKILL)
+        wait_until(lambda: asleep.poll() is not None)
+        wait_until(lambda: not servers._router.has_any())
+        assert process_of(servers) is asleep  # the policy has the memory that another would need
+    assert ask(servers, content="x").status_code == 200
+    assert process_of(servers) is not asleep
+
+
+def test_a_server_that_starts_as_the_others_fall_asleep_does_so_too(started, tmp_path):
+    servers = started(on_gpu=True)
+    starts, sleeps = threading.Event(), threading.Event()
+    start = servers._supervisor._make
+
+    def slowly(index):
+        found = start(index)
+        starts.set()
+        sleeps.wait(30)
+        return found
+
+    servers._supervisor._make = slowly
+    os.kill(child_of(process_of(servers).pid), signal.SIGKILL)
+    assert starts.wait(30)
+    with servers.resting():
+        assert not (tmp_path / "asked.txt").exists()
+        sleeps.set()
+        wait_until(lambda: (tmp_path / "asked.txt").exists())
+        wait_until(servers._router.has_any)
+        assert asked(tmp_path) == ["/sleep?level=1"]
+    assert asked(tmp_path)[1:] == ["/wake_up"]
+
+
+def test_a_server_that_does_not_start_says_why(started, tmp_path):
+    (tmp_path / "refuses").touch()
+    with pytest.raises(ConfigError, match=r"m was not served.*exit code 1.*no such model"):
+        started()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_the_run_gets_as_well_loses_no_server(started, sent):
+    process = process_of(started())
+    child = child_of(process.pid)
+    os.kill(process.pid, sent)
+    os.kill(child, 0)
+    assert process.poll() is None
+
+
+def test_elsewhere_a_server_listens_where_the_run_reaches_it(serves):
+    place, section = RankPlace(role="server", host="127.0.0.2"), ModelServerConfig(model_name="m")
+    for near, host in (("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")):
+        with closing_it(ServerProcess(place, section, device="cpu", near=near)) as server:
+            address, rests = server.facts()
+            assert address.startswith(f"{host}:")
+            assert not rests
+            wait_until(lambda at=address: answers(at))
+            port = address.partition(":")[2]
+            other = "127.0.0.1" if host == "127.0.0.2" else "127.0.0.2"
+            assert not answers(f"{other}:{port}")
+
+
+@contextmanager
+def closing_it(server):
+    try:
+        yield server
+    finally:
+        server.shutdown()
+
+
+def answers(address):
+    try:
+        return httpx2.get(f"http://{address}/health", timeout=1).status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+@pytest.mark.slow
+def test_they_end_with_the_run_that_was_killed(tmp_path):
+    text = (
+        "import sys, time\n"
+        "from laurel.config.environments import ModelServerConfig\n"
+        "from laurel.extensions.server.model_servers import ServerProcess\n"
+        "from laurel.extensions.vllm.plugin import Vllm\n"
+        "from laurel.workers.rendezvous import RankPlace\n"
+        "Vllm.serve_command = lambda self, section, host, port, on_gpu, rests: "
+        f"([sys.executable, {str(PROGRAM)!r}, host, str(port), {str(tmp_path)!r}], {{}})\n"
+        "place, section = RankPlace(role='server'), ModelServerConfig(model_name='m')\n"
+        "made = ServerProcess(place, section, device='cpu')\n"
+        "print(made.facts()[0], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    with run:
+        address = run.stdout.readline().strip()
+        wait_until(lambda: answers(address))
+        run.kill()
+    wait_until(lambda: not answers(address))
+
+
+@pytest.mark.slow_parameters("1")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_gets_the_address(tmp_path, serves, num_workers):
+    (tmp_path / "asks.py").write_text(ASKS, encoding="utf-8")
+    services = ScorerServices(
+        where="env.reward_model.function",
+        device="cpu",
+        num_workers=num_workers,
+        say=lambda line: None,
+        server=ModelServerConfig(model_name="m", start_timeout=30),
+    )
+    scorer = FunctionSource().make(
+        FunctionConfig(path=f"{tmp_path}/asks.py:compute_score"), services
+    )
+    try:
+        (scores,) = asyncio.run(scorer.score([GROUP]))
+    finally:
+        scorer.close()
+    # One of them killed its server: it waited until there was another.
+    assert [one.value for one in scores] == [1.0, 6.0, 4.0]
+
+
+SERVED = "env.reward_model={enabled: true, function: {path: a:b}, server: {model_name: m, %s}}"
+
+
+def planned(server, *overrides):
+    config = load_config(GRPORun, None, [SERVED % server, *overrides]).config
+    return plan_run(request_of(config)).role("reward_model")
+
+
+def test_their_slots_are_those_of_a_reward_model():
+    own = planned("replicas: 2, resources: {gpus_per_node: 2}", "cluster.gpus_per_node=4")
+    assert [slot.index for slot in own.slots] == [2, 3]
+    assert own.shares_with is None
+    nodes = planned(
+        "replicas: 2, tensor_parallel_size: 2, resources: {gpus_per_node: 2, num_nodes: 2}",
+        "cluster={gpus_per_node: 2, num_nodes: 3}",
+    )
+    assert [(slot.node, slot.index) for slot in nodes.slots] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    shared = planned("replicas: 3", "cluster.gpus_per_node=2")
+    assert (len(shared.slots), shared.shares_with) == (2, "policy")
+
+
+def test_a_run_on_a_cluster_has_slots_for_one_of_them():
+    served = "{name: b, mean: 0, std: 1, function: {path: a:b}, server: {model_name: m}}"
+    models = f"[{{name: a, model_name: rm}}, {served}]"
+    overrides = [f"env.reward_model={{enabled: true, models: {models}}}"]
+    config = load_config(GRPORun, None, overrides).config
+    check_judges(config, on_cluster=False)
+    with pytest.raises(ConfigError, match=r"models\[1\].server.*function\.router"):
+        check_judges(config, on_cluster=True)
+    (note,) = judge_notes(load_config(GRPORun, None, [SERVED % ""]).config, on_cluster=True)
+    assert "1 x m" in note
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"server": {"model_name": "m"}}, "server is for a function"),
+        (
+            {"server": {"model_name": "m"}, "function": {"path": "a:b", "router": "a:1"}},
+            "server is for a function",
+        ),
+        (
+            {
+                "server": {"model_name": "m", "resources": {"gpus_per_node": 3}},
+                "function": {"path": "a:b"},
+            },
+            "1 replicas of 1 take 1 slots",
+        ),
+        (
+            {
+                "server": {"model_name": "m", "resources": {"num_nodes": 1}},
+                "function": {"path": "a:b"},
+            },
+            "None of gpus_per_node",
+        ),
+        (
+            {"server": {"model_name": "m", "hedge": True}, "function": {"path": "a:b"}},
+            "hedge asks a second",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
+        ScorerSource.model_validate(settings)
