@@ -444,19 +444,20 @@ def _parts(
         one = environments[name]
         return one.step_noise_floor() if grpo.adv_estimator.per_step else one.noise_floor()
 
+    # An environment that grades single completions can batch only concurrent calls.
+    grades_single = any(one.spec.judges == "completion" for one in environments.values())
     limits = RolloutLimits(
         max_turns=grpo.max_rollout_turns,
         max_length=config.policy.max_total_sequence_length,
         environment_timeout=config.env.timeout_seconds,
         generation_timeout=config.policy.generation.timeout_seconds,
         max_failed_share=config.env.max_failed_share,
-        # An environment that grades single completions can batch only concurrent calls.
-        num_threads=64
-        if any(one.spec.judges == "completion" for one in environments.values())
-        else 16,
+        num_threads=64 if grades_single else 16,
     )
     per_step = grpo.adv_estimator.per_step
-    rollouts = Rollouts(generator, environments, chat, limits, seed=grpo.seed, per_step=per_step)
+    rollouts = Rollouts(
+        generator, environments, chat, limits, seed=grpo.seed, per_step=per_step, tree=grpo.tree
+    )
     source = RolloutSource(
         rollouts,
         data.endless or data.train,
