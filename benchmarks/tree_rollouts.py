@@ -128,7 +128,7 @@ def train(way: str, seed: int, work: Path, overrides: list[str]) -> Trial:
         if "train/mean_gen_tokens_per_sample" in line:
             # With one turn each, turns are completions.
             written = line["train/mean_gen_tokens_per_sample"] * line["train/total_turns"]
-            total += line.get("train/tree/drawn_tokens", written)
+            total += line.get("train/tree/sampled_tokens", written)
             lengths += written
         if ACCURACY in line:
             accuracy[int(line["step"])], drawn[int(line["step"])] = line[ACCURACY], total

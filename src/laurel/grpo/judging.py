@@ -119,7 +119,8 @@ class RolloutInProgress:
 
     def copy(self) -> RolloutInProgress:
         """Return a copy that goes on by itself, a conversation that no environment has seen."""
-        lists = ("messages", "ids", "masks", "logprobs", "contexts", "turns", "invalid_turns")
+        names = ("messages", "ids", "masks", "logprobs", "contexts", "turns", "invalid_turns")
+        lists: dict[str, Any] = {name: list(getattr(self, name)) for name in names}
         return replace(
             self,
             id=uuid4().hex,
@@ -128,7 +129,7 @@ class RolloutInProgress:
             steps=None if self.steps is None else list(self.steps),
             is_open=False,
             turn_starts=None if self.turn_starts is None else [],
-            **{name: list(getattr(self, name)) for name in lists},
+            **lists,
         )
 
     @property

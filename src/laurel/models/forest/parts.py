@@ -197,9 +197,8 @@ class _Held:
             leaves = []
             for place, tensor in enumerate(tensors):
                 leaf = tensor.detach().requires_grad_()
-                leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._adding(layer, place)
-                )
+                adding = self._adding(layer, place)
+                leaf.register_post_accumulate_grad_hook(adding)  # type: ignore[no-untyped-call]
                 leaves.append(leaf)
             self.keys[layer] = (leaves[0], leaves[1])
 
