@@ -104,14 +104,19 @@ def refuse_other_settings(work: Path, overrides: list[str]) -> None:
     path.write_text(json.dumps(settings, indent=1))
 
 
-def prepare(work: Path) -> None:
-    """Make the data, the policy and the process reward model, unless they are there."""
+def prepare_policy(work: Path) -> None:
+    """Make the data and the policy, unless they are there."""
     program = ROOT / "examples" / "arithmetic_steps.py"
     if not (work / "arithmetic").is_dir():
         call(work, sys.executable, str(program), "arithmetic", "--careless")
     if not (work / "results/arithmetic_sft/step_250").is_dir():
         recipe = str(ROOT / "recipes" / "arithmetic_sft_cpu.yaml")
         call(work, *LAUREL, "sft", "--config", recipe)
+
+
+def prepare(work: Path) -> None:
+    """Make the data, the policy and the process reward model, unless they are there."""
+    prepare_policy(work)
     if not (work / "results/arithmetic_prm/step_1200").is_dir():
         call(
             work,

@@ -65,6 +65,9 @@ class ByteChat:
     def token_ends(self, turn_ids: Any, text: str, ends: Sequence[int], /) -> list[int]:
         return [len(turn_ids) if end >= len(text) else len(text[:end].encode()) for end in ends]
 
+    def text_of(self, turn_ids: Any, /) -> str:
+        return bytes(turn_ids.astype(np.uint8)).decode()
+
 
 @dataclass(frozen=True)
 class Say:
@@ -249,7 +252,7 @@ def rollouts_of(generator: ScriptedGenerator, **options: Any) -> Rollouts:
     judge = options.pop("judge", None)
     environments = options.pop("environments", None) or {"judge": judge or Judge()}
     chat = options.pop("chat", None) or ByteChat()
-    whole = {"seed": 7} | {k: options.pop(k) for k in ("seed", "per_step") if k in options}
+    whole = {"seed": 7} | {k: options.pop(k) for k in ("seed", "per_step", "tree") if k in options}
     limits = RolloutLimits(**({"max_turns": 1, "max_length": 64} | options))
     return Rollouts(generator, environments, chat, limits, **whole)
 

@@ -151,8 +151,14 @@ class Advantage(Choice):
     - `own`: what the estimator makes of the group
     - `greedy`: the reward of a completion that is sampled besides, at temperature 0
     """
+    compares_branches: ClassVar[bool] = False
+    """Whether it reads where completions branched, and so needs `grpo.tree`."""
     keys: ClassVar[Collection[str]] = ()
     """What it reads of those keys of `grpo.adv_estimator` that not all estimators read."""
+
+    def keys_of_tokens(self, section: Any) -> list[str]:
+        """Return the settings by which the tokens of a completion get different advantages."""
+        return []
 
     def without_effect(self, settings: Any) -> dict[str, str]:
         """Return the keys of `grpo` that are set and not read with this estimator, with reasons.

@@ -499,6 +499,9 @@ class GenerationRequest:
     """Name of the conversation that each completion belongs to, where it may have several turns. An
     engine may keep the keys and values of a conversation for its next turn, until
     `Generator.end_conversations`."""
+    branch_of: str = ""
+    """Name of another conversation that begins with the same tokens, or with many of them: the
+    engine may use what it keeps of it."""
 
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -696,6 +699,15 @@ class RejectedTask:
     reason: str
 
 
+class Branch(NamedTuple):
+    """Where a completion left another one of its group (`grpo.tree`)."""
+
+    of: int
+    """Index of the completion whose beginning it continues; it comes earlier in the group."""
+    length: int
+    """Number of tokens of `ids_L` that it took over from there, as they were sampled."""
+
+
 class Turn(NamedTuple):
     """A message of a rollout that the policy wrote; others may have its role."""
 
@@ -737,6 +749,8 @@ class Rollout:
     """Rewards of its steps; None where the environment gives none."""
     invalid_turns: tuple[int, ...] = ()
     """The policy's turns, from 0, whose calls of tools were invalid."""
+    branch: Branch | None = None
+    """Which completion's beginning it continues; None: it was sampled from the prompt on."""
     begins: tuple[int, ...] = ()
     """Where in `ids_L` each further sequence begins. It goes on from the prompt, too: with the
     earlier turns as a chat template rewrites them for a later one, then that turn."""

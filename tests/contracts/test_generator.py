@@ -29,6 +29,10 @@ def setup(make):
         yield made
 
 
+BLOCK = 32
+"""Tokens of a block of vLLM's cache on a CPU (`vllm_cfg`)."""
+
+
 def near(values, setup):
     return pytest.approx(values, abs=setup.tolerance)
 
@@ -118,6 +122,26 @@ def test_the_turns_of_a_conversation_are_those_of_separate_requests(setup):
     setup.generator.end_conversations(["c", "never heard of"])
     ((after, said),) = talk(setup.generator, prompt, name="c", num_turns=1)
     assert said.logprobs_L == near(full_logprobs(setup.policy, after, said), setup)
+
+
+def test_what_branches_off_a_conversation_is_that_of_a_separate_request(setup):
+    prompt = [20 + i % 150 for i in range(40)]
+    *_, (first, said) = talk(setup.generator, prompt, name="source", num_turns=3)
+    whole = [*first.prompt_ids.tolist(), *said.ids_L.tolist()]
+    for number, length in enumerate((len(prompt) - 3, len(first.prompt_ids) - 1, len(whole) - 1)):
+        asked = request(whole[:length], seeds=(5, 6), request_id="plain")
+        (plain,) = draw(setup.generator, asked)
+        for seed, expected in zip((5, 6), plain, strict=True):
+            name = f"branch-{number}-{seed}"
+            wanted = request(whole[:length], seeds=(seed,), request_id=name, conversations=(name,))
+            wanted = dataclasses.replace(wanted, branch_of="source")
+            ((one,),) = draw(setup.generator, wanted)
+            same(one, expected, setup)
+            assert one.logprobs_L == near(full_logprobs(setup.policy, wanted, one), setup)
+            # All but the last token, or all of vLLM's whole blocks, was computed before.
+            assert length - BLOCK <= one.num_cached < length
+            setup.generator.end_conversations([name])
+    setup.generator.end_conversations(["source"])
 
 
 def test_a_completion_depends_on_its_own_seed_alone(setup):

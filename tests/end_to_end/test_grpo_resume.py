@@ -115,6 +115,13 @@ MANNERS = {
         "grpo.max_staleness=1",
         CORRECTED,
     ],
+    "branching, one step ahead": [
+        "grpo.tree={initial: 2, branches: 1, rounds: 2, length: 2}",
+        "grpo.adv_estimator.name=tree",
+        "grpo.adv_estimator.tree.credit=segment",
+        "grpo.max_staleness=1",
+        CORRECTED,
+    ],
     "several updates": ["grpo.num_iterations=2", "policy.train_global_batch_size=6"],
     "dynamic sampling": [
         "grpo.use_dynamic_sampling=true",
@@ -127,6 +134,7 @@ MANNERS = {
 @pytest.mark.slow_parameters(
     "two steps ahead",
     "adapters, one step ahead",
+    "branching, one step ahead",
     "several updates",
     "dynamic sampling",
 )

@@ -376,6 +376,54 @@ class RewardShapingConfig(Section):
     (below 0.5: doubled). Replaces the penalty for length."""
 
 
+class TreeConfig(Section):
+    """Completions that branch: some continue the beginnings of others of the same prompt.
+
+    The first `initial` completions of a prompt are sampled as ever. Then, `rounds` times,
+    `branches` beginnings of all that there are by then are chosen, and continued. So a prompt gets
+    `initial + branches x rounds` completions, which `num_generations_per_prompt` has to be.
+    """
+
+    initial: int = Field(default=4, ge=1)
+    """Completions that are sampled from the prompt on. Default: with the others, the 16 of
+    `num_generations_per_prompt`."""
+    branches: int = Field(default=4, ge=1)
+    """Beginnings that a round continues, of all completions of the prompt together. Default: as
+    many as first completions, so each is continued once on average."""
+    rounds: int = Field(default=3, ge=1)
+    """Rounds, each of which may continue what the rounds before it sampled. Default: a place that
+    lies deep in the tree can be reached, and a round waits for the one before it."""
+    at: Literal["turn", "segment"] = "segment"
+    """What a beginning ends with: a turn, the environment's answer included (conversations of
+    several turns), or a segment of the completion (single turns). Default: single turns are."""
+    separator: str | None = None
+    """The text that segments end with, such as a blank line. Null: they end by `length`."""
+    length: int = Field(default=32, ge=1)
+    """Tokens of a segment without a `separator`. Default: about a sentence."""
+    choice: Literal["uniform", "entropy"] = "uniform"
+    """How beginnings are chosen: all alike; or first those that nothing branched from yet, and of
+    these where the token that was sampled next was least likely. That is an estimate of the entropy
+    from one sample, which every engine gives. Default: what Tree-GRPO does (arXiv 2509.21240)."""
+
+    @property
+    def num_completions(self) -> int:
+        """The completions of a prompt."""
+        return self.initial + self.branches * self.rounds
+
+    @model_validator(mode="after")
+    def _reads_what_it_is_given(self) -> TreeConfig:
+        fields = type(self).model_fields
+        if self.separator == "":
+            raise ValueError("an empty separator ends no segment; use null, and `length`")
+        unread = {"separator", "length"} if self.at == "turn" else set[str]()
+        unread |= set() if self.separator is None else {"length"}
+        for key in sorted(unread):
+            if getattr(self, key) != fields[key].default:
+                why = "at=turn has no segments" if self.at == "turn" else "separator ends segments"
+                raise ValueError(f"{key} has no effect: {why}; leave it out")
+        return self
+
+
 class AdvantageConfig(OpenSection):
     """The estimator that turns rewards into advantages."""
 
@@ -386,7 +434,8 @@ class AdvantageConfig(OpenSection):
     """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
     normalised over the batch; `reinforce_plus_plus`: over the batch; `gpg`: against the group, and
     scaled up where groups have no signal; `opo`: longer completions weigh more in the group's mean;
-    `pass_at_k`: what a completion adds to the best of k; `remax`: against a greedy completion.
+    `pass_at_k`: what a completion adds to the best of k; `remax`: against a greedy completion;
+    `tree`: against the group, and against those that branched from the same one (`grpo.tree`).
     Default: the method the command is named after."""
     normalize_rewards: bool | None = None
     """Null is `grpo.normalize_rewards`."""
@@ -619,12 +668,47 @@ class GRPOConfig(Section):
     health: Annotated[HealthConfig, MAY_CHANGE] = HealthConfig()
     seed: int = Field(default=42, ge=0)
     """Seeds the order of the tasks and every completion."""
+    tree: TreeConfig | None = None
+    """Sample completions that branch (docs/grpo.md). Null: each is sampled from the prompt on.
+    Default: it pays where completions are long, or their beginnings cost calls of tools."""
 
     @model_validator(mode="after")
     def _clips_in_order(self) -> GRPOConfig:
         low, high = self.advantage_clip_low, self.advantage_clip_high
         if low is not None and high is not None and not low < high:
             raise ValueError("advantage_clip_low must be below advantage_clip_high")
+        return self
+
+    @model_validator(mode="after")
+    def _tree_fits(self) -> GRPOConfig:
+        tree, own = self.tree, self._estimator
+        if tree is None:
+            if own.compares_branches:
+                raise ValueError(
+                    f"adv_estimator.name={self.adv_estimator.name} compares completions that "
+                    "branch, and none does; set grpo.tree, or use adv_estimator.name=grpo"
+                )
+            return self
+        if tree.num_completions != self.num_generations_per_prompt:
+            raise ValueError(
+                f"tree.initial={tree.initial} and tree.branches={tree.branches} in each of "
+                f"tree.rounds={tree.rounds} are {tree.num_completions} completions of a prompt; "
+                f"set num_generations_per_prompt={tree.num_completions}, not "
+                f"{self.num_generations_per_prompt}"
+            )
+        if (tree.at == "turn") != (self.max_rollout_turns > 1):
+            other = "segment" if tree.at == "turn" else "turn"
+            raise ValueError(
+                f"tree.at={tree.at} is for conversations of "
+                f"{'several turns' if tree.at == 'turn' else 'one turn'}, and "
+                f"max_rollout_turns={self.max_rollout_turns}; use tree.at={other}"
+            )
+        if own.baseline == "greedy":
+            raise ValueError(
+                f"adv_estimator.name={self.adv_estimator.name} compares each completion with a "
+                "greedy one, which is no part of a tree; use adv_estimator.name=tree, or leave "
+                "grpo.tree out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -74,6 +74,12 @@ class GRPORun(Section):
             )
         self._groups_can_be_compared()
         self._advantages_of_tokens_count()
+        if (stops := policy.generation.stop_strings) and grpo.tree and grpo.tree.at == "segment":
+            raise ValueError(
+                f"policy.generation.stop_strings has {stops[0]!r}, which may begin before the "
+                "place where grpo.tree.at=segment continues a completion; use "
+                "policy.generation.stop_token_ids, or leave grpo.tree out"
+            )
         transform = self.env.reward_model.transform
         if grpo.adv_estimator.per_step and transform.clip and transform.normalize != "none":
             raise ValueError(
@@ -110,6 +116,10 @@ class GRPORun(Section):
     def _advantages_of_tokens_count(self) -> None:
         grpo, loss = self.grpo, self.loss_fn
         steps = ["adv_estimator.per_step=true"] if grpo.adv_estimator.per_step else []
+        estimator, section = grpo.adv_estimator.settings_of(
+            plugins.Advantage, grpo.adv_estimator.name
+        )
+        steps += estimator.keys_of_tokens(section)
         turns = ["malformed_thinking_advantage", "invalid_tool_call_advantage"]
         turns = [key for key in turns if getattr(grpo, key) is not None]
         if (steps or turns) and not loss.distillation.rewards:

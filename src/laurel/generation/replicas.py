@@ -313,7 +313,8 @@ class GeneratorReplicas:
     def _place(self, order: Order) -> None:
         """Give an order to a replica, or keep it until a replica is ready.
 
-        A conversation stays with its replica; what begins goes to the replica with the least work.
+        A conversation stays with its replica, and so does what branches off it; what begins goes to
+        the replica with the least work.
         """
         ready = [replica for replica in self._replicas if replica.state == "ready"]
         names = order.request.conversations_G
@@ -321,6 +322,7 @@ class GeneratorReplicas:
             order.fail(self._failure)
         elif ready:
             holder = self._holders.get(names[0]) if names else None
+            holder = holder or self._holders.get(order.request.branch_of)
             chosen = holder if holder in ready else min(ready, key=lambda replica: replica.load)
             chosen.give(order, next(self._numbers))
             self._holders.update(dict.fromkeys(names, chosen))

@@ -15,6 +15,9 @@ of the group's other completions. The estimators are:
     reinforce_plus_plus  d_i (or the reward itself), whitened over all groups (arXiv 2501.03262);
                          each completion counts once, whatever its length
 
+Further ones, among them the one for completions that branch (`grpo.tree`), are in
+`extensions/estimators`.
+
 A division by s divides by `s + std_eps`, or by the noise floor if that is larger:
 `noise_floor_factor` times the scoring noise, which is the standard deviation of the rewards' errors
 (such as rounding) that an environment states, or measures by scoring conversations repeatedly. If s
@@ -39,7 +42,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,10 +59,12 @@ from laurel.plugins import Advantage
 from laurel.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
+    from laurel.grpo.branching import Segment
     from laurel.types import LogProbs, Mask
 
 
 Floats = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +143,7 @@ def compute_advantages(
     components_BG: Sequence[Sequence[Mapping[str, float]]] | None = None,
     lengths_BG: Sequence[Sequence[int]] | None = None,
     greedy_B: Sequence[float | None] = (),
+    segments_BG: Sequence[Sequence[Sequence[Segment]]] | None = None,
 ) -> Advantages:
     """Compute the advantages of a batch of groups.
 
@@ -158,6 +164,7 @@ def compute_advantages(
         lengths_BG: The number of tokens that the policy wrote in each completion; None: all have
             the same.
         greedy_B: The reward of each group's greedy completion, where the estimator reads it.
+        segments_BG: The segments of each completion, where the estimator compares branches.
 
     Raises:
         ConfigError: GDPO is chosen, and rewards have no components, or the number of components is
@@ -169,26 +176,17 @@ def compute_advantages(
     if not all(np.isfinite(row).all() for row in rewards):
         raise ValueError("a reward is NaN or infinite; a sample without a reward must be None")
     noise_B = list(noise) if isinstance(noise, Sequence) else [noise] * len(rewards)
-    components = [
-        [components for components, used in zip(row_G, used_G, strict=True) if used]
-        for row_G, used_G in zip(
-            components_BG or [[{}] * len(used_G) for used_G in used_BG], used_BG, strict=True
-        )
-    ]
     rule = estimator.rule
-    lengths = [
-        np.array(row_G, np.float64)[used_G]
-        for row_G, used_G in zip(
-            lengths_BG or [[1] * len(used_G) for used_G in used_BG], used_BG, strict=True
-        )
-    ]
+    segments_BG = segments_BG or [[()] * len(used_G) for used_G in used_BG]
+    lengths_BG = lengths_BG or [[1] * len(used_G) for used_G in used_BG]
     compared = estimator.compare(
         Rewards(
             values_B=rewards,
-            components_B=components,
+            components_B=_used(components_BG or [[{}] * len(row) for row in used_BG], used_BG),
             noise_B=noise_B,
-            lengths_B=lengths,
+            lengths_B=[np.array(row, np.float64) for row in _used(lengths_BG, used_BG)],
             greedy_B=greedy_B,
+            segments_B=_used(segments_BG, used_BG),
         )
     )
     shapes = [[len(row) for row in rows] for rows in (compared.values, rewards)]
@@ -202,7 +200,42 @@ def compute_advantages(
         values_G[used_G] = np.clip(values, rule.clip_low, rule.clip_high)
         values_BG.append(values_G)
     counted_B = [values_G[used_G] for values_G, used_G in zip(values_BG, used_BG, strict=True)]
-    return _with_metrics(values_BG, None, counted_B, rewards, compared, rule)
+    tokens_BGL = None
+    if compared.segments_B is not None:
+        tokens_BGL, counted_B = _of_segments(compared.segments_B, segments_BG, used_BG, rule)
+    return _with_metrics(values_BG, tokens_BGL, counted_B, rewards, compared, rule)
+
+
+def _used(
+    rows_BG: Sequence[Sequence[T]], used_BG: Sequence[npt.NDArray[np.bool_]]
+) -> list[list[T]]:
+    # Without the entries of completions that have no reward.
+    return [
+        [one for one, used in zip(row_G, used_G.tolist(), strict=True) if used]
+        for row_G, used_G in zip(rows_BG, used_BG, strict=True)
+    ]
+
+
+def _of_segments(
+    values_B: Sequence[Sequence[Floats]],
+    segments_BG: Sequence[Sequence[Sequence[Segment]]],
+    used_BG: Sequence[npt.NDArray[np.bool_]],
+    rule: AdvantageRule,
+) -> tuple[list[list[Floats]], list[Floats]]:
+    # Of each token, and of those of each group that the policy wrote.
+    tokens_BGL, counted_B = list[list[Floats]](), list[Floats]()
+    for of_used, segments_G, used_G in zip(values_B, segments_BG, used_BG, strict=True):
+        given, tokens_GL, counted = iter(of_used), list[Floats](), [np.zeros(0)]
+        for segments, is_used in zip(segments_G, used_G.tolist(), strict=True):
+            values = np.clip(next(given), rule.clip_low, rule.clip_high) if is_used else 0.0
+            values = np.broadcast_to(np.asarray(values, np.float64), len(segments))
+            lengths = np.diff([segment.end for segment in segments], prepend=0)
+            tokens_GL.append(np.repeat(values, lengths))
+            if is_used:
+                counted.append(np.repeat(values, [segment.num_sampled for segment in segments]))
+        tokens_BGL.append(tokens_GL)
+        counted_B.append(np.concatenate(counted))
+    return tokens_BGL, counted_B
 
 
 def compute_step_advantages(
@@ -309,6 +342,8 @@ class Rewards:
     greedy_B: Sequence[float | None] = ()
     """The reward of each group's greedy completion, if the estimator's `baseline` is `greedy`; None
     if it has none."""
+    segments_B: list[list[Sequence[Segment]]] = field(default_factory=list)
+    """The segments of each completion, if the estimator compares branches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -316,6 +351,9 @@ class Compared:
     """The advantages of a batch by group, before they are clipped."""
 
     values: list[Floats]
+    segments_B: list[list[Floats]] | None = None
+    """The advantages of the segments of each completion, whose mean over tokens is in `values`;
+    None: all tokens of a completion have its own."""
     noise: list[Floats] = field(default_factory=list)
     """Standard deviation of the scorer's noise in each value."""
     at_floor: list[bool] = field(default_factory=list)

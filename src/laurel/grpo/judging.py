@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 import traceback
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +38,7 @@ from laurel.protocols import Environment
 from laurel.types import (
     IS_VALIDATION,
     PROMPT_MESSAGES,
+    Branch,
     Conversation,
     Generated,
     Message,
@@ -97,6 +100,11 @@ class RolloutInProgress:
     """The environment's last observation."""
     is_open: bool = False
     """Whether the environment has seen the conversation, and has not ended it."""
+    begun: tuple[TokenIds, LogProbs] | None = None
+    """The first tokens of a turn that is to be continued, as they were sampled."""
+    branch: Branch | None = None
+    turn_starts: list[RolloutInProgress] | None = None
+    """Copies made before each of its turns, from which others may go on; None: none does."""
 
     @property
     def full_metadata(self) -> dict[str, Any]:
@@ -109,12 +117,42 @@ class RolloutInProgress:
             IS_VALIDATION: self.is_validation,
         }
 
-    def add_turn(self, generated: Generated) -> None:
-        """Append an assistant turn that the generator has sampled."""
+    def copy(self) -> RolloutInProgress:
+        """Return a copy that goes on by itself, a conversation that no environment has seen."""
+        names = ("messages", "ids", "masks", "logprobs", "contexts", "turns", "invalid_turns")
+        lists: dict[str, Any] = {name: list(getattr(self, name)) for name in names}
+        return replace(
+            self,
+            id=uuid4().hex,
+            metadata=deepcopy(self.metadata),
+            components=dict(self.components),
+            steps=None if self.steps is None else list(self.steps),
+            is_open=False,
+            turn_starts=None if self.turn_starts is None else [],
+            **lists,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens after the prompt so far."""
+        return sum(map(len, self.ids)) + (0 if self.begun is None else len(self.begun[0]))
+
+    def add_turn(self, generated: Generated, text_of: Callable[[TokenIds], str]) -> None:
+        """Append an assistant turn that the generator has sampled, or the rest of one.
+
+        Args:
+            generated: What was sampled.
+            text_of: Returns the text of a turn's tokens.
+        """
+        ids, logprobs, text = generated.ids_L, generated.logprobs_L, generated.text
+        if self.begun is not None:
+            ids = np.concatenate((self.begun[0], ids))
+            logprobs = np.concatenate((self.begun[1], logprobs))
+            text, self.begun = text_of(ids), None
         begin = sum(map(len, self.ids))
-        self.turns.append(Turn(len(self.messages), begin, begin + len(generated.ids_L)))
-        self._append(generated.ids_L, True, generated.logprobs_L)
-        self.messages.append(Message("assistant", generated.text))
+        self.turns.append(Turn(len(self.messages), begin, begin + len(ids)))
+        self._append(ids, True, logprobs)
+        self.messages.append(Message("assistant", text))
         self.num_turns += 1
         self.truncated = generated.finish_reason != "stop"
         versions = (self.weight_version, generated.weight_version)
@@ -193,17 +231,13 @@ class RolloutInProgress:
             kept = [piece[skip:] for piece, skip in zip(pieces, skipped, strict=True)]
             return _joined([first, *kept] if len(first) else kept)
 
-        # Where each piece begins, as it was played and in the rollout.
-        played = np.cumsum([0, *map(len, self.ids)])
-        moved = len(rest_L) - np.cumsum([0, *skipped])[:-1]
-        begins = played[:-1] + moved
-        placed = None
-        if self.steps is not None:
-            pieces = np.searchsorted(played, [one.end for one in self.steps]) - 1
-            placed = tuple(
-                StepReward(one.end + move, one.value)
-                for one, move in zip(self.steps, moved[pieces].tolist(), strict=True)
-            )
+        # Where each piece begins, as it was played, and how far it moves.
+        played = [0, *accumulate(map(len, self.ids))]
+        moves = [len(rest_L) - before for before in accumulate(skipped, initial=0)]
+
+        def moved(end: int) -> int:
+            return end + moves[bisect_left(played, end) - 1]
+
         return Rollout(
             messages=tuple(self.messages),
             ids_L=flat(self.ids, rest_L),
@@ -214,13 +248,19 @@ class RolloutInProgress:
             failure=self.failure,
             truncated=self.truncated,
             num_turns=self.num_turns,
-            turns=tuple(self.turns),
+            turns=tuple(
+                Turn(one.message, moved(one.end) - (one.end - one.begin), moved(one.end))
+                for one in self.turns
+            ),
             weight_version=self.weight_version or 0,
             answer=self.answer,
             note=self.note,
-            steps=placed,
+            steps=None
+            if self.steps is None
+            else tuple(StepReward(moved(one.end), one.value) for one in self.steps),
             invalid_turns=tuple(self.invalid_turns),
-            begins=tuple(begins[self.contexts].tolist()),
+            branch=self.branch,
+            begins=tuple(played[piece] + moves[piece] for piece in self.contexts),
         )
 
 

@@ -35,6 +35,7 @@ from laurel.grpo.advantages import (
     slope,
     subtract_divergences,
 )
+from laurel.grpo.branching import tree_segments
 from laurel.grpo.metrics import (
     HealthWatch,
     control_token_metrics,
@@ -212,6 +213,7 @@ class GRPO(TrainingLoop):
                 components_BG=[[r.components for r in g.rollouts_G] for g in groups],
                 lengths_BG=[[int(r.mask_L.sum()) for r in g.rollouts_G] for g in groups],
                 greedy_B=greedy_B,
+                segments_BG=[tree_segments(group.rollouts_G) for group in groups],
             )
             if baselines := [reward for reward in greedy_B if reward is not None]:
                 figures["reward_greedy"] = sum(baselines) / len(baselines)

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from laurel.errors import DataError, EngineError, EnvironmentFailedError
+from laurel.config.grpo import TreeConfig
+from laurel.errors import ConfigError, DataError, EngineError, EnvironmentFailedError
 from laurel.generation.waiting import end_all
+from laurel.grpo.branching import CHOICE, branch_off
 from laurel.grpo.judging import (
     BatchBarrier,
     Calls,
@@ -120,6 +122,9 @@ class Chat(Protocol):
             DataError: The tokens do not spell the text.
         """
 
+    def text_of(self, turn_ids: TokenIds, /) -> str:
+        """Return the text of a turn's tokens, as generators give it: without special tokens."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
@@ -128,6 +133,11 @@ class _Batch:
     with_greedy: bool
     sampling: SamplingParams
     calls: Calls
+    # How completions branch; None: they do not.
+    tree: TreeConfig | None
+    # The groups of a batch branch at the same time, once nothing is being sampled: so what is
+    # computed together, and its rounding, depends on no clock. Turns wait for environments anyway.
+    rounds: Sequence[BatchBarrier]
     # The groups of an environment that scores a whole batch wait here for each other.
     barriers: dict[str, BatchBarrier]
     # Requests with completions outstanding.
@@ -188,6 +198,7 @@ class Rollouts:
         *,
         seed: int,
         per_step: bool = False,
+        tree: TreeConfig | None = None,
     ) -> None:
         """Set the components and limits that stay the same during a run.
 
@@ -199,7 +210,15 @@ class Rollouts:
             seed: The seed of the run. The seed of each turn is derived from it and from the
                 numbers of the batch, task, completion and turn.
             per_step: Whether rollouts get the rewards of their steps.
+            tree: The section `grpo.tree`; validations do without.
+
+        Raises:
+            ConfigError: An environment's conversations, or its answers, cannot branch.
         """
+        if tree is not None:
+            for name, environment in environments.items():
+                _check_branches(name, environment, tree)
+        self.tree = tree
         self.generator = generator
         self.environments = environments
         self.chat = chat
@@ -251,12 +270,16 @@ class Rollouts:
         """
         stats = stats or RolloutStats()
         names = Counter(task.environment for task in tasks)
+        tree = None if batch[:1] == (VALIDATION,) else self.tree
+        num_rounds = tree.rounds if tree is not None and tree.at == "segment" else 0
         played = _Batch(
             numbers=batch,
             num_generations=num_generations + with_greedy,
             with_greedy=with_greedy,
             sampling=sampling,
             calls=self._judges.begin(stats),
+            tree=tree,
+            rounds=[BatchBarrier(len(tasks)) for _ in range(num_rounds)],
             barriers={
                 name: BatchBarrier(number)
                 for name, number in names.items()
@@ -312,15 +335,28 @@ class Rollouts:
                 stop_strings=environment.spec.stop_strings,
                 is_greedy=batch.with_greedy and i == batch.num_generations - 1,
             )
-            for i in range(batch.num_generations)
+            for i in range(_num_first(batch))
         ]
+        if batch.tree is not None:
+            for rollout in rollouts:
+                rollout.turn_starts = [rollout.copy()]
+        by_segments = batch.tree is not None and batch.tree.at == "segment"
         try:
-            if (barrier := batch.barriers.get(task.environment)) is not None:
+            if by_segments:  # all of them are one group, which is scored as a whole
                 await self._sample_all(context, rollouts)
+                await self._branch(context, rollouts)
+            if (barrier := batch.barriers.get(task.environment)) is not None:
+                if not by_segments:
+                    await self._sample_all(context, rollouts)
                 await barrier.wait(_pending(context, rollouts), partial(self._judge, context))
                 await self._run_further_turns(context, rollouts)
+            elif by_segments:
+                parts = parts_to_judge(environment, rollouts)
+                await together(self._finish_part(context, part) for part in parts)
             else:
                 await self._judge_in_parts(context, parts_to_judge(environment, rollouts))
+            if batch.tree is not None and not by_segments:
+                await self._branch(context, rollouts)
         finally:
             self._end_conversations(context, rollouts)
         if environment.spec.judges in ("completion", "part"):
@@ -345,6 +381,20 @@ class Rollouts:
         async with aclosing(self._sample_turn(context, rollouts)) as sampled:
             async for _ in sampled:
                 pass
+
+    async def _branch(self, context: _RolloutContext, rollouts: list[RolloutInProgress]) -> None:
+        # Adds the completions of all rounds, each when those before it are finished.
+        tree = context.batch.tree
+        assert tree is not None
+        for number in range(tree.rounds):
+            seed = np.random.SeedSequence((*self._seed_words, *context.numbers, CHOICE, number))
+            begun = branch_off(rollouts, tree, self.chat.token_ends, seed)
+            rollouts += begun
+            if tree.at == "turn":
+                await together(self._take_turns(context, rollout) for rollout in begun)
+            else:
+                await context.batch.rounds[number].wait((), _nothing)
+                await together(self._sample_all(context, [rollout]) for rollout in begun)
 
     async def _judge_in_parts(
         self, context: _RolloutContext, parts: Sequence[list[RolloutInProgress]]
@@ -386,7 +436,7 @@ class Rollouts:
     ) -> None:
         for rollout in rollouts:
             self._continue(context, rollout)
-        self._end_conversations(context, [rollout for rollout in rollouts if rollout.is_over])
+        self._leave(context, [rollout for rollout in rollouts if rollout.is_over])
         # A task for each would cost more than the rest of a step for a short conversation.
         await together(self._take_turns(context, r) for r in rollouts if not r.is_over)
 
@@ -395,13 +445,18 @@ class Rollouts:
             await self._sample_all(context, [rollout])
             await self._judge(context, _pending(context, [rollout]))
             self._continue(context, rollout)
-        self._end_conversations(context, [rollout])
+        self._leave(context, [rollout])
+
+    def _leave(self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]) -> None:
+        # What others may continue is kept until the group is finished.
+        if context.batch.tree is None:
+            self._end_conversations(context, rollouts)
 
     def _conversations(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> tuple[str, ...]:
-        # A name for each where there may be several turns.
-        if self.limits.max_turns == 1:
+        # A name for each where there may be several turns, or others that begin alike.
+        if self.limits.max_turns == 1 and context.batch.tree is None:
             return ()
         return tuple(f"{context.group_id}-{rollout.index}" for rollout in rollouts)
 
@@ -459,12 +514,15 @@ class Rollouts:
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> AsyncGenerator[RolloutInProgress, None]:
         first, batch = rollouts[0], context.batch
-        so_far = first.context(context.prompt_ids)
-        is_later = first.num_turns > 0
-        turn = f"-{first.index}-{first.num_turns}" if is_later or first.is_greedy else ""
+        begun = () if first.begun is None else (first.begun[0],)
+        so_far = np.concatenate((first.context(context.prompt_ids), *begun))
+        is_later = first.num_tokens > 0
+        is_alone = is_later or first.is_greedy or first.index >= _num_first(batch)
+        turn = f"-{first.index}-{first.num_turns}" if is_alone else ""
+        new_tokens = batch.sampling.max_new_tokens - sum(map(len, begun))
         sampling = replace(
             batch.sampling,
-            max_new_tokens=min(batch.sampling.max_new_tokens, self.limits.max_length - len(so_far)),
+            max_new_tokens=min(new_tokens, self.limits.max_length - len(so_far)),
             stop_strings=tuple(dict.fromkeys((*batch.sampling.stop_strings, *first.stop_strings))),
             temperature=0.0 if first.is_greedy else batch.sampling.temperature,
         )
@@ -484,6 +542,7 @@ class Rollouts:
             ),
             sampling=sampling,
             conversations_G=self._conversations(context, rollouts),
+            branch_of=f"{context.group_id}-{first.branch.of}" if first.branch is not None else "",
         )
         missing = set(range(len(rollouts)))
         batch.num_open += 1
@@ -503,7 +562,7 @@ class Rollouts:
                     if is_later:
                         batch.calls.stats.num_repeated += len(so_far)
                         batch.calls.stats.num_cached += generated.num_cached
-                    rollouts[generated.index].add_turn(generated)
+                    rollouts[generated.index].add_turn(generated, self.chat.text_of)
                     yield rollouts[generated.index]
         finally:
             batch.num_open -= 1
@@ -543,10 +602,19 @@ class Rollouts:
             length = len(rewritten)
         if length >= self.limits.max_length:
             stats.end_unfinished(rollout, is_out_of_turns=False)
-        elif rewritten is None:
+            return
+        if rewritten is not None and rollout.turn_starts is not None:
+            raise ConfigError(
+                "grpo.tree.at=turn continues conversations from the ends of their turns, and the "
+                "policy's chat template rewrites earlier turns, so that what was sampled is no "
+                "beginning of what follows; leave grpo.tree out"
+            )
+        if rewritten is None:
             rollout.add_observation(observation, ids)
         else:
             rollout.begin_sequence(observation, rewritten)
+        if rollout.turn_starts is not None:
+            rollout.turn_starts.append(rollout.copy())
 
     async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
         # The conversations may be of several tasks.
@@ -571,6 +639,30 @@ class Rollouts:
                     "allows. "
                     f"The first reason: {failed[0].removeprefix('error: ')}"
                 )
+
+
+async def _nothing(pending: Sequence[PendingJudgement]) -> None:
+    pass
+
+
+def _num_first(batch: _Batch) -> int:
+    # The completions that are sampled from the prompt on, in one request.
+    return batch.num_generations if batch.tree is None else batch.tree.initial
+
+
+def _check_branches(name: str, environment: Environment, tree: TreeConfig) -> None:
+    if tree.at == "turn" and keeps_conversations(environment):
+        raise ConfigError(
+            f"grpo.tree.at=turn continues a conversation twice, and the environment {name!r} keeps "
+            "something of each that cannot be copied (close_conversations), such as a session; "
+            "leave grpo.tree out"
+        )
+    if tree.at == "segment" and environment.spec.stop_strings:
+        raise ConfigError(
+            f"grpo.tree.at=segment continues unfinished turns, and the environment {name!r} ends "
+            f"them at {environment.spec.stop_strings[0]!r}, which may begin before the place where "
+            "one is continued; leave grpo.tree out"
+        )
 
 
 def _pending(

@@ -19,7 +19,7 @@ from laurel.observe.health import Alarms
 from laurel.protocols import Environment
 from laurel.training.learner import Learner
 from laurel.training.state import CheckpointParts, PolicyRunState, hash_of, write_bad_rows
-from laurel.types import Message, Rollout, RolloutGroup, StepReward, Task, Turn
+from laurel.types import Branch, Message, Rollout, RolloutGroup, StepReward, Task, Turn
 
 
 class GRPORunState(PolicyRunState):
@@ -116,6 +116,7 @@ def _rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
         "messages": [[m.role, m.content] for m in rollout.messages],
         "components": dict(rollout.components),
         "steps": None if rollout.steps is None else [list(s) for s in rollout.steps],
+        "branch": None if rollout.branch is None else list(rollout.branch),
         "turns": [list(turn) for turn in rollout.turns],
         **{k: torch.from_numpy(np.array(getattr(rollout, k))) for k in _ARRAYS},
     }
@@ -157,6 +158,7 @@ def _rollout_from_dict(saved: Mapping[str, Any]) -> Rollout:
             "steps": _steps_from(saved.get("steps")),
             "turns": tuple(Turn(*one) for one in saved.get("turns", ())),
             "invalid_turns": tuple(saved.get("invalid_turns", ())),
+            "branch": Branch(*saved["branch"]) if saved.get("branch") else None,
             "begins": tuple(saved.get("begins", ())),
             **{name: saved[name].numpy() for name in _ARRAYS},
         }

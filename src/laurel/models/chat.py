@@ -346,6 +346,10 @@ class ChatFormat:
         """
         return self._contents.render(conversation, prompt=prompt, tools=tools).text
 
+    def text_of(self, turn_ids: Sequence[int] | TokenIds) -> str:
+        """Return the text of a turn's tokens, without special tokens."""
+        return plain_text(self.tokenizer, [int(token) for token in turn_ids])
+
     def control_token_in(self, text: str) -> str | None:
         """Return the first control token that a text spells; None if it spells none."""
         return self._contents.control_token_in(text)

@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,37 @@ def test_conversations_that_begin_together_share_their_prompt():
         for wanted, (one,) in zip(further, draw(engine, *further), strict=True):
             assert one.logprobs_L == pytest.approx(full_logprobs(policy, wanted, one), abs=1e-5)
         assert seen[0] == 3 * (1 + len(HEARD)), "the last token of a turn, and what was heard"
+
+
+@pytest.mark.parametrize("length", [30, 62, 75])
+def test_what_branches_off_a_conversation_computes_its_own_tokens_alone(length):
+    """Within the prompt that several share, and within the turn that one of them said."""
+    policy, _ = policy_and_tokenizer()
+    seen = watch_tokens(policy)
+    with engine_of(policy, end_ids=[], conversation_bytes=2**22) as engine:
+        first = request(
+            PROMPT, seeds=(1, 2), conversations="ab", stop_token_ids=ENDS, max_new_tokens=100
+        )
+        said = draw(engine, first)
+        whole = [*PROMPT, *said[0][1].ids_L.tolist(), *range(40, 60)]
+        kept = len(PROMPT) + len(said[0][1].ids_L) - 1
+        seen.clear()
+        names = ("c", "d")
+        branches = [
+            replace(
+                request(whole[:length], seeds=(seed,), request_id=name, conversations=(name,)),
+                branch_of="b",
+            )
+            for seed, name in enumerate(names)
+        ]
+        for wanted, (one,) in zip(branches, draw(engine, *branches), strict=True):
+            assert one.num_cached == min(kept, length - 1)
+            assert one.logprobs_L == pytest.approx(full_logprobs(policy, wanted, one), abs=1e-5)
+        assert seen[0] == 2 * (length - min(kept, length - 1))
+        # The conversation itself can still go on.
+        going_on = request([*whole[: kept + 1], *HEARD], seeds=(9,), conversations=("b",))
+        ((one,),) = draw(engine, going_on)
+        assert one.num_cached == kept
 
 
 @pytest.mark.parametrize("name", sorted(tiny.LANGUAGE_MODELS))

@@ -37,10 +37,11 @@ from laurel.grpo.advantages import (
     slope,
     subtract_divergences,
 )
+from laurel.grpo.branching import tree_segments
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.run.grpo import sampling_of
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
-from laurel.types import Message, Rollout, RolloutGroup, StepReward, Task
+from laurel.types import Branch, Message, Rollout, RolloutGroup, StepReward, Task
 
 LONGEST = 8
 LENGTHS = [[5, 7, 8, 3], [6, 4, 2, 8]]
@@ -54,7 +55,7 @@ ELSEWHERE = {
     *("stop_patience_seconds", "use_dynamic_sampling", "dynamic_sampling_max_gen_batches"),
     *("batch_multiplier", "max_bad_steps", "val_period", "val_at_start", "val_at_end"),
     *("max_val_samples", "val_batch_size", "val_num_generations_per_prompt", "health", "seed"),
-    *("stop_at_validation_metric", "stop_at_validation_threshold"),
+    *("stop_at_validation_metric", "stop_at_validation_threshold", "tree"),
     "model_name",  # the teacher, whose probabilities are given
 }
 MEASURES = {"loss_fn.entropy"}
@@ -85,6 +86,7 @@ def rollout(b: int, g: int) -> Rollout:
         components={"a": reward, "b": reward * reward},
         truncated=g == 2,
         steps=(StepReward(1, reward), StepReward(size, -reward / 2 + g)),
+        branch=Branch(0, 2) if g == 3 else None,
     )
 
 
@@ -127,6 +129,7 @@ def numbers_of(run: GRPORun) -> list[np.ndarray]:
             components_BG=components,
             lengths_BG=LENGTHS,
             greedy_B=greedy_rewards(GROUPS, grpo, longest=LONGEST),
+            segments_BG=[tree_segments(group.rollouts_G) for group in GROUPS],
         )
     found = penalize_turns(found, GROUPS, grpo)
     most = grpo.seq_logprob_error_threshold or np.inf
@@ -262,6 +265,12 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
         "adv_estimator.pass_at_k.k": 2,
     },
     "remax": {"adv_estimator.name": "remax"},
+    "tree": {"adv_estimator.name": "tree", "tree": {}},
+    "tree, segments": {
+        "adv_estimator.name": "tree",
+        "adv_estimator.tree.credit": "segment",
+        "tree": {},
+    },
     "scaled and shaped": {
         "reward_scaling.enabled": True,
         "reward_shaping.enabled": True,

@@ -19,7 +19,7 @@ from laurel.grpo.state import (
 )
 from laurel.models.checkpoint.state import decode, encode
 from laurel.training.state import fingerprint_of_tokens
-from laurel.types import Message, Rollout, RolloutGroup, TokenGroup
+from laurel.types import Branch, Message, Rollout, RolloutGroup, TokenGroup
 from policy_fakes import ids_of, rollout, task
 
 TEXTS = st.text(max_size=5)
@@ -36,6 +36,7 @@ ROLLOUTS = st.builds(
         num_turns=length,
         weight_version=length + 1,
         answer=texts[0] if texts else None,
+        branch=Branch(0, length) if flags else None,
     ),
     st.integers(1, 4),
     st.none() | st.floats(allow_nan=False),

@@ -15,15 +15,29 @@ policy wrote in it. The advantages are
                                                                        (arXiv 2503.19595)
     remax      r_i - the reward of the greedy completion of the same prompt
                                                                        (arXiv 2310.10505)
+    tree       for completions that branch (`grpo.tree`): the advantage within the group, plus the
+               same within the tree, the completions that go back to one first completion
+                                                                       (arXiv 2509.21240)
 
-Only `pass_at_k` may be divided by the group's standard deviation (`scale: group`).
+With `tree.credit: segment` each segment of a completion, between the places at which completions
+part, has an advantage of its own (Monte-Carlo values, as in arXiv 2410.01679): V of the segment
+minus the mean V of the others that begin where it does, or of all of them. V of a completion's last
+segment is its reward, and of any other the mean V of those that continue it. Let n be the number of
+completions of the group, m of those with the segment, and p the share of the segment: 1 for the
+prompt, divided by the number of branches wherever completions part. The advantage is weighted by
+n p / m, so a beginning that many continue weighs no more than one that nobody continued: the
+estimate of the gradient has no bias, however places are chosen without looking at rewards.
+
+Only `pass_at_k` and `tree` may be divided by the group's standard deviation (`scale: group`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -36,6 +50,7 @@ from laurel.plugins import Advantage
 if TYPE_CHECKING:
     from laurel.config.grpo import GRPOConfig
     from laurel.grpo.advantages import AdvantageRule, Compared, Floats, Rewards
+    from laurel.grpo.branching import Segment
 
 
 class _Undivided(Advantage):
@@ -171,3 +186,119 @@ def _remax(given: Rewards) -> Compared:
             for row, greedy in zip(given.values_B, given.greedy_B, strict=True)
         ]
     )
+
+
+class TreeEstimatorConfig(Section):
+    """What a completion that branches is compared with."""
+
+    credit: Literal["completion", "segment"] = "completion"
+    """`completion`: its tokens share one advantage, that within the group plus that within its
+    tree (Tree-GRPO, arXiv 2509.21240). `segment`: each segment has the difference between its
+    Monte-Carlo value and that of those beside it (VinePPO, arXiv 2410.01679). Default: the
+    method's own."""
+
+
+class TreeAdvantage(Advantage):
+    """Against the group, and against those that branched from the same completion."""
+
+    section = TreeEstimatorConfig
+    compares_branches = True
+
+    def keys_of_tokens(self, section: TreeEstimatorConfig) -> list[str]:
+        """Return `credit`, where it is that of segments."""
+        return ["adv_estimator.tree.credit=segment"] if section.credit == "segment" else []
+
+    def check(self, settings: GRPOConfig) -> None:
+        """Refuse a deviation of the batch."""
+        given = settings.adv_estimator
+        if given.scale == "batch":
+            raise ValueError(
+                f"adv_estimator.scale=batch is not read by adv_estimator.name={given.name}, which "
+                "compares within groups; use group or none"
+            )
+
+    def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
+        """Return the keys about a deviation where nothing is divided by one."""
+        return undivided(settings)
+
+    def make(
+        self, section: TreeEstimatorConfig, settings: AdvantageRule
+    ) -> Callable[[Rewards], Compared]:
+        """Return the comparison within groups and their trees."""
+        of_segments = section.credit == "segment"
+        return partial(_by_segment if of_segments else _by_tree, settings)
+
+
+def _by_tree(rule: AdvantageRule, given: Rewards) -> Compared:
+    from laurel.grpo.advantages import Compared, Rewards, against_groups
+
+    of_groups = against_groups(rule, given)
+    values = []
+    for row, of_group, noise, paths in zip(
+        given.values_B, of_groups.values, given.noise_B, given.segments_B, strict=True
+    ):
+        roots = np.array([path[0].id for path in paths], np.int64)
+        total = of_group.copy()
+        for root in np.unique(roots):
+            tree = roots == root
+            alone = Rewards(values_B=[row[tree]], components_B=[[]], noise_B=[noise])
+            total[tree] += against_groups(rule, alone).values[0]
+        values.append(total)
+    return Compared(values=values, noise=of_groups.noise, at_floor=of_groups.at_floor)
+
+
+def _by_segment(rule: AdvantageRule, given: Rewards) -> Compared:
+    from laurel.grpo.advantages import Compared, divided
+
+    # What a difference of rewards is divided by is that of the group.
+    ones = [np.ones(len(row)) for row in given.values_B]
+    scales = divided(ones, given.values_B, rule, given.noise_B)
+    segments_B, values = [], []
+    for row, paths, scale in zip(given.values_B, given.segments_B, scales.values, strict=True):
+        made = _made_of_difference(row, paths, leave_one_out=rule.leave_one_out)
+        found = [one * factor for one, factor in zip(made, scale.tolist(), strict=True)]
+        written = [np.array([one.num_sampled for one in path], np.float64) for path in paths]
+        segments_B.append(found)
+        pairs = zip(found, written, strict=True)
+        values.append(np.array([float(one @ n) / max(float(n.sum()), 1.0) for one, n in pairs]))
+    return Compared(
+        values=values, segments_B=segments_B, noise=scales.noise, at_floor=scales.at_floor
+    )
+
+
+def _made_of_difference(
+    rewards: Floats, paths: Sequence[Sequence[Segment]], *, leave_one_out: bool
+) -> list[Floats]:
+    from laurel.grpo.advantages import centred
+
+    ahead = centred(rewards)  # so equal rewards give exactly 0
+    slack = len(rewards) * float(np.finfo(np.float64).eps) * float(np.abs(ahead).max(initial=0.0))
+    branches: dict[int, list[int]] = {}  # the segments that follow each; -1 is the prompt
+    values: dict[int, float] = {}
+    num_leaves = Counter(segment.id for path in paths for segment in path)
+    for path, value in zip(paths, ahead.tolist(), strict=True):
+        values[path[-1].id] = value
+        for before, segment in pairwise([-1, *(segment.id for segment in path)]):
+            if segment not in branches.setdefault(before, []):
+                branches[before].append(segment)
+
+    def mean(segments: Sequence[int]) -> float:
+        return float(np.sort([value_of(segment) for segment in segments]).mean())
+
+    def value_of(segment: int) -> float:
+        if segment not in values:
+            values[segment] = mean(branches[segment])
+        return values[segment]
+
+    made = []
+    for path in paths:
+        own, share = [], float(len(rewards))
+        for before, segment in pairwise([-1, *(segment.id for segment in path)]):
+            beside = branches[before]
+            share /= len(beside)
+            others = [one for one in beside if one != segment] if leave_one_out else beside
+            ahead_of = value_of(segment) - mean(others) if len(beside) > 1 else 0.0
+            ahead_of = 0.0 if abs(ahead_of) <= slack else ahead_of
+            own.append(ahead_of * share / num_leaves[segment])
+        made.append(np.array(own))
+    return made

@@ -278,7 +278,7 @@ class ContinuousBatch:
 
     def _end(self, slot: int, is_stop: bool) -> tuple[Ticket, Generated]:
         row = self._rows[slot]
-        # A completion that was cut off is never continued.
+        # A completion that was cut off is never continued; what branches off it is computed again.
         if is_stop or row.rest is not None:
             self._keep(row, slot)
         ids_L, logprobs_L = self._drop(slot)
@@ -395,20 +395,25 @@ class ConversationCache:
             self.remove((next(iter(self._kept)),))
 
     def find(self, request: GenerationRequest) -> tuple[KeptTokens, ...]:
-        """Return the keys and values of the conversation that a request continues.
+        """Return the keys and values of the conversation that a request continues, or branches off.
 
         They are those of the first tokens of its prompt. The result is empty if none are kept.
         """
         if len(request.conversations_G) != 1:  # several begin here: none of them has had a turn
             return ()
-        found = self._kept.get(request.conversations_G[0])
-        if found is None:
+        prompt_ids = request.prompt_ids
+        if (found := self._kept.get(request.conversations_G[0])) is not None:
+            length = len(found.ids_L)
+            is_continued = length < len(prompt_ids) and np.array_equal(
+                found.ids_L, prompt_ids[:length]
+            )
+            return found.parts if is_continued else ()
+        if (found := self._kept.get(request.branch_of)) is None:
             return ()
-        length = len(found.ids_L)
-        is_continued = length < len(request.prompt_ids) and np.array_equal(
-            found.ids_L, request.prompt_ids[:length]
-        )
-        return found.parts if is_continued else ()
+        # Of the prompt's last token the hidden state is needed as well, so it is computed.
+        length = min(len(found.ids_L), len(prompt_ids) - 1)
+        apart = np.flatnonzero(found.ids_L[:length] != prompt_ids[:length])
+        return _first(found.parts, int(apart[0]) if len(apart) else length)
 
     def remove(self, names: Iterable[str]) -> None:
         """Free conversations; unknown names are ignored."""
@@ -423,6 +428,20 @@ class ConversationCache:
     def clear(self) -> None:
         """Free all conversations."""
         self.remove(list(self._kept))
+
+
+def _first(parts: Sequence[KeptTokens], length: int) -> tuple[KeptTokens, ...]:
+    # Those of the first tokens, as views.
+    found = []
+    for part in parts:
+        count = min(part.length, length)
+        if count == part.length:
+            found.append(part)
+        elif count:
+            cut = {n: (k[:, :count], v[:, :count]) for n, (k, v) in part.layers.items()}
+            found.append(KeptTokens(length=count, layers=cut))
+        length -= count
+    return tuple(found)
 
 
 # The state of each running completion, as columns, so that a step handles all at once.

@@ -1,0 +1,221 @@
+"""Completions that branch: what they share, what they are seeded with, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from laurel.config.grpo import TreeConfig
+from laurel.environments.interface import EnvironmentInterface
+from laurel.errors import ConfigError
+from laurel.grpo.branching import tree_segments
+from laurel.grpo.metrics import rollout_metrics
+from laurel.grpo.rollouts import Rollouts
+from laurel.types import Branch, GenerationRequest, RolloutGroup
+from policy_fakes import (
+    SAMPLING,
+    Judge,
+    Say,
+    ScriptedGenerator,
+    ids_of,
+    rollout,
+    rollout_group,
+    rollouts_of,
+    task,
+)
+
+
+def play(rollouts: Rollouts, *, number: int = 7, **options: Any) -> RolloutGroup:
+    async def all_of_it() -> list[RolloutGroup]:
+        given: dict[str, Any] = {"sampling": SAMPLING, "batch": (0, 0, 0)} | options
+        return await rollouts.play([task("q")], num_generations=number, **given)
+
+    try:
+        (group,) = asyncio.run(all_of_it())
+        return group
+    finally:
+        rollouts.close()
+
+
+def by_seed(request: GenerationRequest) -> list[Any]:
+    """What is said depends on the prompt and the seed alone, as with a real engine."""
+    said = []
+    for index, seed in enumerate(request.seeds_G):
+        random = np.random.default_rng([seed, *request.prompt_ids.tolist()])
+        size = min(request.sampling.max_new_tokens, 6)
+        said.append((index, Say("".join(random.choice(list("abc."), size)))))
+    return said
+
+
+SEGMENTS = TreeConfig(initial=3, branches=2, rounds=2, length=2)
+
+
+@pytest.mark.parametrize("judges", ["completion", "part", "group", "batch"])
+def test_segments_are_continued_with_the_tokens_as_drawn(judges: Any) -> None:
+    generator = ScriptedGenerator(by_seed)
+    judge = Judge(lambda text, m: {"reward": text.count("a")}, judges=judges)
+    group = play(rollouts_of(generator, judge=judge, tree=SEGMENTS))
+    prompt = len(group.prompt_ids)
+    assert [one.branch is None for one in group.rollouts_G] == [True] * 3 + [False] * 4
+    for one in group.rollouts_G:
+        text = one.messages[0].content
+        assert (one.num_turns, len(one.messages), one.reward) == (1, 1, text.count("a"))
+        assert one.ids_L.tolist() == ids_of(text).tolist()
+        assert one.mask_L.all()
+        assert len(one.logprobs_L) == len(one.ids_L)
+        if one.branch is not None:
+            source = group.rollouts_G[one.branch.of]
+            assert 0 < one.branch.length < len(source.ids_L) - 1
+            assert one.branch.length % 2 == 0
+            shared = source.ids_L[: one.branch.length].tolist()
+            assert one.ids_L[: one.branch.length].tolist() == shared
+    # The group is scored as a whole, and each completion once.
+    assert sum(map(len, judge.calls)) == 7
+    if judges == "group":
+        assert len(judge.calls) == 1
+    asked = {request.id: request for request in generator.requests}
+    for index, one in enumerate(group.rollouts_G[3:], start=3):
+        request = asked[f"{group.id}-{index}-0"]
+        assert one.branch is not None
+        assert len(request.prompt_ids) == prompt + one.branch.length
+        assert request.sampling.max_new_tokens == SAMPLING.max_new_tokens - one.branch.length
+        assert request.branch_of == f"{group.id}-{one.branch.of}"
+    seeds = [seed for request in generator.requests for seed in request.seeds_G]
+    assert len(set(seeds)) == 7
+    # All are kept until the group is finished, so that others can go on from them.
+    assert sorted(generator.ended) == sorted(f"{group.id}-{i}" for i in range(7))
+
+
+def test_the_first_completions_are_those_of_a_chain_and_the_tree_is_drawn_again() -> None:
+    def once(seed: int = 7, **options: Any) -> list[list[int]]:
+        made = play(rollouts_of(ScriptedGenerator(by_seed), seed=seed, **options))
+        return [one.ids_L.tolist() for one in made.rollouts_G]
+
+    assert once(tree=SEGMENTS) == once(tree=SEGMENTS)
+    assert once(tree=SEGMENTS)[:3] == once()[:3]
+    assert once(tree=SEGMENTS) != once(8, tree=SEGMENTS)
+
+
+def test_separators_end_segments_and_where_there_is_none_completions_begin_anew() -> None:
+    tree = TreeConfig(initial=1, branches=3, rounds=1, separator="|")
+    texts = iter(["ab|cde|", "x", "y", "z"])
+    generator = ScriptedGenerator(lambda request: [(0, Say(next(texts)))])
+    made = play(rollouts_of(generator, tree=tree), number=4)
+    # The end of the last segment is that of the completion.
+    assert [one.branch for one in made.rollouts_G] == [None] + [Branch(0, 3)] * 3
+    assert sorted(one.messages[0].content for one in made.rollouts_G) == [
+        *("ab|cde|", "ab|x", "ab|y", "ab|z"),
+    ]
+    texts = iter("abcd")
+    made = play(rollouts_of(ScriptedGenerator(lambda r: [(0, Say(next(texts)))]), tree=tree))
+    assert [one.branch for one in made.rollouts_G] == [None] * 4
+    assert sorted(one.messages[0].content for one in made.rollouts_G) == list("abcd")
+
+
+def counting(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    turns = metadata.get("turns", 0) + 1
+    metadata["turns"] = turns  # an environment may write into what it was given
+    return {
+        "reward": 1.0 if text.startswith("a") else 0.25,
+        "over": turns == 3,
+        "observation": {"role": "user", "content": f"n{turns}"},
+        "metadata": metadata,
+        "invalid": text.startswith("b"),
+    }
+
+
+TURNS = TreeConfig(initial=2, branches=3, rounds=2, at="turn")
+
+
+@pytest.mark.parametrize("judges", ["group", "batch"])
+def test_turns_are_continued_with_what_the_environment_had_said(judges: Any) -> None:
+    class Stateless(Judge):
+        close_conversations = EnvironmentInterface.close_conversations
+
+    generator = ScriptedGenerator(by_seed)
+    judge = Stateless(counting, judges=judges)
+    group = play(
+        rollouts_of(generator, judge=judge, tree=TURNS, max_turns=5, max_length=99), number=8
+    )
+    assert sum(one.branch is not None for one in group.rollouts_G) == 6
+    for one in group.rollouts_G:
+        said = [m.content for m in one.messages if m.role == "assistant"]
+        assert (one.num_turns, len(said), one.failure) == (3, 3, None)
+        assert [m.content for m in one.messages if m.role == "user"] == ["n1", "n2"]
+        assert one.reward == sum(1.0 if text.startswith("a") else 0.25 for text in said)
+        assert one.invalid_turns == tuple(i for i in range(3) if said[i].startswith("b"))
+        if one.branch is not None:
+            source = group.rollouts_G[one.branch.of]
+            for shared in ("ids_L", "mask_L", "logprobs_L"):
+                ours, theirs = getattr(one, shared), getattr(source, shared)
+                assert ours[: one.branch.length].tolist() == theirs[: one.branch.length].tolist()
+            # It ends with what the environment said, and the policy goes on.
+            assert not one.mask_L[one.branch.length - 1]
+            assert one.mask_L[one.branch.length]
+    # Turns that are shared are neither drawn nor judged again.
+    num_judged = sum(map(len, judge.calls))
+    num_shared = sum(
+        int(np.sum(np.diff(one.mask_L[: one.branch.length].astype(int), prepend=0) == 1))
+        for one in group.rollouts_G
+        if one.branch is not None
+    )
+    assert num_judged == 8 * 3 - num_shared
+    assert num_judged == sum(len(request.seeds_G) for request in generator.requests)
+
+
+def test_the_least_certain_places_come_first_and_each_once() -> None:
+    class Certain(ScriptedGenerator):
+        async def generate(self, request: GenerationRequest) -> Any:
+            async for one in super().generate(request):
+                for place, value in enumerate([0.0, 0.0, -0.1, 0.0, -3.0, 0.0, -2.0, 0.0]):
+                    if place < len(one.logprobs_L):
+                        one.logprobs_L[place] = value
+                yield one
+
+    def script(request: GenerationRequest) -> list[Any]:
+        said = Say("abcdefgh"[: request.sampling.max_new_tokens])
+        return [(i, said) for i in range(len(request.seeds_G))]
+
+    tree = TreeConfig(initial=1, branches=2, rounds=1, length=2, choice="entropy")
+    made = play(rollouts_of(Certain(script), tree=tree), number=3)
+    lengths = [one.branch.length for one in made.rollouts_G if one.branch is not None]
+    assert lengths == [4, 6]
+
+
+def test_a_validation_does_not_branch_and_figures_count_what_was_drawn() -> None:
+    rollouts = rollouts_of(ScriptedGenerator(by_seed), tree=SEGMENTS)
+    made = play(rollouts, number=2, batch=(1, 0, 0))
+    assert [one.branch for one in made.rollouts_G] == [None, None]
+    group = rollout_group(
+        rollout("abcd", 1.0), rollout("ab.cdef", 0.0, branch=Branch(0, 2)), rollout("x.", 0.0)
+    )
+    figures = rollout_metrics([group])
+    assert figures["tree/sampled_tokens"] == 4 + 4 + 1
+    assert figures["tree/shared_share"] == pytest.approx(2 / 11)
+    assert not any("tree" in name for name in rollout_metrics([rollout_group(rollout("a", 1.0))]))
+
+
+def test_segments_are_the_runs_of_tokens_between_branches() -> None:
+    group = [
+        rollout("abcdef", 1.0),
+        rollout("abxy", 0.0, branch=Branch(0, 2)),
+        rollout("abc...z", 0.0, branch=Branch(0, 3)),
+        rollout("abc...zw", 0.0, branch=Branch(2, 6)),
+    ]
+    found = [[tuple(one) for one in path] for path in tree_segments(group)]
+    assert found == [
+        [(0, 2, 2), (1, 3, 1), (2, 6, 3)],
+        [(0, 2, 2), (3, 4, 2)],
+        [(0, 2, 2), (1, 3, 1), (4, 6, 0), (5, 7, 1)],
+        [(0, 2, 2), (1, 3, 1), (4, 6, 0), (6, 8, 2)],
+    ]
+
+
+def test_environments_that_cannot_be_continued_are_refused() -> None:
+    with pytest.raises(ConfigError, match="close_conversations"):
+        rollouts_of(ScriptedGenerator(by_seed), judge=Judge(), tree=TURNS, max_turns=3)
+    with pytest.raises(ConfigError, match="END"):
+        rollouts_of(ScriptedGenerator(by_seed), judge=Judge(stop_strings=["END"]), tree=SEGMENTS)
