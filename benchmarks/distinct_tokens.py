@@ -39,7 +39,7 @@ def main() -> None:
     options = read_options()
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     kinds = {
-        "pairs that continue dialogues (HH-harmless)": load_rows(DATA_SETS["hh_rlhf_harmless"]),
+        "pairs of dialogues (HH-harmless)": load_rows(DATA_SETS["hh_rlhf_harmless"]),
         "pairs with long prompts (QA feedback)": load_rows(DATA_SETS["qa_feedback"]),
         "lists of four solutions (GSM8K)": ranked(),
         "groups of code samples (HumanEval)": code_samples(),
