@@ -118,7 +118,6 @@ class RolloutInProgress:
 
     def copy(self) -> RolloutInProgress:
         """Return a copy that goes on by itself, a conversation that no environment has seen."""
-        lists = ("messages", "ids", "masks", "logprobs", "contexts", "turns", "invalid_turns")
         return replace(
             self,
             id=uuid4().hex,
@@ -127,7 +126,13 @@ class RolloutInProgress:
             steps=None if self.steps is None else list(self.steps),
             is_open=False,
             turn_starts=None if self.turn_starts is None else [],
-            **{name: list(getattr(self, name)) for name in lists},
+            messages=list(self.messages),
+            ids=list(self.ids),
+            masks=list(self.masks),
+            logprobs=list(self.logprobs),
+            contexts=list(self.contexts),
+            turns=list(self.turns),
+            invalid_turns=list(self.invalid_turns),
         )
 
     @property
