@@ -32,7 +32,7 @@ from laurel.config.overrides import column_overrides, overrides_of
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import nearest
 from laurel.data.conversations import scoring_row, with_steps_joined
-from laurel.errors import ConfigError, ModelError, Terms, speaking
+from laurel.errors import ConfigError, ModelError, speaking
 from laurel.observe.console import make_console, say_on, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run_record as _read_run
@@ -59,10 +59,9 @@ __all__ = [
 ]
 
 # In errors the arguments of functions take the place of command-line options.
-_ARGUMENTS = Terms(
-    {f"--{name}": name for name in ("model", "data", "dataset", "output", "overwrite", "member")}
-    | {"policy.model_name": "model", "data.dataset_name": "dataset"}
-)
+_ARGUMENTS = {
+    f"--{name}": name for name in ("model", "data", "dataset", "output", "overwrite", "member")
+} | {"policy.model_name": "model", "data.dataset_name": "dataset"}
 
 # A library that is imported later asks for ipywidgets in every notebook; no bar of its is shown.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -240,11 +239,11 @@ def evaluate(
             judge=judge,
             dataset=dataset,
             diagnostics=diagnostics,
-            train_data=train_data,
+            train_data=tuple(map(str, train_data)),
             sensitivity=sensitivity,
             max_samples=max_samples,
-            output=output,
-            settings=settings,
+            output=None if output is None else Path(output),
+            column_keys=column_overrides(overrides_of(settings or {})),
             scorer_options=scorer_options,
             cpu_threads=cpu_threads,
         )

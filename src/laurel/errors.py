@@ -33,7 +33,6 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -192,49 +191,25 @@ def if_interrupted(kept: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The names of configuration keys in another vocabulary, such as command-line options.
+Names = Mapping[str, str]
+"""The names of configuration keys in another vocabulary, such as the options of a command: of keys,
+and of sections with all keys that have no entry of their own. A name that ends with a blank stands
+before what follows: `{"policy": "--set "}` makes `--set tokenizer.pad_token` of a key of `policy`.
+"""
 
-    Example::
-
-        with speaking(Terms({"policy.model_name": "--model"})):
-            raise ModelError(f"{setting_of('policy.model_name', path)} is a file")  # --model PATH
-    """
-
-    names: Mapping[str, str]
-    """Names of keys, and of sections with all keys that have no entry of their own."""
-    hint: str = ""
-    """Hint that is added to an error that names a key of a section `policy` in its own terms."""
-
-    def name_of(self, key: str) -> str:
-        """Translate a key; keys without another name stay as they are."""
-        section, rest = key, ""
-        while section not in self.names:
-            section, _, last = section.rpartition(".")
-            if not section:
-                return key
-            rest = f".{last}{rest}"
-        return self.names[section] + rest
-
-
-@dataclass(frozen=True, slots=True)
-class _Spoken:
-    """Terms in use, and the keys that kept their own names."""
-
-    terms: Terms
-    unnamed: list[str] = field(default_factory=list)
-
-
-_SPOKEN: ContextVar[tuple[_Spoken, ...]] = ContextVar("laurel_terms", default=())
+_SPOKEN: ContextVar[tuple[Names, ...]] = ContextVar("laurel_names", default=())
 
 
 def key_of(key: str) -> str:
-    """Name a key for a message, in the terms of its reader (see `speaking`)."""
-    for spoken in reversed(_SPOKEN.get()):
-        key = spoken.terms.name_of(key)
-        if spoken.terms.hint and key.startswith("policy."):
-            spoken.unnamed.append(key)
+    """Name a key for a message, as its reader wrote it (see `speaking`)."""
+    for names in reversed(_SPOKEN.get()):
+        section, rest = key, ""
+        while section and section not in names:
+            section, _, last = section.rpartition(".")
+            rest = f".{last}{rest}"
+        if section:
+            name = names[section]
+            key = name + (rest[1:] if name.endswith(" ") else rest)
     return key
 
 
@@ -243,7 +218,11 @@ def setting_of(key: str, value: object) -> str:
     name = key_of(key)
     if not name:
         return str(value)
-    return f"{name} {value}" if name.startswith("--") else f"{name}={value}"
+    return f"{name} {value}" if _is_option(name) else f"{name}={value}"
+
+
+def _is_option(name: str) -> bool:
+    return name.startswith("--") and " " not in name
 
 
 def no_file_at(path: str | Path) -> str | None:
@@ -269,32 +248,26 @@ def no_file_at(path: str | Path) -> str | None:
 def about(key: str) -> str:
     """Begin a message about a key or a section."""
     name = key_of(key)
-    return f"{name} " if name.startswith("--") else f"{name}: "
+    return f"{name} " if _is_option(name) else f"{name}: "
 
 
 @contextmanager
-def speaking(*terms: Terms) -> Iterator[None]:
-    """Name keys in these terms, the last of them first, in messages made within.
+def speaking(*names: Names) -> Iterator[None]:
+    """Give keys these names, the last of them first, in messages made within.
 
-    Messages are translated when they are made: quoted paths and texts of libraries are never
-    changed. The terms hold for this thread and for tasks that it begins.
+    Quoted paths and texts of libraries are never changed. The names hold for this thread and for
+    tasks that it begins.
     """
-    spoken = tuple(map(_Spoken, terms))
-    token = _SPOKEN.set((*_SPOKEN.get(), *spoken))
+    token = _SPOKEN.set((*_SPOKEN.get(), *names))
     try:
         yield
-    except UserError as error:
-        hints = [one.terms.hint for one in spoken if any(key in str(error) for key in one.unnamed)]
-        if not hints:
-            raise
-        raise type(error)(" ".join((str(error), *hints))) from error
     finally:
         _SPOKEN.reset(token)
 
 
-def terms_in_use() -> tuple[Terms, ...]:
-    """Return the terms of messages made here, for `speaking` in another place."""
-    return tuple(spoken.terms for spoken in _SPOKEN.get())
+def names_in_use() -> tuple[Names, ...]:
+    """Return the names of keys in messages made here, for `speaking` in another place."""
+    return _SPOKEN.get()
 
 
 # Words of messages: the command that installs Laurel, numbers of things.

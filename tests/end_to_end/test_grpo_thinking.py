@@ -24,7 +24,7 @@ FORGETFUL = HERMES.replace(
     f"{CONTENT} + '<|im_end|>",
     f"({CONTENT} if loop.last else {CONTENT}.split('</think>\\n\\n')[-1]) + '<|im_end|>",
 )
-STEPS = 12
+STEPS = 8
 
 
 def thinking(thought, said):
@@ -104,7 +104,7 @@ def test_a_policy_learns_to_call_in_contexts_that_forget_and_resumes(tmp_path):
     figures = metrics_of(straight)
     first, last = figures[1], figures[STEPS]
     assert last["train/reward"] > first["train/reward"] + 0.2
-    assert last["env/tools/tools/calling_share"] > 0.8
+    assert last["env/tools/tools/calling_share"] > 0.7
     # A call and the answer after it are two sequences.
     assert 1 < first["train/sequences_per_rollout"] < last["train/sequences_per_rollout"]
     called = [row for row in completions_of(straight, STEPS) if row["num_turns"] == 2]

@@ -14,7 +14,6 @@ from runs import run, settings, start, train, wait_until
 
 pytest.importorskip("ray")
 
-RANK = "ray::WorkerActor"
 SPREAD = ("cluster.gpus_per_node=2", "cluster.device=cpu")
 LONG = (
     "+policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 3e-2, momentum: 0.9}}",

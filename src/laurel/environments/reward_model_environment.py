@@ -36,7 +36,7 @@ from laurel.errors import (
     ConfigError,
     DataError,
     EnvironmentFailedError,
-    Terms,
+    Names,
     speaking,
 )
 from laurel.models.parallel.mesh import ParallelShape
@@ -912,9 +912,7 @@ def _root_mean_square(values: Sequence[float]) -> float:
 
 WHERE = "env.reward_model"
 """The name of the section in messages."""
-IN_THE_SECTION = Terms(
-    {"policy": WHERE, "policy.max_total_sequence_length": f"{WHERE}.max_model_len"}
-)
+IN_THE_SECTION = {"policy": WHERE, "policy.max_total_sequence_length": f"{WHERE}.max_model_len"}
 """The names of keys in errors about a model, for the user who wrote the section."""
 
 
@@ -931,12 +929,12 @@ def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> S
     its_own = {f"{WHERE}.{key}": f"{WHERE}.{key}" for key in shared}
     members = []
     for index, part in enumerate(config.models):
-        terms = Terms({WHERE: f"{WHERE}.models[{index}]", **its_own})
+        names = {WHERE: f"{WHERE}.models[{index}]", **its_own}
         is_plain = part.normalize == "none"
         members.append(
             MemberSpec(
                 name=part.name,
-                spec=_of_source(part, config, device, (terms,)),
+                spec=_of_source(part, config, device, (names,)),
                 weight=part.weight,
                 mean=0.0 if is_plain else part.mean,
                 std=1.0 if is_plain else part.std,
@@ -953,10 +951,10 @@ def _of_source(
     source: ScorerSource,
     config: RewardModelEnvironmentConfig,
     device: Device,
-    terms: tuple[Terms, ...],
+    names: tuple[Names, ...],
 ) -> ScorerSpec:
     key = "model_name" if source.checkpoint_path is None else "checkpoint_path"
-    model_name = Terms({**IN_THE_SECTION.names, "policy.model_name": f"{WHERE}.{key}"})
+    model_name = {**IN_THE_SECTION, "policy.model_name": f"{WHERE}.{key}"}
     # Files usually repeat the name of the model in the block of the tokenizer.
     is_repeated = source.tokenizer.name in (source.model_name, source.checkpoint_path)
     engine = None
@@ -989,7 +987,7 @@ def _of_source(
         num_replicas=config.num_replicas,
         in_loop=config.use_reward_loop,
         num_workers=config.num_workers if source.uses_workers else 0,
-        terms=(*terms, model_name),
+        names=(*names, model_name),
     )
 
 

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 import traceback
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -118,6 +119,8 @@ class RolloutInProgress:
 
     def copy(self) -> RolloutInProgress:
         """Return a copy that goes on by itself, a conversation that no environment has seen."""
+        names = ("messages", "ids", "masks", "logprobs", "contexts", "turns", "invalid_turns")
+        lists: dict[str, Any] = {name: list(getattr(self, name)) for name in names}
         return replace(
             self,
             id=uuid4().hex,
@@ -126,13 +129,7 @@ class RolloutInProgress:
             steps=None if self.steps is None else list(self.steps),
             is_open=False,
             turn_starts=None if self.turn_starts is None else [],
-            messages=list(self.messages),
-            ids=list(self.ids),
-            masks=list(self.masks),
-            logprobs=list(self.logprobs),
-            contexts=list(self.contexts),
-            turns=list(self.turns),
-            invalid_turns=list(self.invalid_turns),
+            **lists,
         )
 
     @property
@@ -234,17 +231,13 @@ class RolloutInProgress:
             kept = [piece[skip:] for piece, skip in zip(pieces, skipped, strict=True)]
             return _joined([first, *kept] if len(first) else kept)
 
-        # Where each piece begins, as it was played and in the rollout.
-        played = np.cumsum([0, *map(len, self.ids)])
-        moved = len(rest_L) - np.cumsum([0, *skipped])[:-1]
-        begins = played[:-1] + moved
-        placed = None
-        if self.steps is not None:
-            pieces = np.searchsorted(played, [one.end for one in self.steps]) - 1
-            placed = tuple(
-                StepReward(one.end + move, one.value)
-                for one, move in zip(self.steps, moved[pieces].tolist(), strict=True)
-            )
+        # Where each piece begins, as it was played, and how far it moves.
+        played = [0, *accumulate(map(len, self.ids))]
+        moves = [len(rest_L) - before for before in accumulate(skipped, initial=0)]
+
+        def moved(end: int) -> int:
+            return end + moves[bisect_left(played, end) - 1]
+
         return Rollout(
             messages=tuple(self.messages),
             ids_L=flat(self.ids, rest_L),
@@ -255,14 +248,19 @@ class RolloutInProgress:
             failure=self.failure,
             truncated=self.truncated,
             num_turns=self.num_turns,
-            turns=tuple(self.turns),
+            turns=tuple(
+                Turn(one.message, moved(one.end) - (one.end - one.begin), moved(one.end))
+                for one in self.turns
+            ),
             weight_version=self.weight_version or 0,
             answer=self.answer,
             note=self.note,
-            steps=placed,
+            steps=None
+            if self.steps is None
+            else tuple(StepReward(moved(one.end), one.value) for one in self.steps),
             invalid_turns=tuple(self.invalid_turns),
             branch=self.branch,
-            begins=tuple(begins[self.contexts].tolist()),
+            begins=tuple(played[piece] + moves[piece] for piece in self.contexts),
         )
 
 

@@ -28,9 +28,9 @@ from laurel.errors import (
     DataError,
     ModelError,
     key_of,
+    names_in_use,
     setting_of,
     speaking,
-    terms_in_use,
 )
 from laurel.models.plain_contents import FOREIGN_MARK, PlainContents, PlainText
 from laurel.models.tokenizer import (
@@ -188,7 +188,7 @@ class ScoringContract:
         self.rules = rules
         self._contents = PlainContents(tokenizer, rules.template_kwargs)
         self._headers: dict[tuple[str, str], str] = {}
-        self._terms = terms_in_use()
+        self._names = names_in_use()
         """The key names of the caller that opened the model, for errors in other threads and
         processes."""
 
@@ -317,7 +317,7 @@ class ScoringContract:
         return self._contents.control_token_in(text)
 
     def _rendered(self, conversation: Conversation) -> PlainText:
-        with speaking(*self._terms) if self._terms else nullcontext():
+        with speaking(*self._names) if self._names else nullcontext():
             if self.rules.has_plain_contents:
                 return self._contents.render(conversation)
             kwargs = self.rules.template_kwargs

@@ -317,8 +317,8 @@ def _on_policy(
     )
     if shapes.teacher is not None:
         own["teacher"] = MASTER_BYTES * shapes.teacher.num_parameters // role.mesh.size
-    judge = _judging(request, plan, shapes, shares_with="policy")
-    guest = {"reward model": judge["weights"]} if judge else {}
+    scorer = _scoring(request, plan, shapes, shares_with="policy")
+    guest = {"reward model": scorer["weights"]} if scorer else {}
     yield MemoryPhase(name="training", slots_of="policy", parts={**own, **guest})
     stays = {
         n: size for n, size in own.items() if n in ("weights", "optimizer", "reference", "teacher")
@@ -333,8 +333,8 @@ def _on_policy(
             stays_now = stays | (copy if drawing.runs_ahead else {})
         parts = {**stays_now, **taken, **guest}
         yield MemoryPhase(name="generation", slots_of="policy", parts=parts)
-    if judge:
-        activations = {"reward model's activations": judge["activations"]}
+    if scorer:
+        activations = {"reward model's activations": scorer["activations"]}
         yield MemoryPhase(
             name="judging", slots_of="policy", parts={**stays, **guest, **activations}
         )
@@ -343,15 +343,15 @@ def _on_policy(
 def _on_own_slots(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int | None
 ) -> Iterator[MemoryPhase]:
-    judge = _judging(request, plan, shapes, shares_with="generation")
-    guest = {"reward model": judge["weights"]} if judge else {}
+    scorer = _scoring(request, plan, shapes, shares_with="generation")
+    guest = {"reward model": scorer["weights"]} if scorer else {}
     if taken := _drawing(request, plan, shapes, device_memory, shares_with=None):
         yield MemoryPhase(name="generation", slots_of="generation", parts={**taken, **guest})
-        if judge:
-            activations = {"reward model's activations": judge["activations"]}
+        if scorer:
+            activations = {"reward model's activations": scorer["activations"]}
             parts = {**taken, **guest, **activations}
             yield MemoryPhase(name="judging", slots_of="generation", parts=parts)
-    if taken := _judging(request, plan, shapes, shares_with=None):
+    if taken := _scoring(request, plan, shapes, shares_with=None):
         yield MemoryPhase(name="judging", slots_of="reward_model", parts=taken)
 
 
@@ -420,7 +420,7 @@ def training_memory(
     return parts
 
 
-def judging_memory(
+def scoring_memory(
     precision: Precision, shape: ModelShape, mesh: Mesh, *, tokens: int
 ) -> dict[str, int]:
     """Return the bytes on one rank of a reward model that only scores, by kind.
@@ -451,7 +451,7 @@ def judging_memory(
     }
 
 
-def _judging(
+def _scoring(
     request: ClusterRequest, plan: Plan, shapes: Shapes, *, shares_with: RoleName | None
 ) -> dict[str, int]:
     """Return the bytes of all reward models on one such slot, by kind; empty if there is none."""
@@ -460,8 +460,8 @@ def _judging(
         return {}
     tokens = plan.batch("reward_model").tokens
     found = [
-        judging_memory(judge.precision, shape, role.mesh, tokens=tokens)
-        for judge, shape in zip(request.judging, shapes.reward_models, strict=True)
+        scoring_memory(scorer.precision, shape, role.mesh, tokens=tokens)
+        for scorer, shape in zip(request.reward_models, shapes.reward_models, strict=True)
     ]
     return {name: sum(parts[name] for parts in found) for name in found[0]}
 

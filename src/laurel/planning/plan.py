@@ -171,14 +171,14 @@ class _Rules:
     def requirements(self) -> Iterator[RoleRequirement]:
         """Yield the requirement of each role; add what cannot be placed to the conflicts."""
         num_nodes, total = self.request.num_nodes, self.request.slots_per_node
-        generation, judge = self.own.get("generation"), self.own.get("reward_model")
+        generation, scorer = self.own.get("generation"), self.own.get("reward_model")
         if num_nodes == 1:
-            yield from self._divided_node(judge)
+            yield from self._divided_node(scorer)
             return
-        judging, judge_nodes = _sizes(judge, nodes=1)
-        left = num_nodes - judge_nodes
-        if judge:
-            self._check_judging_nodes(judge, judge_nodes)
+        scoring, scorer_nodes = _sizes(scorer, nodes=1)
+        left = num_nodes - scorer_nodes
+        if scorer:
+            self._check_scorer_nodes(scorer, scorer_nodes)
         if left <= 0:
             self.conflicts.append(self._too_few_nodes())
         elif generation is None:
@@ -187,15 +187,15 @@ class _Rules:
             yield from self._divided_node(None)
         else:
             yield from self._whole_nodes(left, generation)
-        slots = grid(range(left, num_nodes), range(judging))
-        yield from self._apart("reward_model", slots, left > 0 and judging <= total)
+        slots = grid(range(left, num_nodes), range(scoring))
+        yield from self._apart("reward_model", slots, left > 0 and scoring <= total)
 
-    def _divided_node(self, judge: OwnSlots | None) -> Iterator[RoleRequirement]:
+    def _divided_node(self, scorer: OwnSlots | None) -> Iterator[RoleRequirement]:
         """Divide the slots of one node: policy = all - generation - reward model."""
         total, generation = self.request.slots_per_node, self.own.get("generation")
-        (judging, _), (drawing, _) = _sizes(judge), _sizes(generation)
+        (scoring, _), (drawing, _) = _sizes(scorer), _sizes(generation)
         if generation and not drawing:
-            there = total - judging
+            there = total - scoring
             half = self._fewer("generation", there // 2 + 1, there)
             problem = (
                 f"{generation.key}.gpus_per_node is not said: policy and generation divide the "
@@ -205,15 +205,15 @@ class _Rules:
             if half:
                 fix = f"{generation.key}.gpus_per_node={half}"
             self.conflicts.append(Conflict(problem=problem, fix=fix))
-        for own in (judge, generation):
+        for own in (scorer, generation):
             if own and own.nodes not in (None, 1):
                 problem = f"{own.key}.num_nodes={own.nodes}: there is one node to divide"
                 self.conflicts.append(Conflict(problem=problem, fix=f"{own.key}.num_nodes=1"))
-        free = total - drawing - judging
+        free = total - drawing - scoring
         if free > 0:
             yield from self._shared(grid(range(1), range(free)))
         else:
-            self.conflicts.append(self._too_few_slots(judging, drawing))
+            self.conflicts.append(self._too_few_slots(scoring, drawing))
         apart = grid(range(1), range(free, total))
         yield from self._apart("generation", apart[:drawing], free > 0)
         yield from self._apart("reward_model", apart[drawing:], free > 0)
@@ -257,9 +257,9 @@ class _Rules:
         if role is not None and slots:
             yield RoleRequirement(role=role, slots=slots, is_placed=is_placed)
 
-    def _check_judging_nodes(self, judge: OwnSlots, nodes: int) -> None:
-        key, total = f"{judge.key}.gpus_per_node", self.request.slots_per_node
-        asked, _ = _sizes(judge)
+    def _check_scorer_nodes(self, scorer: OwnSlots, nodes: int) -> None:
+        key, total = f"{scorer.key}.gpus_per_node", self.request.slots_per_node
+        asked, _ = _sizes(scorer)
         if asked == total:
             return
         problem = f"{key}={asked} is more than a node has: {total} slots"
@@ -272,18 +272,18 @@ class _Rules:
             Conflict(problem=problem, fix=f"{key}={total}", is_fatal=asked > total)
         )
 
-    def _too_few_slots(self, judging: int, drawing: int) -> Conflict:
+    def _too_few_slots(self, scoring: int, drawing: int) -> Conflict:
         """Return the conflict that the roles of one node request more slots than it has."""
         total, least = self.request.slots_per_node, self._group("policy")
-        asked, said = _sum_of(judging, drawing, least)
+        asked, said = _sum_of(scoring, drawing, least)
         fix = f"cluster.gpus_per_node={asked}"
-        if judging and not plan_run(replace(self.request, num_nodes=2)).conflicts:
+        if scoring and not plan_run(replace(self.request, num_nodes=2)).conflicts:
             fix = "cluster.num_nodes=2"  # one of them is the reward model's
-        elif judging and drawing < total:  # then it shares the policy's
+        elif scoring and drawing < total:  # then it shares the policy's
             fix = f"{self.own['reward_model'].key}.gpus_per_node=null"
-        if fewer := self._fewer("generation", drawing, total - judging):
+        if fewer := self._fewer("generation", drawing, total - scoring):
             fix = f"{self.own['generation'].key}.gpus_per_node={fewer}"
-        if fewer := self._fewer("reward_model", judging, total - drawing):
+        if fewer := self._fewer("reward_model", scoring, total - drawing):
             fix = f"{self.own['reward_model'].key}.gpus_per_node={fewer}"
         return Conflict(
             problem=f"the roles of a node need {said} slots, and it has "
@@ -294,13 +294,13 @@ class _Rules:
     def _too_few_nodes(self) -> Conflict:
         """Return the conflict that the roles request more whole nodes than there are."""
         total = self.request.num_nodes
-        _, judging = _sizes(self.own.get("reward_model"), nodes=1)
+        _, scoring = _sizes(self.own.get("reward_model"), nodes=1)
         _, drawing = _sizes(self.own.get("generation"))
-        asked, said = _sum_of(judging, drawing, 1)
+        asked, said = _sum_of(scoring, drawing, 1)
         fix = f"cluster.num_nodes={asked}"
-        if 0 < (fewer := total - judging - 1) < drawing:
+        if 0 < (fewer := total - scoring - 1) < drawing:
             fix = f"{self.own['generation'].key}.num_nodes={fewer}"
-        if 0 < (fewer := total - drawing - 1) < judging:
+        if 0 < (fewer := total - drawing - 1) < scoring:
             fix = f"{self.own['reward_model'].key}.num_nodes={fewer}"
         return Conflict(
             problem=f"the roles need {said} nodes, and there are cluster.num_nodes={total}",
@@ -325,11 +325,11 @@ def _own_slots(request: ClusterRequest) -> dict[RoleName, OwnSlots]:
     On several nodes the configuration may give only its number of nodes.
     """
     own = {role.name: role.own for role in request.roles if role.own is not None}
-    judge = own.get("reward_model")
-    if judge is not None and judge.per_node is None:
+    scorer = own.get("reward_model")
+    if scorer is not None and scorer.per_node is None:
         del own["reward_model"]
-        if judge.nodes and request.num_nodes > 1:
-            own["reward_model"] = replace(judge, per_node=request.slots_per_node)
+        if scorer.nodes and request.num_nodes > 1:
+            own["reward_model"] = replace(scorer, per_node=request.slots_per_node)
     return own
 
 
@@ -341,8 +341,8 @@ def _sizes(own: OwnSlots | None, *, nodes: int = 0) -> tuple[int, int]:
     return (own.per_node or 0, own.nodes or nodes) if own else (0, 0)
 
 
-def _sum_of(judging: int, drawing: int, least: int) -> tuple[int, str]:
-    asked = {"reward model ": judging, "generation ": drawing, "policy at least ": least}
+def _sum_of(scoring: int, drawing: int, least: int) -> tuple[int, str]:
+    asked = {"reward model ": scoring, "generation ": drawing, "policy at least ": least}
     total = sum(asked.values())
     said = " + ".join(f"{name}{count}" for name, count in asked.items() if count)
     return total, f"{said} = {total}"

@@ -155,8 +155,8 @@ class DrawingRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgingRequest:
-    """The settings of a loaded reward model, which scores (judges) completions."""
+class RewardModelRequest:
+    """The settings of a loaded reward model, which scores completions."""
 
     precision: Precision
     """Dtype of its weights."""
@@ -175,7 +175,7 @@ class ClusterRequest:
     training: TrainingRequest
     drawing: DrawingRequest | None = None
     """How completions are generated; None if the run generates none."""
-    judging: tuple[JudgingRequest, ...] = ()
+    reward_models: tuple[RewardModelRequest, ...] = ()
     """The settings of each loaded reward model."""
     step: StepRequest | None = None
     """Completions of a training step, to be divided evenly; None if there is no such constraint."""

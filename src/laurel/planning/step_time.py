@@ -29,7 +29,7 @@ from laurel.planning.memory import (
 from laurel.planning.plan import Plan
 from laurel.planning.request import (
     ClusterRequest,
-    JudgingRequest,
+    RewardModelRequest,
     RoleName,
     TrainingRequest,
     Workload,
@@ -198,15 +198,15 @@ def step_time(
     policy, shape = plan.role("policy"), shapes.policy
     if policy is not None and shape is not None:
         phases += _of_policy(run, policy, shape, workload)
-    judge = plan.role("reward_model")
-    if judge is not None and shapes.reward_models:
+    scorer = plan.role("reward_model")
+    if scorer is not None and shapes.reward_models:
         sampled = _sampled(run, workload)
         # A group that is larger than a pass is scored in one all the same.
         shared, padded = (
-            _scoring(run, judge, shapes, work)
-            for work in (_on(judge.mesh, sampled.shared()), sampled.padded())
+            _scoring(run, scorer, shapes, work)
+            for work in (_on(scorer.mesh, sampled.shared()), sampled.padded())
         )
-        phases.append(_phase("scoring", judge, shared, padded))
+        phases.append(_phase("scoring", scorer, shared, padded))
     order: tuple[PhaseName, ...] = (
         "generation",
         "scoring",
@@ -433,7 +433,7 @@ def _elementwise(
     role: RolePlan,
     shape: ModelShape,
     workload: Workload,
-    settings: TrainingRequest | JudgingRequest,
+    settings: TrainingRequest | RewardModelRequest,
     *,
     trains: bool,
     has_logits: bool,
@@ -518,18 +518,18 @@ def _scoring(run: _Planned, role: RolePlan, shapes: Shapes, workload: Workload) 
     batch = plan.batch("reward_model")
     passes = -(-workload.tokens / role.mesh.dp // batch.tokens)
     costs = []
-    for judge, shape in zip(request.judging, shapes.reward_models, strict=True):
+    for scorer, shape in zip(request.reward_models, shapes.reward_models, strict=True):
         forward = forward_operations(shape, workload, has_logits=False)
-        weights = COMPUTE_BYTES[judge.precision] * shape.num_parameters / role.mesh.group_size
+        weights = COMPUTE_BYTES[scorer.precision] * shape.num_parameters / role.mesh.group_size
         costs.append(
             clock.cost(
-                judge.precision,
+                scorer.precision,
                 flops=forward.total / role.mesh.size,
                 memory_bytes=passes * weights,
             )
         )
-        moved = _elementwise(run, role, shape, workload, judge, trains=False, has_logits=False)
-        costs.append(clock.cost(judge.precision, memory_bytes=moved))
+        moved = _elementwise(run, role, shape, workload, scorer, trains=False, has_logits=False)
+        costs.append(clock.cost(scorer.precision, memory_bytes=moved))
     return _together(costs)
 
 

@@ -151,13 +151,13 @@ def open_local(model: ScorerSpec | str, *, say: Say) -> LocalScorer:
         UserError: The model is not a reward model, or has changed since it was saved.
     """
     spec = ScorerSpec(model=ModelSpec(name=model)) if isinstance(model, str) else model
-    with speaking(*spec.terms):
+    with speaking(*spec.names):
         place, spec = _found(spec, say)
         return load_scorer(place, spec, say=say)
 
 
 def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = "") -> Scorer:
-    with speaking(*spec.terms):
+    with speaking(*spec.names):
         if spec.members:
             return _open_members(spec, placement, say)
         if spec.servers is not None:
@@ -179,7 +179,7 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
 def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Scorer:
     # Keys are looked up first: a missing one is reported before a model is loaded.
     for member in spec.members:
-        with speaking(*member.spec.terms):
+        with speaking(*member.spec.names):
             if member.spec.servers is not None:
                 api_key_of(member.spec.servers, SECTION)
             if (source := member.spec.source) and isinstance(source.section, AskingConfig):
@@ -190,7 +190,7 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
         if mean is None or std is None:
             mean, std = read_statistics(member.spec)
             if mean is None or not std:
-                with speaking(*member.spec.terms):
+                with speaking(*member.spec.names):
                     raise ConfigError(
                         f"{setting_of(f'{SECTION}.normalize', 'stored')}: "
                         f"{member.spec.model.name} has no scoring.json with the mean and standard "
@@ -225,7 +225,7 @@ def read_statistics(spec: ScorerSpec) -> tuple[float | None, float | None]:
     """
     if spec.model.name is None:
         return None, None
-    with speaking(*spec.terms):
+    with speaking(*spec.names):
         rules = read_rules(find_model(spec.model.name))
     return (None, None) if rules is None else (rules.mean, rules.std)
 
@@ -434,7 +434,7 @@ def _open_replicas(
 
 def _load(place: ModelPlace, spec: ScorerSpec, *, say: Say, mesh: DeviceMesh | None) -> LocalScorer:
     # Workers report errors in the terms of the spec, as this process does.
-    with speaking(*spec.terms):
+    with speaking(*spec.names):
         return load_scorer(place, spec, say=say, mesh=mesh)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.policy import PolicyConfig, Precision
-from laurel.errors import CheckpointError, ModelError, Terms, setting_of
+from laurel.errors import CheckpointError, ModelError, Names, setting_of
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
 from laurel.models.gguf import is_gguf, read_gguf
@@ -136,7 +136,7 @@ class ScorerSpec:
     """
     num_workers: int = 0
     """Processes that render and tokenise, or run the function; 0: threads of this process."""
-    terms: tuple[Terms, ...] = ()
+    names: tuple[Names, ...] = ()
     """Names of the keys in the user's file, for `errors.speaking`."""
 
     @property

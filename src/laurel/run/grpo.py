@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, Generator
     from laurel.run.model import TrainedModel
+    from laurel.training.batches import Batcher
     from laurel.training.loop import RunOutcome
     from laurel.types import RolloutGroup, SamplingParams
 
@@ -436,7 +437,6 @@ def _parts(
     from laurel.grpo.rollouts import RolloutLimits, Rollouts
     from laurel.grpo.source import RolloutSource
     from laurel.grpo.validation import PolicyValidation
-    from laurel.training.batches import Batcher
 
     config, grpo, allocation = context.config, context.config.grpo, context.allocation
 
@@ -478,18 +478,11 @@ def _parts(
             set_of=data.validation_set_of,
         )
     take_turns = _take_turns(context, generator)
-    batcher = Batcher(
-        model.facts.path,
-        config.policy.batch_limits,
-        pad_id=model.facts.tokenizer.pad_token_id or 0,
-        dp_size=model.learner.dp_size,
-        in_parts=model.learner.computes_parts,
-    )
     return PolicyParts(
         learner=model.learner,
         has_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         has_teacher=config.loss_fn.distillation.model_name is not None,
-        batcher=batcher,
+        batcher=_batcher(context, model),
         generator=generator,
         source=source,
         environments=environments,
@@ -500,6 +493,24 @@ def _parts(
         # Servers that the run starts know themselves whether they are on a GPU of the policy's.
         judges_rest=(allocation.take_turns("reward_model") or bool(model_servers(config)))
         and grpo.max_staleness == 0,
+    )
+
+
+def _batcher(context: RunContext[GRPORun], model: TrainedModel) -> Batcher:
+    from laurel.training.batches import Batcher
+
+    config = context.config
+    if model.facts.path == "forest" and not model.learner.computes_parts:
+        context.console.print(
+            "note    over ranks, a group larger than policy.sequence_packing.train_mb_tokens="
+            f"{config.policy.token_budget} is divided, and its prompt computed again in each part"
+        )
+    return Batcher(
+        model.facts.path,
+        config.policy.batch_limits,
+        pad_id=model.facts.tokenizer.pad_token_id or 0,
+        dp_size=model.learner.dp_size,
+        in_parts=model.learner.computes_parts,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from laurel.config.load import to_yaml, translated
 from laurel.config.resuming import changes, gone
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
-from laurel.errors import CheckpointError, ConfigError, Terms, speaking
+from laurel.errors import CheckpointError, ConfigError, speaking
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
 from laurel.observe.console import format_parameters, quiet_libraries, say_on
 from laurel.observe.hub import check_fetchable
@@ -212,7 +212,7 @@ def resolve_model(config: R, console: Console) -> R:
 
 def found_teacher(name: str, *, say: Say) -> str:
     """Resolve the name of a teacher as `found_name` does that of the policy."""
-    with speaking(Terms({"policy.model_name": "loss_fn.distillation.model_name"})):
+    with speaking({"policy.model_name": "loss_fn.distillation.model_name"}):
         return found_name(name, say=say)
 
 

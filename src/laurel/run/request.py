@@ -13,8 +13,8 @@ from laurel.planning.request import (
     BatchRequest,
     ClusterRequest,
     DrawingRequest,
-    JudgingRequest,
     OwnSlots,
+    RewardModelRequest,
     RoleName,
     RoleRequest,
     StepRequest,
@@ -60,8 +60,8 @@ def request_of(config: Run) -> ClusterRequest:
             keeps_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         ),
         drawing=_drawing(config),
-        judging=tuple(
-            JudgingRequest(precision=judge.precision, compiles=judge.compile)
+        reward_models=tuple(
+            RewardModelRequest(precision=judge.precision, compiles=judge.compile)
             for judge in config.env.reward_model.loaded
         ),
         step=StepRequest(

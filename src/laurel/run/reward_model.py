@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from laurel.config.data import DatasetConfig
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.yaml_tree import plain_values
 from laurel.data.preferences import Fold, hold_out, load_preferences, own_validation_preferences
 from laurel.data.reading import encoded, held_out_shares
 from laurel.data.report import DataReport, no_rows_left
-from laurel.errors import ConfigError, DataError, counted_that
+from laurel.errors import ConfigError, DataError, ModelError, counted_that
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
+from laurel.observe.console import format_parameters
 from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_reward_model
@@ -26,11 +28,24 @@ from laurel.run.context import (
     describe_output,
     make_services,
 )
-from laurel.run.learning_rate import resolve_rate
 from laurel.run.micro_batches import resolve_micro_batches
-from laurel.run.model import TrainedModel, describe_model, load_trained_model, resolve_model
+from laurel.run.model import (
+    TrainedModel,
+    describe_model,
+    load_trained_model,
+    resolve_model,
+    settings_of,
+)
 from laurel.run.request import why_not_validated
-from laurel.run.specs import epoch_notes, model_spec, step_order
+from laurel.run.specs import (
+    RATE,
+    RATE_OF_SMALL,
+    SMALL_MODEL,
+    epoch_notes,
+    is_small,
+    model_spec,
+    step_order,
+)
 from laurel.training.selection import EarlyStopping, Selection, select_by
 from laurel.training.stopping import Deadline, Position
 from laurel.types import Preference
@@ -79,6 +94,51 @@ def train_reward_model(
             check_figure("rm.early_stopping.metric_name", early_stopping.key, data.benchmarks)
         context = resolve_rate(resolve_micro_batches(context.with_slots(planned)))
         return _train(context, data, early_stopping, on_validation)
+
+
+def resolve_rate(context: RunContext[RewardTrainingRun]) -> RunContext[RewardTrainingRun]:
+    """Return the context with a number where the learning rate is `auto`, and print the number.
+
+    A run that is resumed keeps the rate that its checkpoint has.
+    """
+    optimizer = context.config.policy.optimizer
+    if optimizer.kwargs.get("lr") != "auto":
+        return context
+    rate, why = _rate_kept(context), "as the run began"
+    if rate is None:
+        rate, why = _rate_chosen(context.config)
+    context.console.print(
+        f"note    policy.optimizer.kwargs.lr=auto: {rate:g}, {why}", soft_wrap=True
+    )
+    optimizer = optimizer.model_copy(update={"kwargs": {**optimizer.kwargs, "lr": rate}})
+    policy = context.config.policy.model_copy(update={"optimizer": optimizer})
+    return replace(context, config=context.config.model_copy(update={"policy": policy}))
+
+
+def _rate_kept(context: RunContext[RewardTrainingRun]) -> float | None:
+    if context.resume_from is None:
+        return None
+    before = plain_values(settings_of(context.resume_from, RewardTrainingRun))
+    kept = before.get("policy", {}).get("optimizer", {}).get("kwargs", {}).get("lr")
+    return RATE if kept is None else float(kept)  # the only default of older versions
+
+
+def _rate_chosen(config: RewardTrainingRun) -> tuple[float, str]:
+    from laurel.models.loading.pretrained import count_parameters
+
+    policy = config.policy
+    if policy.scratch is not None or policy.model_name is None:
+        return RATE, "the default of larger models; a new one bears 1e-3"
+    try:
+        number = count_parameters(model_spec(policy))
+    except ModelError:  # loading says it
+        number = 0
+    if not number:
+        return RATE, "as for larger models: the size of this one is not known before it is loaded"
+    limit = f"{SMALL_MODEL / 1e6:.0f} million"
+    if is_small(number):
+        return RATE_OF_SMALL, f"as the model has {format_parameters(number)}, fewer than {limit}"
+    return RATE, f"as the model has {format_parameters(number)}, {limit} or more"
 
 
 def check_reward_run(config: RewardTrainingRun) -> tuple[Selection, EarlyStopping | None]:

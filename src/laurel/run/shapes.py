@@ -9,7 +9,7 @@ from laurel.config.environments import ScorerSource, ScoringParallelConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.policy import PolicyConfig, RewardPolicyConfig
 from laurel.config.schemas import Run
-from laurel.errors import CheckpointError, ModelError, Terms, speaking
+from laurel.errors import CheckpointError, ModelError, speaking
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shape
 from laurel.planning.request import RoleName
@@ -102,7 +102,7 @@ def _judge_shape(
     from laurel.run.model import found_name
 
     section = "env.reward_model"
-    with speaking(Terms({"policy": section, "policy.model_name": f"{section}.{key}"})):
+    with speaking({"policy": section, "policy.model_name": f"{section}.{key}"}):
         spec = ModelSpec(
             name=found_name(name, say=lambda _: None),
             trust_remote_code=judge.trust_remote_code,

@@ -22,7 +22,7 @@ from laurel.config.policy import (
 )
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.errors import ConfigError, Terms, counted, key_of, setting_of, speaking
+from laurel.errors import ConfigError, counted, key_of, setting_of, speaking
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import say_on
 
@@ -163,16 +163,14 @@ def epoch_notes(policy: PolicyConfig, num_rows: int, num_steps: int) -> list[str
 
 # The options of a command line that say which reward model is meant, and how it is loaded.
 
-OPTIONS = Terms(
-    {
-        "policy.model_name": "--model",
-        "policy.precision": "--precision",
-        "cluster.device": "--device",
-        "cluster.cpu_threads": "--cpu-threads",
-    },
-    hint="(Here, keys of policy are given as --set, e.g. --set tokenizer.pad_token=auto)",
-)
+OPTIONS = {
+    "policy.model_name": "--model",
+    "policy.precision": "--precision",
+    "cluster.device": "--device",
+    "cluster.cpu_threads": "--cpu-threads",
+}
 """Words errors about a model in terms of command-line options, for commands without a file."""
+_WITH_SETTINGS = OPTIONS | {"policy": "--set "}
 KEY_VARIABLE = "LAUREL_API_KEY"
 # Keys of the policy section that have an option of their own.
 _HAS_OPTION = {"model_name": "--model", "precision": "--precision"}
@@ -210,8 +208,8 @@ def asked_scorer(model: str, options: ScorerSpec, *, or_server: bool = False) ->
 
     with speaking(OPTIONS):
         found = find_reward_model(model)
-    terms = (OPTIONS, Terms({"policy.max_total_sequence_length": "--max-length"}))
-    return replace(options, model=replace(options.model, name=model), found=found, terms=terms)
+    names = (_WITH_SETTINGS | {"policy.max_total_sequence_length": "--max-length"},)
+    return replace(options, model=replace(options.model, name=model), found=found, names=names)
 
 
 def open_asked(
@@ -228,7 +226,7 @@ def open_asked(
         from laurel.workers.process import prepare
 
         assert spec.found is not None
-        with speaking(OPTIONS):
+        with speaking(_WITH_SETTINGS):
             policy = policy_of_settings(settings, rules=read_rules(spec.found), say=say)
             prepare(spec.device, cpu_threads=cpu_threads, seed=0)
         return open_local(scorer_spec(spec, policy), say=say)
@@ -258,7 +256,7 @@ def check_judge(judge: JudgeConfig) -> None:
 
     plugins.find(plugins.ScoreSource, "judge").check(judge, "judge")
     if judge.urls is None:
-        with speaking(Terms({"policy": "judge", "policy.model_name": "judge.model"})):
+        with speaking({"policy": "judge", "policy.model_name": "judge.model"}):
             find_model(judge.model)
 
 
@@ -277,7 +275,7 @@ def open_asked_judge(
     Raises:
         UserError: The judge cannot be loaded or asked.
     """
-    terms = Terms({"env.reward_model.judge": "judge"})
+    names = {"env.reward_model.judge": "judge"}
     with console.status("loading the judge"):
         from laurel.rewards.open import open_scorer
         from laurel.rewards.spec import NamedSource
@@ -285,7 +283,7 @@ def open_asked_judge(
 
         with speaking(OPTIONS):
             prepare(options.device, cpu_threads=cpu_threads, seed=0)
-        spec = replace(options, source=NamedSource("judge", judge), terms=(terms,))
+        spec = replace(options, source=NamedSource("judge", judge), names=(names,))
         scorer = open_scorer(spec, say=say_on(console))
     with scorer:
         yield scorer
@@ -305,22 +303,20 @@ def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
     from laurel.rewards.spec import ScorerSpec
 
     section = "env.reward_model"
-    terms = Terms(
-        {
-            section: "--model",
-            f"{section}.api_key_env": "--api-key-env",
-            "urls": "--model",
-            "api_key_env": f"--api-key-env (default {KEY_VARIABLE})",
-        }
-    )
+    names = {
+        section: "--model",
+        f"{section}.api_key_env": "--api-key-env",
+        "urls": "--model",
+        "api_key_env": f"--api-key-env (default {KEY_VARIABLE})",
+    }
     variable = api_key_env or (KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None)
     try:
-        with speaking(terms):
+        with speaking(names):
             servers = ScorerSource(urls=[url], api_key_env=variable, connect_patience=0.0)
     except ValidationError as error:
         said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
         raise ConfigError(said) from error
-    return ScorerSpec(servers=servers, terms=(terms,))
+    return ScorerSpec(servers=servers, names=(names,))
 
 
 def policy_of_settings(

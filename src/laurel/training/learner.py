@@ -459,7 +459,8 @@ class LocalLearner:
             result = loss(outputs, of_some, num_groups=denominator)
             return result.loss, result
 
-        return backward_in_parts(self.model, forest, units, loss_of)
+        model: Any = self.model
+        return backward_in_parts(model, forest, units, loss_of)
 
     def outputs(
         self,

@@ -18,7 +18,6 @@ from laurel.errors import (
     BroadcastError,
     CheckpointError,
     ModelError,
-    Terms,
     WorkerError,
     speaking,
 )
@@ -704,7 +703,7 @@ def _teacher(
     loaded: Loaded, load: Load, *, device: torch.device, mesh: DeviceMesh | None
 ) -> Reference:
     where = "loss_fn.distillation.model_name"
-    with speaking(Terms({"policy.model_name": where})):
+    with speaking({"policy.model_name": where}):
         teacher: Any = load(device=device, mesh=mesh)
         check_policy_paths(teacher.model)
     policy: Any = loaded

@@ -125,6 +125,7 @@ def test_with_no_server_left_requests_are_refused(started):
     assert "exit code 3" in reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_request_that_no_server_survives_is_refused_alone(started, tmp_path):
     servers = started(replicas=2)  # they are healthy, and end the connection
     reply = ask(servers, content="break")
@@ -194,6 +195,7 @@ def test_they_sleep_while_the_policy_trains(started, tmp_path):
     assert len(asked(tmp_path)) == 4
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_while_it_sleeps_is_back_when_the_others_wake(started, tmp_path):
     servers = started(on_gpu=True)
     asleep = process_of(servers)
@@ -206,6 +208,7 @@ def test_a_server_that_is_lost_while_it_sleeps_is_back_when_the_others_wake(star
     assert process_of(servers) is not asleep
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_as_the_others_fall_asleep_does_so_too(started, tmp_path):
     servers = started(on_gpu=True)
     starts, sleeps = threading.Event(), threading.Event()

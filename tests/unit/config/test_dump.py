@@ -155,7 +155,7 @@ def test_described_every_key_has_its_docstring_above_it() -> None:
     keys = [i for i, line in enumerate(lines) if line and not line.lstrip().startswith("#")]
     undescribed = [lines[i].strip() for i in keys if i and "# " not in lines[i - 1]]
     # Only what is inside a value of its own has no docstring: the optimizer's arguments.
-    assert undescribed == ["lr: 2.0e-06", "weight_decay: 0.1", "betas: [0.9, 0.98]", "eps: 1.0e-05"]
+    assert undescribed == ["lr: auto", "weight_decay: 0.1", "betas: [0.9, 0.98]", "eps: 1.0e-05"]
     assert max(map(len, lines)) <= 100
 
 

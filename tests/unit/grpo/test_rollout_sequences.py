@@ -1,6 +1,7 @@
 """Rollouts whose chat template rewrites earlier turns: several sequences with one beginning."""
 
 import asyncio
+import pickle
 import random
 from dataclasses import replace
 
@@ -205,7 +206,9 @@ def policy(layout):
     limits = section.batch_limits
     if "deep" in layout:
         limits = replace(limits, least_shared=2)
-    return learner, Batcher(path, limits, pad_id=PAD, in_parts="parts" in layout)
+    dp_size = 2 if layout == "divided" else 1
+    parts = "parts" in layout
+    return learner, Batcher(path, limits, pad_id=PAD, dp_size=dp_size, in_parts=parts)
 
 
 def gradient(model):
@@ -213,8 +216,9 @@ def gradient(model):
     return torch.cat([p.grad.flatten() for _, p in named if p.grad is not None])
 
 
-@pytest.mark.parametrize("by_token", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "by_token"), [(layout, i % 2 == 0) for i, layout in enumerate(LAYOUTS)]
+)
 def test_losses_and_gradients_are_those_of_a_sequence_per_turn(layout, by_token):
     draw = random.Random(f"{layout} {by_token}")
     texts = [
@@ -244,6 +248,7 @@ def test_losses_and_gradients_are_those_of_a_sequence_per_turn(layout, by_token)
         [group.tokens()], [labels], PolicyLabels.subset, size=len(texts)
     )
     micro_batches = batcher.cut(*batcher.divide(tokens, of_tokens, PolicyLabels.subset))
+    micro_batches = pickle.loads(pickle.dumps(micro_batches))  # as they travel to ranks
     update = learner.update(micro_batches, loss)
     found = gradient(learner.model)
     assert update.metrics["global_valid_seqs"] == len(texts)

@@ -162,6 +162,31 @@ def test_packed_calls_are_the_dense_mask(
     assert most == 2 or is_deep
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("is_deep", [False, True])
+def test_queries_behind_a_given_root_see_the_same(emulated, window, is_deep):
+    """Of the forms that GPUs compute; those of a CPU are tested with whole models in parts."""
+    nodes, parents = (Span(0, 30), Span(30, 37), Span(37, 55)), (-1, 0, 1 if is_deep else 0)
+    tree, leaves = Tree(nodes, parents), drawn(55, width=16)
+    query, key, value = leaves
+    whole = ForestPlan([tree]).attend_by_segments(*leaves, _options(window))
+    expected = with_gradients(whole[:, :, 30:], leaves)
+    calls = packed_calls([tree], CPU, window, num_given=30)
+    rows = (t[0].transpose(0, 1) for t in (query[:, :, 30:], key, value))
+    packed = Cascade.apply(*rows, tuple(calls), None).transpose(0, 1)[None]
+    blocks = ForestPlan([tree], has_root=False).block_mask(CPU, window)
+    still = [t.detach() for t in (query[:, :, 30:], key, value)]
+    flex = attend_by_blocks(flex_attention, *still, blocks, _options(window))
+    for one, other in zip(with_gradients(packed, leaves), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(flex, expected[0], rtol=1e-6, atol=1e-6)
+
+
+def _options(window):
+    return AttentionOptions(sliding_window=window)
+
+
 class Counter(TorchDispatchMode):
     """How often each operation runs."""
 

@@ -248,6 +248,33 @@ def test_a_template_that_forgets_thoughts_rewrites_the_turns_that_have_some(make
     assert chat.rewritten_ids(REALLY, history=begun, turn=said) is None
 
 
+FAMILIES = {
+    **{one.__name__: one for one in (made.chatml, made.gemma, made.llama_31, made.mistral)},
+    **{one.__name__: one for one in (made.qwen_3, made.r1)},
+    **TOKENIZERS,
+}
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_context_of_every_turn_is_what_the_template_writes(family, thinks):
+    """White space aside, whether the template appends or rewrites; all of them end turns."""
+    chat = ChatFormat(FAMILIES[family]())
+    opening = "" if text_of(chat, chat.prompt_ids(ASK)).rstrip().endswith("<think>") else "<think>"
+    history, context = ASK, chat.prompt_ids(ASK)
+    for turn, asked in ((" So. ", "Really?"), ("Yes.", "Sure?"), ("Quite", "Good.")):
+        said = Message("assistant", f"{opening}\nwell\n</think>\n\n{turn}" if thinks else turn)
+        ids = chat.tokenizer(said.content, add_special_tokens=False)["input_ids"]
+        turn_ids = np.array([*ids, chat.end_ids[0]], np.int32)
+        observation = {"role": "user", "content": asked}
+        more = chat.observation_ids(observation, history=history, turn_ids=turn_ids)
+        rewritten = chat.rewritten_ids(observation, history=history, turn=said)
+        context = np.concatenate((context, turn_ids, more)) if rewritten is None else rewritten
+        history = (*history, said, Message("user", asked))
+        expected = chat.render(history, prompt=True)
+        assert "".join(text_of(chat, context).split()) == "".join(expected.split())
+
+
 def test_the_opening_of_a_thought_in_the_prompt_is_no_part_of_a_later_context():
     chat = ChatFormat(made.r1())
     turn = Message("assistant", "well\n</think>So.")

@@ -17,7 +17,7 @@ import tiny
 import tiny_tokenizers as made
 from laurel.config.grpo import GRPOPolicyConfig
 from laurel.data.forest import to_forest, to_padded
-from laurel.errors import CheckpointError, ConfigError, ModelError, Terms, speaking
+from laurel.errors import CheckpointError, ConfigError, ModelError, speaking
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.forest.attention import FOREST
 from laurel.models.forest.policy import PolicyModel
@@ -191,7 +191,7 @@ def test_a_reward_model(is_tied, save):
     edit_json(
         directory / "config.json", lambda c: c.update({"architectures": ["Qwen3ForCausalLM"]})
     )
-    with speaking(Terms({"policy.model_name": "--model"})):
+    with speaking({"policy.model_name": "--model"}):
         text = refused(directory)
     assert f"--model {directory} is a reward model or classifier (its weights hold score.w" in text
 

@@ -252,6 +252,34 @@ def test_gathered_weights():
     assert training_memory(training, SMALL, Mesh(dp=3, tp=2), tokens=8)["logits"] == 12 * 8 * 16000
 
 
+@pytest.mark.parametrize(
+    ("generations", "budget", "nodes"), [(4, 512, 1), (4, 512, 2), (2, 4096, 1)]
+)
+def test_one_process_has_a_part_of_a_group_and_the_path_above_it(generations, budget, nodes):
+    """Keys and values in bfloat16, their gradients in float32, and the copy that joins them."""
+    config = load_config(
+        GRPORun,
+        None,
+        [
+            "policy.max_total_sequence_length=2048",
+            f"policy.sequence_packing.train_mb_tokens={budget}",
+            f"grpo.num_generations_per_prompt={generations}",
+            f"policy.train_global_batch_size={32 * generations}",
+            f"cluster.num_nodes={nodes}",
+        ],
+    ).config
+    fitted = fit(config, Shapes(policy=SMALL), device_memory=80 * GIB)
+    parts = phase(fitted, "training").parts
+    if nodes == 1 and budget < 2048 * generations:
+        assert parts["path"] == 2048 * 16 * 2 * 8 * 64 * (2 + 4 + 2)
+    else:
+        assert "path" not in parts
+    whole = activation_bytes(
+        SMALL, tokens=1, tp=1, compute_bytes=2, recomputes=False, sequence_parallel=False
+    )
+    assert parts["activations"] == whole * (budget if nodes == 1 else 2048)
+
+
 @pytest.mark.slow_parameters("sizes0")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2}])
 def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes):

@@ -12,7 +12,14 @@ import torch
 
 from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
-from laurel.errors import ConfigError, EnvironmentFailedError, ModelError, Terms
+from laurel.errors import (
+    ConfigError,
+    EnvironmentFailedError,
+    ModelError,
+    key_of,
+    setting_of,
+    speaking,
+)
 from laurel.extensions.server import service
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.loading.reward_model import load_reward_model
@@ -23,6 +30,7 @@ from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.rewards.replicas import GroupScorer
 from laurel.rewards.scorer import golden_scores
 from laurel.rewards.spec import MemberSpec, NamedSource, ScorerSpec, find_reward_model
+from laurel.run.specs import OPTIONS
 from laurel.types import Message, group_of
 from local_group import LocalGroup
 from reward_models import small_model, write_model
@@ -180,13 +188,30 @@ def test_workers_end_with_the_context_of_a_model(model: str) -> None:
     assert children() <= before
 
 
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [
+        ("policy.model_name", "--model"),
+        ("policy.tokenizer.pad_token", "--set tokenizer.pad_token"),
+        ("cluster.device", "--device"),
+        ("env.reward_model.urls", "env.reward_model.urls"),
+    ],
+)
+def test_a_key_is_named_as_the_command_takes_it(key: str, wanted: str) -> None:
+    """Options by their names, all else of the model as `--set` takes it."""
+    with speaking(OPTIONS | {"policy": "--set "}):
+        assert key_of(key) == wanted
+        sign = " " if wanted in OPTIONS.values() else "="
+        assert setting_of(key, "x") == f"{wanted}{sign}x"
+
+
 def test_errors_name_keys_as_whoever_wrote_them_does(tmp_path: Path) -> None:
-    terms = (Terms({"policy": "mine", "policy.model_name": "--judge"}),)
+    names = ({"policy": "mine", "policy.model_name": "--judge"},)
     with pytest.raises(ModelError, match=f"^--judge {tmp_path} holds neither a model"):
-        open_local(of_model(str(tmp_path), terms=terms), say=lambda _: None)
+        open_local(of_model(str(tmp_path), names=names), say=lambda _: None)
     with pytest.raises(ConfigError, match=r"^--judge is missing: name a reward model"):
-        open_scorer(ScorerSpec(terms=terms), say=lambda _: None)
-    wide = ScorerSpec(model=ModelSpec(name=str(tmp_path), tensor_parallel_size=2), terms=terms)
+        open_scorer(ScorerSpec(names=names), say=lambda _: None)
+    wide = ScorerSpec(model=ModelSpec(name=str(tmp_path), tensor_parallel_size=2), names=names)
     with pytest.raises(ConfigError, match=r"^mine\.dtensor_cfg\.tensor_parallel_size=2: here"):
         open_scorer(wide, say=lambda _: None)
 

@@ -13,7 +13,7 @@ from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 from laurel.run.context import RunContext
-from laurel.run.learning_rate import resolve_rate
+from laurel.run.reward_model import resolve_rate
 
 SIZES = {
     "model_type": "llama",

@@ -27,7 +27,7 @@ from laurel.data.sources import Row, UnusableRow, locate, read_rows
 from laurel.data.task_formats import OWN_TESTS
 from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, TaskData, load_task_data
 from laurel.environments.registry import row_sources, shown_tools
-from laurel.errors import ConfigError, DataError, Terms, UserError, counted, speaking
+from laurel.errors import ConfigError, DataError, UserError, counted, speaking
 from laurel.extensions.data_check.formats import (
     FORMATS,
     TRAINERS,
@@ -377,7 +377,7 @@ def run_data_check(
         if found and findings.shown is not None:
             status.update(f"tokenising {path}")
             try:
-                with speaking(Terms({"policy.model_name": "--model"})):
+                with speaking({"policy.model_name": "--model"}):
                     readings = [_tokenised(reading, found) for reading in findings.readings]
                     findings = replace(findings, readings=readings)
                     if findings.shown is not None:

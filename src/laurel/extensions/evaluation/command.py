@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from laurel.cli.app import App
-from laurel.errors import Terms, speaking
+from laurel.errors import speaking
 from laurel.extensions.evaluation.options import EvalPolicyOptions
 from laurel.plugins import Command
 from laurel.run.options import (
@@ -193,7 +193,7 @@ class OneBenchmarkOptions(ScoringOptions):
     ] = None
 
 
-_DATASET = Terms({"data.dataset_name": "--dataset"})
+_DATASET = {"data.dataset_name": "--dataset"}
 eval_app = App(help="Measure how good a model is.", no_args_is_help=True)
 
 

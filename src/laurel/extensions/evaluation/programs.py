@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laurel.config.overrides import column_overrides, overrides_of
 from laurel.errors import ConfigError
 from laurel.extensions.evaluation.run import (
     EvalScorer,
@@ -37,14 +36,22 @@ def evaluate_model(
     console: Console,
     *,
     judge: str | Path | None,
-    settings: Mapping[str, Any] | None,
-    output: str | Path | None,
-    train_data: Sequence[str | Path],
     scorer_options: ScorerSpec | None,
     cpu_threads: int | None,
     **asked: Any,
 ) -> Evaluation:
-    """Evaluate a reward model; the arguments are those of `laurel.api.evaluate`."""
+    """Evaluate a reward model, as `laurel.api.evaluate` does.
+
+    Args:
+        benchmark: Name of the command.
+        model: A directory, a name on the hub, or an address; empty beside a judge.
+        data: The rows.
+        console: Gets what is found.
+        judge: File of a judge that scores in place of a model.
+        scorer_options: How a model that is loaded here scores.
+        cpu_threads: On CPU; None is one per core.
+        asked: Further fields of `EvaluationRequest`.
+    """
     options = scorer_options or ScorerSpec()
     section = None
     if judge is not None:
@@ -62,9 +69,6 @@ def evaluate_model(
     request = EvaluationRequest(
         scorer=scorer,
         data=tuple(map(str, data)),
-        train_data=tuple(map(str, train_data)),
-        output=None if output is None else Path(output),
-        column_keys=column_overrides(overrides_of(settings or {})),
         **asked,
     )
     return evaluated(benchmark, request, console)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from laurel.errors import Terms, speaking
+from laurel.errors import speaking
 from laurel.plugins import Command
 from laurel.run.options import JsonOption, PreferenceSetOption, sets_column
 
@@ -69,5 +69,5 @@ def data_verdicts(
         dataset=dataset,
         column_keys=column_overrides(columns),
     )
-    with speaking(Terms({"--data": "FILE"})):
+    with speaking({"--data": "FILE"}):
         write_verdicts(rows, judge_file=judge, output=output, as_json=as_json)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from laurel.config.environments import JudgeConfig
-from laurel.errors import ConfigError, DataError, ModelError, Terms, key_of, setting_of, speaking
+from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of, speaking
 from laurel.extensions.judges.served import JudgePrompt, NoScoreError, mean_verdict, read_verdict
 from laurel.models.chat import ChatFormat
 from laurel.models.loading.pretrained import DTYPES, find_tokenizer, num_positions, read_config
@@ -374,15 +374,13 @@ def open_model_judge(config: JudgeConfig, *, device: Device, where: str, say: Sa
         UserError: The model is no language model, or a setting cannot be used.
         EngineError: vLLM does not start.
     """
-    terms = Terms(
-        {
-            "policy": where,
-            "policy.model_name": f"{where}.model",
-            "policy.max_total_sequence_length": f"{where}.max_model_len",
-        }
-    )
+    names = {
+        "policy": where,
+        "policy.model_name": f"{where}.model",
+        "policy.max_total_sequence_length": f"{where}.max_model_len",
+    }
     JudgePrompt(config, where=where)  # reports a wrong template before anything is loaded
-    with speaking(terms):
+    with speaking(names):
         place = find_model(config.model)
         for note in place.notes:
             say(note)

@@ -145,9 +145,9 @@ def _changes(
         if request.drawing is not None and request.drawing.has_own_weights:
             yield from _larger_groups(request, plan, shapes, "generation")
     else:
-        if [judge.precision for judge in request.judging] == ["float32"]:
-            judges = (replace(request.judging[0], precision="bfloat16"),)
-            narrow = replace(request, judging=judges)
+        if [judge.precision for judge in request.reward_models] == ["float32"]:
+            narrower = (replace(request.reward_models[0], precision="bfloat16"),)
+            narrow = replace(request, reward_models=narrower)
             yield _Change(setting="env.reward_model.precision=bfloat16", request=narrow, plan=plan)
         yield from _larger_groups(request, plan, shapes, "reward_model")
 

@@ -319,7 +319,7 @@ def _arithmetic(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator
         )
     role = plan.role("reward_model")
     if role is not None:
-        for judge, shape in zip(request.judging, shapes.reward_models, strict=False):
+        for judge, shape in zip(request.reward_models, shapes.reward_models, strict=False):
             yield (
                 f"reward model  {_count(shape.num_parameters)} parameters in {judge.precision} / "
                 f"{role.mesh.group_size} ranks of each of {role.mesh.dp} replicas"

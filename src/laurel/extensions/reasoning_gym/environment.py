@@ -18,7 +18,6 @@ import re
 import site
 import sysconfig
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
+    Memory,
     accuracy_metrics,
     mean_of,
     numbers,
@@ -90,7 +90,7 @@ class Generators:
     """Their data sets by name and settings; a few are kept, since making one may read files."""
 
     def __init__(self) -> None:
-        self._made: OrderedDict[str, Any] = OrderedDict()
+        self._made: Memory[Any] = Memory(64)
 
     @contextmanager
     def using(self, name: str, config: Mapping[str, Any], seed: int) -> Iterator[Any]:
@@ -101,14 +101,13 @@ class Generators:
         Raises:
             ConfigError: There is no such generator, or it does not take these settings.
         """
-        key = json.dumps([name, config, seed], sort_keys=True, default=repr)
+        key = json.dumps([name, config, seed], sort_keys=True, default=repr).encode()
         with _SEEDING, _seeded(seed):
-            if key not in self._made:
-                self._made[key] = _create(name, {**config, "seed": seed, "size": CHUNK})
-                if len(self._made) > 64:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(key)
-            yield self._made[key]
+            made = self._made.get(key)
+            if made is None:
+                made = _create(name, {**config, "seed": seed, "size": CHUNK})
+                self._made.put(key, made)
+            yield made
 
 
 @contextmanager

@@ -73,7 +73,11 @@ class RequestRouter:
 
     async def _open(self) -> str:
         self._changed = asyncio.Condition()
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        # Servers such as vLLM's close a connection that was idle for five seconds; a request that
+        # meets that end would be taken for lost.
+        limits = httpx2.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
+        )
         self._client = httpx2.AsyncClient(timeout=None, limits=limits, trust_env=False)
         listener = socket.create_server((LOOPBACK, 0), backlog=2048)
         config = uvicorn.Config(
@@ -85,6 +89,7 @@ class RequestRouter:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=3600,  # a client of the user's may take it for open
         )
         self._uvicorn = uvicorn.Server(config)
         self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))

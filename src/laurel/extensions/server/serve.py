@@ -21,7 +21,7 @@ from laurel.errors import (
     ConfigError,
     MissingDependencyError,
     ModelError,
-    Terms,
+    Names,
     WorkerError,
     speaking,
 )
@@ -125,7 +125,7 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
             return await _open(options, spec)
         # In a thread, as other requests wait in the event loop.
         changed = replace(options, model=model)
-        loaded = await in_thread(lambda: _serving_spec(changed, terms=_NAMELESS), name="finding")
+        loaded = await in_thread(lambda: _serving_spec(changed, names=_NAMELESS), name="finding")
         return await _open(options, loaded)
 
     async def load(model: str) -> ServedModel:
@@ -311,13 +311,13 @@ def _app(
     return make_app(service, gate, access_log=log)
 
 
-_TERMS = (OPTIONS, Terms({"policy.tokenizer.date": "--date"}))
+_NAMES = (OPTIONS, {"policy.tokenizer.date": "--date"})
 # A model that a request names has no option.
-_NAMELESS = (*_TERMS, Terms({"policy.model_name": ""}))
+_NAMELESS = (*_NAMES, {"policy.model_name": ""})
 
 
 def _serving_spec(
-    options: ServeOptions, opens: Opening | None = None, *, terms: Sequence[Terms] = _TERMS
+    options: ServeOptions, opens: Opening | None = None, *, names: Sequence[Names] = _NAMES
 ) -> ServingSpec:
     """Return the spec of the model to serve, which is resolved here and loaded later."""
     limits = BatcherLimits(batch_tokens=options.batch_tokens, max_waiting=options.max_waiting)
@@ -333,7 +333,7 @@ def _serving_spec(
         section = plugin.scoring_section and plugin.scoring_section()
         engine = ScoringEngine(plugin=plugin, section=section)
     day = None if options.date is None else options.date.date()
-    with speaking(*terms):
+    with speaking(*names):
         found = find_reward_model(options.model)
     scorer = ScorerSpec(
         model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),
@@ -344,7 +344,7 @@ def _serving_spec(
         device=options.device,
         engine=engine,
         aggregate=options.aggregate,
-        terms=tuple(terms),
+        names=tuple(names),
     )
     return replace(spec, scorer=scorer)
 

@@ -404,7 +404,7 @@ def open_model(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
     from laurel.rewards.scorer import ContractScorer
     from laurel.workers.process import prepare
 
-    with speaking(*spec.scorer.terms):
+    with speaking(*spec.scorer.names):
         prepare(spec.scorer.device, cpu_threads=spec.cpu_threads, seed=0)
     scorer = open_scorer(replace(spec.scorer, found=place), say=say)
     assert isinstance(scorer, ContractScorer)

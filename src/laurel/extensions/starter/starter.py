@@ -35,7 +35,6 @@ from laurel.errors import (
     ConfigError,
     DataError,
     ModelError,
-    Terms,
     UserError,
     counted,
     counted_that,
@@ -256,7 +255,7 @@ def _model(said: str, *, trainer: str) -> Chosen:
         with suppress(ModelError):  # the hub need not be reached before the run
             return _sized(replace(chosen, notes=[f"{note} but for its configuration"]), said)
         return chosen
-    with speaking(Terms({"policy.model_name": "--model"})):
+    with speaking({"policy.model_name": "--model"}):
         from laurel.models.tokenizer import load_tokenizer
 
         found = find_model(said)

@@ -197,7 +197,8 @@ class _Held:
             leaves = []
             for place, tensor in enumerate(tensors):
                 leaf = tensor.detach().requires_grad_()
-                leaf.register_post_accumulate_grad_hook(self._adding(layer, place))
+                adding = self._adding(layer, place)
+                leaf.register_post_accumulate_grad_hook(adding)  # type: ignore[no-untyped-call]
                 leaves.append(leaf)
             self.keys[layer] = (leaves[0], leaves[1])
 
@@ -331,7 +332,7 @@ class _Work:
 
     def labels(self, completions: Sequence[int]) -> Tensor:
         """Return the index of the output of each label of some completions."""
-        pieces = self.readings.label_M.split(list(self.readings.lengths_N))
+        pieces = torch.split(self.readings.label_M, list(self.readings.lengths_N))
         return torch.cat([pieces[n] for n in completions])
 
     def _store(self, reads_X: Tensor, found: Any) -> None:
