@@ -330,7 +330,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
         keys = tuple(key.lstrip(".") for key in leaf_keys(SCHEMAS[which], ""))
         found.append(Bar(f"leaf keys of {which}", len(keys), most, which == "rm", where=keys))
     if traced:
-        for which, in_step, before in (("grpo", 43, 61), ("rm", 16, 60)):
+        for which, in_step, before in (("grpo", 45, 61), ("rm", 14, 60)):
             run = trace(which)
             step, way = tuple(run["step"]), tuple(run["before"])
             found.append(

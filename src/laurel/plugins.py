@@ -463,7 +463,7 @@ class EngineThatServes(Engine):
         """
 
 
-class ServedModel(Protocol):
+class ModelEndpoint(Protocol):
     """The servers of a model that the run serves, behind one address."""
 
     section: Any
@@ -484,7 +484,7 @@ class ModelServing(Plugin):
     """What starts the servers of a model, watches them and gives them one address."""
 
     @abstractmethod
-    def make(self, section: Any, services: ScorerServices) -> ServedModel:
+    def make(self, section: Any, services: ScorerServices) -> ModelEndpoint:
         """Start the servers, and wait until they answer.
 
         Args:

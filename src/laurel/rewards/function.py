@@ -31,7 +31,7 @@ from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPo
 from laurel.workers.threads import begin_in_thread
 
 if TYPE_CHECKING:
-    from laurel.plugins import ServedModel
+    from laurel.plugins import ModelEndpoint
 
 MAX_THREADS = 16
 """Concurrent calls of a function that is not async, each in a thread."""
@@ -65,7 +65,7 @@ class FunctionScorer:
         function: Function | None = None,
         num_workers: int = 0,
         where: str = "env.reward_model.function",
-        servers: ServedModel | None = None,
+        servers: ModelEndpoint | None = None,
     ) -> None:
         """Find the function, and check that it accepts the arguments it will be given.
 

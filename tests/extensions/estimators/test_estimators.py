@@ -152,12 +152,17 @@ def test_the_order_of_completions_and_a_shift_of_rewards_change_nothing(
         ("pass_at_k", {"adv_estimator": {"scale": "batch"}}, "scale=batch"),
         ("pass_at_k", {"adv_estimator": {"pass_at_k": {"k": 17}}}, "num_generations_per_prompt"),
         ("remax", {"use_dynamic_sampling": True}, "use_dynamic_sampling"),
-        *((name, {"num_generations_per_prompt": 1}, "at least 2") for name in NAMES[:3]),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, chosen: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         config(name, **chosen)
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_others_compare_within_a_group(name: str) -> None:
+    """A run refuses such groups of one (`test_schemas.py`)."""
+    assert config(name, num_generations_per_prompt=1).compares_within_groups
 
 
 def test_remax_needs_no_group() -> None:

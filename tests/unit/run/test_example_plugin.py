@@ -85,7 +85,7 @@ def test_its_settings_are_described_and_completed():
     done = CliRunner().invoke(app, ["config", "--for", "grpo", "--json-schema"])
     schema = json.loads(done.stdout)
     assert "words" in schema["$defs"]["EnvironmentsConfig"]["properties"]
-    assert "csv_enabled" in schema["$defs"]["LoggerConfig"]["properties"]
+    assert "csv_enabled" in schema["$defs"]["RolloutLoggerConfig"]["properties"]
     assert "letter" in schema["$defs"]["EnvironmentsConfig.words"]["properties"]
 
 

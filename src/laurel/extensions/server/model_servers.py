@@ -164,7 +164,7 @@ class _Server:
 
 
 class ModelServers:
-    """The servers of one model behind one address (`plugins.ServedModel`)."""
+    """The servers of one model behind one address (`plugins.ModelEndpoint`)."""
 
     def __init__(self, section: ModelServerConfig, services: ScorerServices) -> None:
         """Start all servers, and wait until they answer.

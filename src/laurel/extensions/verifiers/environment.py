@@ -36,7 +36,7 @@ from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 
 if TYPE_CHECKING:
-    from laurel.extensions.verifiers.runner import EpisodeRunner, LoadedTaskset, Turn
+    from laurel.extensions.verifiers.runner import EpisodeRunner, EpisodeTurn, LoadedTaskset
 
 _KEY = "verifiers"
 # The metadata key of conversations whose episode has begun.
@@ -160,7 +160,7 @@ class VerifiersEnvironment(EnvironmentInterface):
         # Made here: in the runner's own thread the lock could be that of a `shutdown`.
         runner = self._runner() if self._loaded.needs_episodes else None
 
-        async def turns() -> list[Turn | str]:
+        async def turns() -> list[EpisodeTurn | str]:
             parts = zip(names, message_log_batch, metadata, strict=True)
             return await asyncio.gather(*(self._turn(runner, *part) for part in parts))
 
@@ -196,7 +196,7 @@ class VerifiersEnvironment(EnvironmentInterface):
         name: str,
         log: MessageLog,
         given: dict[str, Any] | None,
-    ) -> Turn | str:
+    ) -> EpisodeTurn | str:
         """Return what becomes of a turn, or the reason why nothing does."""
         data = (given or {}).get(_KEY)
         if data is None:
@@ -224,7 +224,7 @@ class VerifiersEnvironment(EnvironmentInterface):
             await runner.end([name])
         return result
 
-    def _other(self, first: Turn | str, log: MessageLog) -> str | None:
+    def _other(self, first: EpisodeTurn | str, log: MessageLog) -> str | None:
         """Return how an episode begins otherwise than the prompt of its row."""
         if isinstance(first, str) or not first.messages:
             return first if isinstance(first, str) else "it ends before the policy is asked"

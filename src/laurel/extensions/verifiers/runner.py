@@ -41,7 +41,7 @@ from laurel.observe.user_code import error_with_line, line_of
 from laurel.protocols import MessageLog
 
 # Their loader reads it: it holds one harness.
-__all__ = ["ChatHarness", "EpisodeRunner", "LoadedTaskset", "Turn"]
+__all__ = ["ChatHarness", "EpisodeRunner", "EpisodeTurn", "LoadedTaskset"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,7 +67,7 @@ CLOSING_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class EpisodeTurn:
     """What an episode asks of the policy next, or its end."""
 
     messages: list[Json] = field(default_factory=list)
@@ -182,7 +182,7 @@ class LoadedTaskset:
         except Exception as error:  # of the environment's own servers
             raise ConfigError(f"{self._where}: {error_with_line(error)}") from error
 
-    def beginnings(self, runner: EpisodeRunner, tasks: Sequence[Any]) -> list[Turn]:
+    def beginnings(self, runner: EpisodeRunner, tasks: Sequence[Any]) -> list[EpisodeTurn]:
         """Return what each task first asks of the policy.
 
         Raises:
@@ -193,7 +193,7 @@ class LoadedTaskset:
             if isinstance(first, str) or not first.messages:
                 why = first if isinstance(first, str) else "it ends before the policy is asked"
                 raise ConfigError(f"{self._where}: task {task.data.idx} cannot begin: {why}")
-        return [first for first in found if isinstance(first, Turn)]
+        return [first for first in found if isinstance(first, EpisodeTurn)]
 
     def prompts_of(self, tasks: Sequence[Any]) -> list[list[Json]]:
         """Return the prompt of each task.
@@ -214,7 +214,7 @@ class LoadedTaskset:
                 raise ConfigError(f"{self._where}: task {task.data.idx} has {what}")
         return prompts
 
-    async def score(self, task: Any, log: MessageLog) -> Turn | str:
+    async def score(self, task: Any, log: MessageLog) -> EpisodeTurn | str:
         """Score a conversation without an episode; a string is the reason why there is no score."""
         kinds = {"system": vf.SystemMessage, "assistant": vf.AssistantMessage}
         trace = vf.Trace(
@@ -276,10 +276,10 @@ def _plain(message: Json) -> Json:
     return {"role": message["role"], "content": content} | ({"calls": calls} if calls else {})
 
 
-def _scores_of(trace: Any) -> Turn | str:
+def _scores_of(trace: Any) -> EpisodeTurn | str:
     rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-    return Turn(rewards=rewards, metrics=metrics) if rewards else "the task has no rewards"
+    return EpisodeTurn(rewards=rewards, metrics=metrics) if rewards else "the task has no rewards"
 
 
 # What stands between their runner and the policy.
@@ -386,7 +386,7 @@ class Conversation:
     """An episode that is being played; all of it happens in the runner's loop."""
 
     def __init__(self) -> None:
-        self.news: asyncio.Queue[Turn | str] = asyncio.Queue()
+        self.news: asyncio.Queue[EpisodeTurn | str] = asyncio.Queue()
         """What has become of the policy's last turn; a string says why nothing can."""
         self.task: asyncio.Task[None] | None = None
         self.trace: Any = None
@@ -404,7 +404,7 @@ class Conversation:
         elif any(one["content"] is None for one in new):
             self._fail("it shows the policy something else than text")
         self._said, self._reply = messages, asyncio.Future()
-        self.news.put_nowait(Turn(new, body.get("tools") or []))
+        self.news.put_nowait(EpisodeTurn(new, body.get("tools") or []))
         return await self._reply
 
     def answer(self, text: str, calls: Sequence[ReadCall] = ()) -> None:
@@ -529,7 +529,7 @@ class EpisodeRunner:
             if conversation.trace is not None:
                 self._by_trace.pop(conversation.trace.id, None)
 
-    def _end_of(self, trace: Any, episode: Any) -> Turn | str:
+    def _end_of(self, trace: Any, episode: Any) -> EpisodeTurn | str:
         if trace is not None and self._env.complete(episode):
             return _scores_of(trace)
         errors = [*episode.errors, *(one for other in episode.traces for one in other.errors)]
@@ -545,16 +545,16 @@ class EpisodeRunner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def openings(self, tasks: Sequence[Any]) -> list[Turn | str]:
+    def openings(self, tasks: Sequence[Any]) -> list[EpisodeTurn | str]:
         """Play each task up to the policy's first turn."""
 
-        async def opened(name: str, task: Any, slots: asyncio.Semaphore) -> Turn | str:
+        async def opened(name: str, task: Any, slots: asyncio.Semaphore) -> EpisodeTurn | str:
             async with slots:
                 first = await self.begin(name, task).news.get()
                 await self.end([name])
             return first
 
-        async def all_opened() -> list[Turn | str]:
+        async def all_opened() -> list[EpisodeTurn | str]:
             slots = asyncio.Semaphore(OPENINGS_AT_A_TIME)
             return await asyncio.gather(
                 *(opened(f"opening {i}", task, slots) for i, task in enumerate(tasks))
