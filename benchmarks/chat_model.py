@@ -259,7 +259,7 @@ def judge_row(options: argparse.Namespace) -> None:
             "precision": "float32",
             "read_out": read_out,
             "compares": True,
-            "max_tokens": 96,
+            **({"max_tokens": 96} if read_out == "written" else {}),
         }
         file = run / "judge.yaml"
         file.write_text(json.dumps({"judge": judge}), encoding="utf-8")
