@@ -28,14 +28,14 @@ from laurel.data.tasks import EndlessTasks
 from laurel.errors import EngineError, TrainingError
 from laurel.generation.waiting import BackgroundLoop, cancel_others
 from laurel.grpo.advantages import (
-    Rewards,
     component_weights,
+    compute_advantages,
     fail_without_components,
     resolve,
     scaled,
     slope,
-    teaches,
 )
+from laurel.grpo.branching import tree_segments
 from laurel.grpo.judging import RolloutStats
 from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Chat, Rollouts
@@ -131,7 +131,7 @@ class BatchCollector:
             batch.num_batches = number + 1
             useful = [group for group in played if self._has_signal(group)]
             batch.num_without_signal += len(played) - len(useful)
-            batch.leave_out([group for group in played if not self._has_signal(group)])
+            batch.leave_out([group for group in played if group not in useful])
             batch.groups += useful
             if len(batch.groups) >= config.num_prompts_per_step:
                 batch.num_discarded = len(batch.groups) - config.num_prompts_per_step
@@ -236,21 +236,20 @@ class BatchCollector:
             and any(
                 float(np.ptp(column)) > 0 and float(np.std(column)) >= floor for column in columns
             )
-            and (self._config.adv_estimator.per_step or self._teaches(used, rewards, noise))
+            and (self._config.adv_estimator.per_step or self._teaches(group, used, noise))
         )
 
-    def _teaches(self, used: Sequence[Rollout], rewards: Sequence[float], noise: float) -> bool:
+    def _teaches(self, group: RolloutGroup, used: Sequence[Rollout], noise: float) -> bool:
         # An estimator may learn nothing of rewards that differ: pass@k, if the best are equal.
-        compared = self._estimator.compare(
-            Rewards(
-                values_B=[np.array(rewards, np.float64)],
-                components_B=[[one.components for one in used]],
-                noise_B=[noise],
-                lengths_B=[np.array([one.mask_L.sum() for one in used], np.float64)],
-                greedy_B=[None],
-            )
+        found = compute_advantages(
+            [[one.reward if one in used else None for one in group.rollouts_G]],
+            self._estimator,
+            noise=[noise],
+            components_BG=[[one.components for one in group.rollouts_G]],
+            lengths_BG=[[int(one.mask_L.sum()) for one in group.rollouts_G]],
+            segments_BG=[tree_segments(group.rollouts_G)],
         )
-        return teaches(compared.values[0])
+        return not found.metrics["groups_without_signal"]
 
 
 T = TypeVar("T")

@@ -48,7 +48,11 @@ def source_of(
     per_step = config.adv_estimator.per_step
     judge.spec = replace(judge.spec, gives_steps=per_step)
     rollouts = rollouts_of(
-        generator, judge=judge, generation_timeout=generation_timeout, per_step=per_step
+        generator,
+        judge=judge,
+        generation_timeout=generation_timeout,
+        per_step=per_step,
+        tree=config.tree,
     )
     source = RolloutSource(
         rollouts,
@@ -579,13 +583,31 @@ def test_dynamic_sampling_for_gdpo_looks_at_the_components() -> None:
 def test_a_group_from_which_its_estimator_learns_nothing_has_no_signal(name: str) -> None:
     """The best two are equal, so neither adds anything to the best of all three.
 
-    `gdpo` compares components, `tree` completions that branch, and `remax` is refused with dynamic
-    sampling.
+    `gdpo` compares components, `tree` completions that branch (below), and `remax` is refused with
+    dynamic sampling.
     """
     generator = ScriptedGenerator(saying("a", "a", "b"))
     judge = Judge(lambda text, m: {"reward": float(text == "a")})
     options = {"num_generations_per_prompt": 3, "adv_estimator": {"name": name}}
     assert has_signal(generator, judge, **options) is (name != "pass_at_k")
+
+
+@pytest.mark.parametrize("credit", ["completion", "segment"])
+def test_dynamic_sampling_compares_completions_that_branch(credit: str) -> None:
+    def script(request: Any) -> list[Any]:
+        size = request.sampling.max_new_tokens
+        texts = ["cc"] if request.branch_of else ["aaaa", "bbbb"]
+        return [(index, Say(text[:size])) for index, text in enumerate(texts)]
+
+    options = {
+        "num_generations_per_prompt": 3,
+        "tree": {"initial": 2, "branches": 1, "rounds": 1, "length": 2},
+        "adv_estimator": {"name": "tree", "tree": {"credit": credit}},
+    }
+    judge = Judge(lambda text, m: {"reward": float("c" in text)})
+    assert has_signal(ScriptedGenerator(script), judge, **options)
+    judge = Judge(lambda text, m: {"reward": 1.0})
+    assert not has_signal(ScriptedGenerator(script), judge, **options)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
