@@ -416,8 +416,10 @@ class ChatFormat:
     ) -> list[tuple[Conversation, int]]:
         # Conversations whose turns the template does not rewrite, and how many of their last turns
         # are learned there: together each turn once, where nothing follows that changes it.
-        whole = self.render(conversation, tools=tools)
         turns = [i for i, message in enumerate(conversation) if message.role == "assistant"]
+        if turns == [len(conversation) - 1]:  # nothing follows it
+            return [(conversation, 1)]
+        whole = self.render(conversation, tools=tools)
         said = {
             turn: self.render(conversation[: turn + 1], tools=tools).removesuffix(self._closing)
             for turn in turns
