@@ -52,9 +52,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     if not rollouts:
         return {}
-    prompts = np.array([len(g.prompt_ids) for g in groups for _ in g.rollouts_G])
+    prompts = np.array([_prompt_length(g, r) for g in groups for r in g.rollouts_G])
     written = np.array([np.count_nonzero(r.mask_L) for r in rollouts])
-    heard = np.array([len(r.mask_L) for r in rollouts]) - written
+    whole = np.array([len(g.prompt_ids) + len(r.mask_L) for g in groups for r in g.rollouts_G])
     turns = np.array([r.num_turns for r in rollouts])
     cut = np.array([r.truncated for r in rollouts])
     figures = {
@@ -64,11 +64,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "natural_termination_rate": (~cut).mean(),
         "truncation_rate": cut.mean(),
         "mean_prompt_length": prompts.mean(),
-        "total_num_tokens": (prompts + written + heard).sum(),
-        "mean_total_tokens_per_sample": (prompts + written + heard).mean(),
+        "total_num_tokens": whole.sum(),
+        "mean_total_tokens_per_sample": whole.mean(),
         "mean_gen_tokens_per_sample": written.mean(),
         "max_gen_tokens_per_sample": written.max(),
-        "mean_env_tokens_per_sample": heard.mean(),
+        "mean_env_tokens_per_sample": (whole - prompts - written).mean(),
         "completions/mean_length": written.mean(),
         "completions/min_length": written.min(),
         "completions/max_length": written.max(),
@@ -108,6 +108,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         part = [r.components[name] for r in scored if name in r.components]
         figures |= {f"rewards/{name}/mean": np.mean(part), f"rewards/{name}/std": np.std(part)}
     return {name: float(value) for name, value in figures.items()}
+
+
+def _prompt_length(group: RolloutGroup, rollout: Rollout) -> int:
+    # The prompt's last tokens are the rollout's own where later contexts have others.
+    return len(group.prompt_ids) + (rollout.turns[0].begin if rollout.turns else 0)
 
 
 def control_token_metrics(groups: Sequence[RolloutGroup], chat: Chat) -> dict[str, float]:
@@ -294,7 +299,7 @@ def environment_batch(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
             for name in names
         },
         "is_end": torch.tensor([not r.truncated for _, r in scored], dtype=torch.bool),
-        "prompt_lengths": torch.tensor([len(g.prompt_ids) for g, _ in scored], dtype=torch.int64),
+        "prompt_lengths": torch.tensor([_prompt_length(*one) for one in scored], dtype=torch.int64),
         "generation_lengths": torch.tensor(
             [np.count_nonzero(r.mask_L) for _, r in scored], dtype=torch.int64
         ),

@@ -13,6 +13,7 @@ from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig
 from laurel.config.policy import NamedCall
 from laurel.grpo.advantages import Advantages, penalize_turns
 from laurel.grpo.loop import policy_logprobs
+from laurel.grpo.metrics import environment_batch, rollout_metrics
 from laurel.grpo.source import Batch
 from laurel.grpo.state import batch_from_dict, batch_to_dict
 from laurel.training.batches import Batcher, global_batches
@@ -136,6 +137,9 @@ def test_each_turn_is_trained_in_the_context_in_which_it_was_sampled():
     # Steps end at the tokens that the policy sampled for them.
     ends = [[text_of(r.ids_L[s.end - 1 : s.end]) for s in r.steps] for r in group.rollouts_G]
     assert ends == [list("abcde"), list("fgh")]
+    # The prompt is as long as it was, though less of it is shared.
+    assert rollout_metrics([group])["mean_prompt_length"] == len("q>(")
+    assert environment_batch([group])["prompt_lengths"].tolist() == [len("q>(")] * 2
     # What judges see is the conversation in full.
     assert [m["content"] for m in judge.logs[-2]][1:4] in (["a*b", "[1]", "c*d"], ["f", "[1]", "g"])
 
