@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import (
     CONVERSATION_ID,
     GROUP_ID,
@@ -550,7 +551,9 @@ class Judges:
 
 
 def keeps_conversations(environment: Environment) -> bool:
-    """Report whether `close_conversations` does anything."""
+    """Report whether `close_conversations` does anything: of a composite, that of any part."""
+    if isinstance(environment, CompositeEnvironment):
+        return any(map(keeps_conversations, environment.parts.values()))
     # An environment of the user's own need not have it.
     method = getattr(environment, "close_conversations", None)
     no_op = EnvironmentInterface.close_conversations

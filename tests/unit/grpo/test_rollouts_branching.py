@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from laurel.config.grpo import TreeConfig
+from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface
 from laurel.errors import ConfigError
 from laurel.grpo.branching import tree_segments
@@ -130,11 +131,12 @@ def counting(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
 TURNS = TreeConfig(initial=2, branches=3, rounds=2, at="turn")
 
 
+class Stateless(Judge):
+    close_conversations = EnvironmentInterface.close_conversations
+
+
 @pytest.mark.parametrize("judges", ["group", "batch"])
 def test_turns_are_continued_with_what_the_environment_had_said(judges: Any) -> None:
-    class Stateless(Judge):
-        close_conversations = EnvironmentInterface.close_conversations
-
     generator = ScriptedGenerator(by_seed)
     judge = Stateless(counting, judges=judges)
     group = play(
@@ -214,8 +216,21 @@ def test_segments_are_the_runs_of_tokens_between_branches() -> None:
     ]
 
 
+def composite(*parts: Any) -> CompositeEnvironment:
+    named = {f"part{index}": part for index, part in enumerate(parts)}
+    return CompositeEnvironment({"parts": [{"env": name} for name in named]}, named)
+
+
+def branching_over(*parts: Any) -> Rollouts:
+    judge: Any = composite(*parts)
+    return rollouts_of(ScriptedGenerator(by_seed), judge=judge, tree=TURNS, max_turns=3)
+
+
 def test_environments_that_cannot_be_continued_are_refused() -> None:
     with pytest.raises(ConfigError, match="close_conversations"):
         rollouts_of(ScriptedGenerator(by_seed), judge=Judge(), tree=TURNS, max_turns=3)
+    with pytest.raises(ConfigError, match="close_conversations"):
+        branching_over(Stateless(), composite(Judge()))
+    branching_over(Stateless(), composite(Stateless())).close()
     with pytest.raises(ConfigError, match="END"):
         rollouts_of(ScriptedGenerator(by_seed), judge=Judge(stop_strings=["END"]), tree=SEGMENTS)
