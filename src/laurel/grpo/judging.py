@@ -232,12 +232,12 @@ class RolloutInProgress:
             kept = [piece[skip:] for piece, skip in zip(pieces, skipped, strict=True)]
             return _joined([first, *kept] if len(first) else kept)
 
-        # Where each piece begins, as it was played, and how far it moves.
+        # Where pieces end, as it was played, and how far what follows moves.
         played = [0, *accumulate(map(len, self.ids))]
         moves = [len(rest_L) - before for before in accumulate(skipped, initial=0)]
 
         def moved(end: int) -> int:
-            return end + moves[bisect_left(played, end) - 1]
+            return end + moves[bisect_left(played, end)]
 
         return Rollout(
             messages=tuple(self.messages),
@@ -249,10 +249,7 @@ class RolloutInProgress:
             failure=self.failure,
             truncated=self.truncated,
             num_turns=self.num_turns,
-            turns=tuple(
-                Turn(one.message, moved(one.end) - (one.end - one.begin), moved(one.end))
-                for one in self.turns
-            ),
+            turns=tuple(Turn(one.message, moved(one.begin), moved(one.end)) for one in self.turns),
             weight_version=self.weight_version or 0,
             answer=self.answer,
             note=self.note,
@@ -260,8 +257,10 @@ class RolloutInProgress:
             if self.steps is None
             else tuple(StepReward(moved(one.end), one.value) for one in self.steps),
             invalid_turns=tuple(self.invalid_turns),
-            branch=self.branch,
-            begins=tuple(played[piece] + moves[piece] for piece in self.contexts),
+            branch=None
+            if self.branch is None
+            else Branch(self.branch.of, moved(self.branch.length)),
+            begins=tuple(moved(played[piece]) for piece in self.contexts),
         )
 
 

@@ -603,12 +603,6 @@ class Rollouts:
         if length >= self.limits.max_length:
             stats.end_unfinished(rollout, is_out_of_turns=False)
             return
-        if rewritten is not None and rollout.turn_starts is not None:
-            raise ConfigError(
-                "grpo.tree.at=turn continues conversations from the ends of their turns, and the "
-                "policy's chat template rewrites earlier turns, so that what was sampled is no "
-                "beginning of what follows; leave grpo.tree out"
-            )
         if rewritten is None:
             rollout.add_observation(observation, ids)
         else:

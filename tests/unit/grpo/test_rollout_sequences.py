@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig
+from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig, TreeConfig
 from laurel.config.policy import NamedCall
+from laurel.environments.interface import EnvironmentInterface
 from laurel.grpo.advantages import Advantages, penalize_turns
+from laurel.grpo.branching import num_sampled, tree_segments
 from laurel.grpo.loop import policy_logprobs
 from laurel.grpo.metrics import environment_batch, rollout_metrics
 from laurel.grpo.source import Batch
@@ -79,9 +81,9 @@ def three_turns(text, given):
     }
 
 
-def played(*texts, **options):
-    generator = ScriptedGenerator(answers(*texts))
-    judge = Judge(three_turns)
+def played(*texts, generator=None, judge=None, **options):
+    generator = generator or ScriptedGenerator(answers(*texts))
+    judge = judge or Judge(three_turns)
     judge.spec = EnvironmentSpec(noise_floor=0.0, gives_steps=True)
     chosen = {"chat": ForgetfulChat(), "max_turns": 9, "per_step": True} | options
     rollouts = rollouts_of(generator, judge=judge, **chosen)
@@ -155,6 +157,45 @@ def test_turns_keep_their_own_advantages_in_several_sequences():
     for rollout, values in zip(group.rollouts_G, found.tokens_BGL[0], strict=True):
         said = [text_of(rollout.ids_L[[i]]) for i in np.flatnonzero(values == -3.0)]
         assert said in (list("c*d"), ["g"])
+
+
+def test_turns_of_several_sequences_are_continued_as_they_were():
+    class Copied(Judge):
+        close_conversations = EnvironmentInterface.close_conversations
+
+    def script(request):
+        draw = random.Random(f"{request.seeds_G} {text_of(request.prompt_ids)}")
+        said = ["".join(draw.choices("ab*", k=4)) for _ in request.seeds_G]
+        return [(place, Say(text)) for place, text in enumerate(said)]
+
+    generator = ScriptedGenerator(script)
+    tree = TreeConfig(initial=2, branches=3, rounds=2, at="turn")
+    group, _, _ = played(*"abcdefgh", generator=generator, judge=Copied(three_turns), tree=tree)
+    contexts = {text_of(request.prompt_ids) for request in generator.requests}
+    branched = [one for one in group.rollouts_G if one.branch is not None]
+    assert len(branched) == 6
+    assert any(0 < begin < one.branch.length for one in branched for begin in one.begins)
+    for one in group.rollouts_G:
+        assert [one.num_turns, one.failure] == [3, None]
+        if one.branch is not None:
+            source, length = group.rollouts_G[one.branch.of], one.branch.length
+            for shared in ("ids_L", "mask_L", "logprobs_L"):
+                ours, theirs = getattr(one, shared)[:length], getattr(source, shared)[:length]
+                assert ours.tolist() == theirs.tolist()
+            assert [begin for begin in one.begins if begin < length] == [
+                begin for begin in source.begins if begin < length
+            ]
+            assert length in [turn.begin for turn in one.turns]
+        # Each turn stands where it was sampled.
+        for turn in one.turns:
+            begin = max((0, *(begin for begin in one.begins if begin < turn.begin)))
+            assert text_of(one.ids_L[turn.begin : turn.end]) == one.messages[turn.message].content
+            context = np.concatenate((group.prompt_ids, one.ids_L[begin : turn.begin]))
+            assert text_of(context) in contexts
+    paths = tree_segments(group.rollouts_G)
+    distinct = {segment.id: segment.num_sampled for path in paths for segment in path}
+    assert sum(distinct.values()) == sum(map(num_sampled, group.rollouts_G))
+    assert sum(distinct.values()) == 4 * sum(len(r.seeds_G) for r in generator.requests)
 
 
 def test_a_rewritten_context_counts_by_its_own_length():
