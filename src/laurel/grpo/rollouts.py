@@ -31,6 +31,7 @@ from laurel.grpo.judging import (
     RolloutInProgress,
     RolloutStats,
     copy_reward_to_duplicates,
+    described,
     keeps_conversations,
     level_rounding,
     parts_to_judge,
@@ -608,7 +609,10 @@ class Rollouts:
         else:
             rollout.begin_sequence(observation, rewritten)
         if rollout.turn_starts is not None:
-            rollout.turn_starts.append(rollout.copy())
+            try:
+                rollout.turn_starts.append(rollout.copy())
+            except Exception as error:  # metadata may hold anything
+                rollout.fail(f"grpo.tree.at=turn copies metadata of turns: {described(error)}")
 
     async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
         # The conversations may be of several tasks.

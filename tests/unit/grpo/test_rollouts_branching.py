@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from policy_fakes import (
     rollout,
     rollout_group,
     rollouts_of,
+    saying,
     task,
 )
 
@@ -214,6 +216,21 @@ def test_segments_are_the_runs_of_tokens_between_branches() -> None:
         [(0, 2, 2), (1, 3, 1), (4, 6, 0), (5, 7, 1)],
         [(0, 2, 2), (1, 3, 1), (4, 6, 0), (6, 8, 2)],
     ]
+
+
+def test_a_conversation_whose_metadata_cannot_be_copied_fails_alone() -> None:
+    def verdict(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        held = {"lock": threading.Lock()} if text == "b" else {}
+        return {"over": "turns" in metadata, "metadata": {"turns": 1, **held}}
+
+    tree = TreeConfig(initial=2, branches=1, rounds=1, at="turn")
+    generator = ScriptedGenerator(saying("a", "b"))
+    made = play(rollouts_of(generator, judge=Stateless(verdict), tree=tree, max_turns=3), number=3)
+    failures = [one.failure for one in made.rollouts_G]
+    assert (failures[0], failures[2]) == (None, None)
+    assert "grpo.tree.at=turn copies metadata" in (failures[1] or "")
+    assert made.rollouts_G[2].branch is not None
+    assert made.rollouts_G[2].branch.of == 0
 
 
 def composite(*parts: Any) -> CompositeEnvironment:
