@@ -197,7 +197,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_async(work, values, problems)
     if "loss_fn" in schema.model_fields:
         _name_loss(work, values, problems)
-        _leave_out_inherited_clips(work, values)
+        _leave_out_inherited_clips(work, schema, values)
     if "data" in schema.model_fields:
         _name_lone_set(work, schema, values)
         _name_validation_sets(work, schema, values, problems)
@@ -525,10 +525,7 @@ def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
         work.set(ours, name, by=key, was=True)
 
 
-_CLIPS = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None}
-
-
-def _leave_out_inherited_clips(work: Adapted, values: _Values) -> None:
+def _leave_out_inherited_clips(work: Adapted, schema: type[Section], values: _Values) -> None:
     """Leave out bounds of ratios that a file inherits and makes ineffective, as NeMo RL does.
 
     They are refused where they stand beside `force_on_policy_ratio`.
@@ -537,12 +534,13 @@ def _leave_out_inherited_clips(work: Adapted, values: _Values) -> None:
     decides = _at(work.tree, force)
     if decides is None or values.get(force) is not True:
         return
-    for name, default in _CLIPS.items():
-        key = f"loss_fn.{name}"
-        found = _at(work.tree, key)
-        if found is None or values.get(key) == default or _file(found) == _file(decides):
+    kinds = step_into((schema,), "loss_fn").kinds
+    for name in ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c"):
+        key, field = f"loss_fn.{name}", step_into(kinds, name).field
+        assert field is not None
+        found, default, was = _at(work.tree, key), field.get_default(), values.get(key)
+        if found is None or was == default or _file(found) == _file(decides):
             continue
-        was = values.get(key)
         work.set(key, default, by=key, was=was)
         work.sentences.append(
             f"{key}={was} of {found.place} has no effect beside {force}=true, and is left out"

@@ -508,6 +508,8 @@ def hold_out_of_sets(
         (share, (config if "seed" in config.model_fields_set else data).seed)
         for config, share in zip(sets, held_out_shares(sets, data), strict=True)
     ]
+    if not any(share for share, _ in splits):
+        return list(items), []
     prompts = [conversation_fingerprint(item.prompt) for item in items]
     held_out = held_out_of_sets(prompts, [item.id for item in items], splits)
     return split(items, prompts, held_out)

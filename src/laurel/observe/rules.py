@@ -1005,9 +1005,9 @@ def standing(record: RunRecord) -> Standing | None:
 
 LEAST_FALL = 0.02
 """The smallest fall that counts, as a share of the peak."""
-FALL_OF_FEW = 0.1
+FALL_OF_FEW = GOLD_DROP
 """The smallest fall that counts if there are too few values to estimate noise, as a share of the
-peak; `policy.GOLD_DROP` is the same."""
+peak."""
 
 
 class GoldCourse(NamedTuple):

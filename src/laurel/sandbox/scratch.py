@@ -28,8 +28,9 @@ class ScratchFolder:
         self.path = Path(tempfile.mkdtemp(prefix=f"laurel-{name}-", dir=parent)).resolve()
         owner = self.path / _OWNER
         self._lock: int | None = os.open(f"{owner}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(f"{owner}.new", owner)  # only now somebody may ask whether it is locked
+        with contextlib.suppress(OSError):  # a file system without locks, where it stays if left
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(f"{owner}.new", owner)  # only now somebody may ask whether it is locked
 
     def remove(self) -> None:
         """Remove it, whatever is in it. Idempotent."""

@@ -21,6 +21,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError
 from laurel.extensions.server import model_servers as serving
+from laurel.extensions.server.model_router import RequestRouter, _Asked
 from laurel.extensions.server.model_servers import ModelServers, ServerProcess
 from laurel.planning.plan import plan_run
 from laurel.plugins import ScorerServices
@@ -151,6 +152,19 @@ def test_requests_go_on_as_they_came(started):
         assert "64 MB" in large.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["@elsewhere/", "elsewhere/", "/" + "x" * 70_000])
+def test_a_path_that_is_none_goes_nowhere(path):
+    """It would name another server, if it were written behind the address of this one."""
+    router = RequestRouter(patience=5, hedge=False)
+    try:
+        router.add(0, "127.0.0.1:9")
+        reply = router._background.wait_for(router._answered(_Asked("GET", path, [], b"")))
+    finally:
+        router.close()
+    assert reply.status_code == 400
+    assert b"no request that can be passed on" in reply.body
+
+
 def test_an_answer_that_nobody_awaits_is_given_up(started):
     servers = started()
     (server,) = servers._router._servers.values()
@@ -240,11 +254,16 @@ def test_a_server_that_does_not_start_says_why(started, tmp_path):
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_the_run_gets_as_well_loses_no_server(started, sent):
-    process = process_of(started())
+    servers = started()
+    process, folder = process_of(servers), servers._supervisor.replicas[0].value._process._folder
     child = child_of(process.pid)
     os.kill(process.pid, sent)
     os.kill(child, 0)
     assert process.poll() is None
+    servers.close()  # the program is killed, and nothing of it is left
+    assert process.poll() == 128 + signal.SIGKILL
+    assert not Path(f"/proc/{child}").exists()
+    assert not folder.path.exists()
 
 
 def test_elsewhere_a_server_listens_where_the_run_reaches_it(serves):

@@ -25,7 +25,7 @@ from serve_processes import Load, Serving, ask_many, model_values, request_of, v
 
 A_MODEL = ("--model", str(Path(__file__).parents[2] / "golden/older_runs/rm/saves/step_2"))
 NEEDS = {
-    "no model": ([], "--model"),
+    "no model": ([], "give a reward model: --model"),
     "lost model": (["--model", "/nowhere/rm"], "--model /nowhere/rm: there is no such directory"),
     "replicas": ([*A_MODEL, "--replicas", "0"], "--replicas 0: from 1 to"),
     "port": ([*A_MODEL, "--port", "70000"], "--port 70000: from 0 to 65535"),

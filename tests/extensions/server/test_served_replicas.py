@@ -26,6 +26,12 @@ from served_scores import asked_without_network
 NULL = ServingSpec(opens=open_null)
 
 
+def test_a_server_without_a_model_computes_what_is_asked_again():
+    """Its load repeats requests, and what is measured is all but the cache."""
+    assert NULL.batcher_limits.cache_entries == 0
+    assert serving("rm").batcher_limits.cache_entries > 0
+
+
 def serving(model, **limits):
     scorer = ScorerSpec(model=ModelSpec(name=str(model)), device="cpu", batch_tokens=512)
     return ServingSpec(scorer=scorer, limits=BatcherLimits(**limits))

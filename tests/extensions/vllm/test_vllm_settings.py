@@ -7,9 +7,11 @@ import time
 import pytest
 
 from generators import request
+from laurel.config.environments import ModelServerConfig
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, DataError
 from laurel.extensions.vllm.engine import check_limits, sampling_arguments
+from laurel.extensions.vllm.plugin import Vllm
 from laurel.extensions.vllm.processes import end_processes
 from laurel.extensions.vllm.settings import (
     cpu_environment,
@@ -56,6 +58,19 @@ def test_the_configuration_reaches_vllm():
     several = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     with pytest.raises(ConfigError, match=r"distributed_executor_backend: Laurel sets this"):
         arguments(vllm_cfg=several, vllm_kwargs={"distributed_executor_backend": "ray"})
+
+
+@pytest.mark.parametrize(("on_gpu", "rests"), [(True, True), (True, False), (False, False)])
+def test_a_server_of_a_model_gets_its_settings(on_gpu, rests):
+    section = ModelServerConfig(model_name="m", tensor_parallel_size=2, arguments=["--seed=3"])
+    command, added = Vllm().serve_command(section, "127.0.0.2", 5, on_gpu=on_gpu, rests=rests)
+    assert {"--model=m", "--host=127.0.0.2", "--port=5", "--tensor-parallel-size=2"} <= {*command}
+    assert command[-1] == "--seed=3", "what the user gives comes last, and counts"
+    # It can be put to sleep only with both.
+    assert ("--enable-sleep-mode" in command) is rests
+    assert (added.get("VLLM_SERVER_DEV_MODE") == "1") is rests
+    assert ("--enforce-eager" in command) is not on_gpu
+    assert "CUDA_VISIBLE_DEVICES" not in added, "the process sees the GPUs of its slots alone"
 
 
 def test_processes_on_a_cpu_have_cores_of_their_own(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import re
 import signal
 import subprocess
@@ -47,6 +49,19 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
         "laurel-test-link",
         "laurel-test-others",
     ]
+
+
+def test_where_files_have_no_locks_there_is_one_all_the_same(tmp_path, monkeypatch):
+    """As on Lustre without `flock`; no other process takes it for one that was left."""
+
+    def lacks_locks(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", lacks_locks)
+    with ScratchFolder("test", tmp_path) as first:
+        ScratchFolder("test", tmp_path).remove()
+        assert first.path.is_dir()
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_temporary_directory_is_one():

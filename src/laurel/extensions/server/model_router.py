@@ -140,6 +140,8 @@ class RequestRouter:
             gone.cancel()
 
     async def _answered(self, asked: _Asked) -> Response:
+        if not asked.path.startswith("/"):  # behind the address it would name another server
+            return _refused("no request that can be passed on: its path begins with no /", 400)
         tried: list[_Server] = []
         losses = 0
         try:
@@ -159,7 +161,8 @@ class RequestRouter:
             return _refused(f"no server answered within {self._patience:g} s")
         except _NoneLeftError as error:
             return _refused(str(error))
-        except httpx2.LocalProtocolError as error:  # it breaks the rules, and no server gets it
+        # It breaks the rules, and no server gets it.
+        except (httpx2.InvalidURL, httpx2.LocalProtocolError) as error:
             return _refused(f"no request that can be passed on: {error}", 400)
 
     async def _free(self, tried: list[_Server]) -> _Server:

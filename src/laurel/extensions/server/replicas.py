@@ -11,10 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from laurel.errors import ConfigError, EngineError, LaurelError, WorkerError
-from laurel.extensions.server.service import (
-    ServedModel,
-    ServingSpec,
-)
+from laurel.extensions.server.service import ServedModel, ServingSpec
 from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer, KnownInput
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.spec import Say

@@ -17,20 +17,14 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from laurel.errors import BusyError, LaurelError, speaking
 from laurel.rewards.batching import Backend, BatcherLimits, BatchingScorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.spec import Say, ScorerSpec, find_reward_model
 from laurel.rewards.version import model_version
-from laurel.types import (
-    Group,
-    Score,
-)
-
-if TYPE_CHECKING:
-    pass
+from laurel.types import Group, Score
 
 Changed = TypeVar("Changed")
 State = Literal["loading", "ready", "asleep", "draining", "broken"]
@@ -430,8 +424,8 @@ class ServingSpec:
     @property
     def batcher_limits(self) -> BatcherLimits:
         """Limits of the batcher: as set, with batches of the scorer's size."""
-        if self.scorer is None:
-            return self.limits
+        if self.scorer is None:  # a cache would answer in the place of what is measured
+            return replace(self.limits, cache_entries=0)
         return replace(self.limits, batch_tokens=self.scorer.batch_tokens)
 
 
