@@ -1,6 +1,8 @@
 """A forest that is computed in parts gives what one pass gives: outputs and gradients."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
-from laurel.models.forest.parts import backward_in_parts
+from laurel.models.forest.parts import _Held, backward_in_parts
 from laurel.models.forest.tree_parts import parts_of
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
@@ -151,3 +153,22 @@ def test_all_passes_over_a_part_draw_the_same_dropout(monkeypatch):
     assert again
     for _, first, *others in again:
         assert all(torch.equal(first, other) for other in others)
+
+
+def test_keys_and_values_are_in_memory_until_their_last_part_is_done(monkeypatch):
+    model = tiny.tiny_policy("qwen3", dtype=torch.float64)
+    (group,) = tiny.random_groups(1, [(20, [10] * 4)])
+    leaves, learn = [], _Held.learn
+
+    def noting(held):
+        learn(held)
+        leaves.extend(weakref.ref(tensor) for pair in held.keys.values() for tensor in pair)
+
+    monkeypatch.setattr(_Held, "learn", noting)
+    gc.disable()  # nobody looks for circles of references
+    try:
+        in_parts(model, to_forest([group]), 25)
+        assert leaves
+        assert not any(leaf() is not None for leaf in leaves)
+    finally:
+        gc.enable()

@@ -190,30 +190,17 @@ class _Held:
     """The gradients of keys and values so far."""
 
     def learn(self) -> None:
-        """Make leaves of all tensors, whose gradients are summed in float32 or above."""
+        """Make leaves of all tensors; gradients of keys and values are summed in float32 or above."""
         self.hidden_XD = self.hidden_XD.detach().requires_grad_()
         for layer, tensors in self.keys.items():
             self.owed[layer] = [None, None]
             leaves = []
             for place, tensor in enumerate(tensors):
                 leaf = tensor.detach().requires_grad_()
-                adding = self._adding(layer, place)
+                adding = _adding(self.owed[layer], place)
                 leaf.register_post_accumulate_grad_hook(adding)  # type: ignore[no-untyped-call]
                 leaves.append(leaf)
             self.keys[layer] = (leaves[0], leaves[1])
-
-    def _adding(self, layer: int, place: int) -> Callable[[Tensor], None]:
-        def add(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            before = self.owed[layer][place]
-            if before is None:
-                wide = torch.promote_types(leaf.dtype, torch.float32)
-                self.owed[layer][place] = leaf.grad.to(wide)
-            else:
-                before += leaf.grad
-            leaf.grad = None
-
-        return add
 
     def debts(self) -> dict[int, KeysValues]:
         """Return the gradients of keys and values by layer."""
@@ -225,6 +212,21 @@ class _Held:
                 torch.zeros_like(value) if by_value is None else by_value,
             )
         return found
+
+
+def _adding(owed: list[Tensor | None], place: int) -> Callable[[Tensor], None]:
+    # Knows the sums alone: with what holds the leaves, they would be in memory until Python looks
+    # for circles of references.
+    def add(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        before = owed[place]
+        if before is None:
+            owed[place] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32))
+        else:
+            before += leaf.grad
+        leaf.grad = None
+
+    return add
 
 
 class _Work:
