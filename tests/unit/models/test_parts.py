@@ -172,3 +172,29 @@ def test_keys_and_values_are_in_memory_until_their_last_part_is_done(monkeypatch
         assert not any(leaf() is not None for leaf in leaves)
     finally:
         gc.enable()
+
+
+def counted(model, monkeypatch):
+    """The numbers of tokens of all passes from now on."""
+    sizes, own = [], model.hidden_of_row
+
+    def hidden_of_row(ids_T, positions_T, plan):
+        sizes.append(len(ids_T))
+        return own(ids_T, positions_T, plan)
+
+    monkeypatch.setattr(model, "hidden_of_row", hidden_of_row)
+    return sizes
+
+
+def test_completions_whose_first_tokens_are_equal_are_computed_once(monkeypatch):
+    model = tiny.tiny_policy("llama", dtype=torch.float64)
+    (group,) = tiny.random_groups(1, [(20, [10] * 6)])
+    for branch in group.branches_ids_G:
+        branch[0] = 7
+    forest = to_forest([group])
+    wanted = in_one_pass(model, forest)
+    sizes = counted(model, monkeypatch)
+    found = in_parts(model, forest, 25)
+    assert_same(found, wanted)
+    # Once each for the outputs; for the gradients the prompt twice, and each completion once.
+    assert sum(sizes) == 2 * len(forest.ids_T) + 20
