@@ -54,7 +54,8 @@ class Readings(NamedTuple):
     label_M: Tensor
     """int64 [M]: the output of each label, completion after completion."""
     lengths_N: Sequence[int]
-    """The number of labels of each completion."""
+    """The number of labels of each completion; where a completion is read at several tokens, 1 for
+    each of them."""
 
 
 class ComputesParts(Protocol):
@@ -97,7 +98,7 @@ def outputs_in_parts(model: ComputesParts, forest: TokenForest) -> Any:
 def backward_in_parts(
     model: ComputesParts,
     forest: TokenForest,
-    units: Sequence[Sequence[int]],
+    units: Sequence[Sequence[int]] | None,
     loss_of: Callable[[Any, list[int]], tuple[Tensor, Result]],
 ) -> list[Result]:
     """Compute a loss and add its gradients to those of the parameters.
@@ -105,7 +106,8 @@ def backward_in_parts(
     Args:
         model: The model.
         forest: The tokens, with the size of parts.
-        units: The completions whose losses cannot be divided, all completions once, in order.
+        units: The completions whose losses cannot be divided, all completions once, in order; None:
+            the loss of the forest is one.
         loss_of: Computes the sum of the losses of some units, given the outputs of the model for
             their completions and their indices; and what is returned of it.
 
@@ -113,7 +115,7 @@ def backward_in_parts(
         What `loss_of` returned with each loss.
     """
     work = _Work(model, forest)
-    training = _Training(work, units, loss_of)
+    training = _Training(work, units or [range(len(work.readings.lengths_N))], loss_of)
     training.run()
     return training.results
 
