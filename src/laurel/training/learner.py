@@ -446,10 +446,9 @@ class LocalLearner:
             if are_apart
             else []
         )
-        every = range(forest.num_completions)
-        units: Sequence[Sequence[int]] = [every]
+        units: Sequence[Sequence[int]] | None = None
         if are_apart:
-            units = micro_batch.branches_of_N or [[n] for n in every]
+            units = micro_batch.branches_of_N or [[n] for n in range(forest.num_completions)]
 
         def loss_of(outputs: Any, some: list[int]) -> tuple[Tensor, LossOutput]:
             chosen: dict[int, list[int]] = {}

@@ -1,6 +1,11 @@
 """A forest that is computed in parts gives what one pass gives: outputs and gradients."""
 
 import dataclasses
+import gc
+import inspect
+import sys
+import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +15,7 @@ from hypothesis import strategies as st
 import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
-from laurel.models.forest.parts import backward_in_parts
+from laurel.models.forest.parts import _Held, _Work, backward_in_parts
 from laurel.models.forest.tree_parts import parts_of
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
@@ -151,3 +156,82 @@ def test_all_passes_over_a_part_draw_the_same_dropout(monkeypatch):
     assert again
     for _, first, *others in again:
         assert all(torch.equal(first, other) for other in others)
+
+
+def test_keys_and_values_are_in_memory_until_their_last_part_is_done(monkeypatch):
+    model = tiny.tiny_policy("qwen3", dtype=torch.float64)
+    (group,) = tiny.random_groups(1, [(20, [10] * 4)])
+    leaves, learn = [], _Held.learn
+
+    def noting(held):
+        learn(held)
+        leaves.extend(weakref.ref(tensor) for pair in held.keys.values() for tensor in pair)
+
+    monkeypatch.setattr(_Held, "learn", noting)
+    gc.disable()  # nobody looks for circles of references
+    try:
+        in_parts(model, to_forest([group]), 25)
+        assert leaves
+        assert not any(leaf() is not None for leaf in leaves)
+    finally:
+        gc.enable()
+
+
+def counted(model, monkeypatch):
+    """The numbers of tokens of all passes from now on."""
+    sizes, own = [], model.hidden_of_row
+
+    def hidden_of_row(ids_T, positions_T, plan):
+        sizes.append(len(ids_T))
+        return own(ids_T, positions_T, plan)
+
+    monkeypatch.setattr(model, "hidden_of_row", hidden_of_row)
+    return sizes
+
+
+def test_completions_whose_first_tokens_are_equal_are_computed_once(monkeypatch):
+    model = tiny.tiny_policy("llama", dtype=torch.float64)
+    (group,) = tiny.random_groups(1, [(20, [10] * 6)])
+    for branch in group.branches_ids_G:
+        branch[0] = 7
+    forest = to_forest([group])
+    wanted = in_one_pass(model, forest)
+    sizes = counted(model, monkeypatch)
+    found = in_parts(model, forest, 25)
+    assert_same(found, wanted)
+    # Once each for the outputs; for the gradients the prompt twice, and each completion once.
+    assert sum(sizes) == 2 * len(forest.ids_T) + 20
+
+
+def test_a_chain_of_parts_may_be_longer_than_calls_may_nest():
+    model = tiny.tiny_policy("llama", dtype=torch.float64, num_hidden_layers=1)
+    (group,) = tiny.random_groups(1, [(80, [70])])
+    forest = to_forest([group])
+    wanted = in_one_pass(model, forest)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 120)
+    try:
+        found = in_parts(model, forest, 1)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("units", [[[0, 1, 2]], [[0, 1], [2]]], ids=["all", "two"])
+def test_the_keys_and_values_of_one_path_are_in_memory(units, monkeypatch):
+    """Also where a loss is of several completions, each of them longer than a part."""
+    model = tiny.tiny_policy("llama", dtype=torch.float64)
+    forest = to_forest(tiny.random_groups(1, [(40, [60, 70, 5]), (3, [9])]))
+    units = [*units, [3]]
+    wanted = in_one_pass(model, forest)
+    most, compute = [], _Work.compute
+
+    def watched(work, number, **options):
+        held = sorted({*work.held, number})
+        assert all(below < work.ends[above] for above, below in pairwise(held))
+        most.append(len(held))
+        return compute(work, number, **options)
+
+    monkeypatch.setattr(_Work, "compute", watched)
+    assert_same(in_parts(model, forest, 25, units=units), wanted)
+    assert max(most) > 3

@@ -54,7 +54,8 @@ class Readings(NamedTuple):
     label_M: Tensor
     """int64 [M]: the output of each label, completion after completion."""
     lengths_N: Sequence[int]
-    """The number of labels of each completion."""
+    """The number of labels of each completion; where a completion is read at several tokens, 1 for
+    each of them."""
 
 
 class ComputesParts(Protocol):
@@ -89,15 +90,14 @@ def outputs_in_parts(model: ComputesParts, forest: TokenForest) -> Any:
     """
     assert not torch.is_grad_enabled(), "gradients of parts need backward_in_parts"
     work = _Work(model, forest)
-    for part in work.roots:
-        work.read_below(part)
+    work.read(range(len(work.parts)))
     return work.outputs(range(len(work.readings.lengths_N)))
 
 
 def backward_in_parts(
     model: ComputesParts,
     forest: TokenForest,
-    units: Sequence[Sequence[int]],
+    units: Sequence[Sequence[int]] | None,
     loss_of: Callable[[Any, list[int]], tuple[Tensor, Result]],
 ) -> list[Result]:
     """Compute a loss and add its gradients to those of the parameters.
@@ -105,7 +105,8 @@ def backward_in_parts(
     Args:
         model: The model.
         forest: The tokens, with the size of parts.
-        units: The completions whose losses cannot be divided, all completions once, in order.
+        units: The completions whose losses cannot be divided, all completions once, in order; None:
+            the loss of the forest is one.
         loss_of: Computes the sum of the losses of some units, given the outputs of the model for
             their completions and their indices; and what is returned of it.
 
@@ -113,7 +114,7 @@ def backward_in_parts(
         What `loss_of` returned with each loss.
     """
     work = _Work(model, forest)
-    training = _Training(work, units, loss_of)
+    training = _Training(work, units or [range(len(work.readings.lengths_N))], loss_of)
     training.run()
     return training.results
 
@@ -190,30 +191,17 @@ class _Held:
     """The gradients of keys and values so far."""
 
     def learn(self) -> None:
-        """Make leaves of all tensors, whose gradients are summed in float32 or above."""
+        """Make all tensors leaves; those of keys and values sum gradients in float32 or wider."""
         self.hidden_XD = self.hidden_XD.detach().requires_grad_()
         for layer, tensors in self.keys.items():
             self.owed[layer] = [None, None]
             leaves = []
             for place, tensor in enumerate(tensors):
                 leaf = tensor.detach().requires_grad_()
-                adding = self._adding(layer, place)
+                adding = _adding(self.owed[layer], place)
                 leaf.register_post_accumulate_grad_hook(adding)  # type: ignore[no-untyped-call]
                 leaves.append(leaf)
             self.keys[layer] = (leaves[0], leaves[1])
-
-    def _adding(self, layer: int, place: int) -> Callable[[Tensor], None]:
-        def add(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            before = self.owed[layer][place]
-            if before is None:
-                wide = torch.promote_types(leaf.dtype, torch.float32)
-                self.owed[layer][place] = leaf.grad.to(wide)
-            else:
-                before += leaf.grad
-            leaf.grad = None
-
-        return add
 
     def debts(self) -> dict[int, KeysValues]:
         """Return the gradients of keys and values by layer."""
@@ -225,6 +213,21 @@ class _Held:
                 torch.zeros_like(value) if by_value is None else by_value,
             )
         return found
+
+
+def _adding(owed: list[Tensor | None], place: int) -> Callable[[Tensor], None]:
+    # Knows the sums alone: with what holds the leaves, they would be in memory until Python looks
+    # for circles of references.
+    def add(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        before = owed[place]
+        if before is None:
+            owed[place] = leaf.grad.to(torch.promote_types(leaf.dtype, torch.float32))
+        else:
+            before += leaf.grad
+        leaf.grad = None
+
+    return add
 
 
 class _Work:
@@ -246,6 +249,11 @@ class _Work:
             rows = torch.cat([torch.arange(*span) for span in part.spans])
             self._rows.append(rows)
             self._part_T[rows], self._local_T[rows] = number, torch.arange(len(rows))
+        self.ends = list(range(1, len(self.parts) + 1))
+        """The first part after each that is not below it: parts are in depth-first order."""
+        for number in reversed(range(len(self.parts))):
+            if (above := self.parts[number].parent) >= 0:
+                self.ends[above] = max(self.ends[above], self.ends[number])
         self._ids_T, self._positions_T = forest.ids_T.long(), forest.positions_T
         # The outputs of each part, by the place of their holders.
         self.part_X = self._part_T[self.readings.holder_X]
@@ -263,16 +271,20 @@ class _Work:
         """The outputs [X, ...] that were computed without gradients, as far as they were."""
         self._shape_of: Any = None
 
-    def read_below(self, number: int, *, keeps: bool = False) -> None:
-        """Compute the outputs of a part and all below it without gradients.
+    def read(self, parts: range, *, keeps: bool = False) -> None:
+        """Compute the outputs of a part and all below it, or of all parts, without gradients.
 
-        `keeps` says whether what parts below a part need is kept until `drop`.
+        `keeps` says whether the keys and values of the last path are kept.
         """
-        self.compute_without_gradient(number)
-        for child in self.children[number]:
-            self.read_below(child, keeps=keeps)
+        path: list[int] = []
+        for number in parts:
+            while path and path[-1] != self.parts[number].parent:
+                self.held.pop(path.pop(), None)
+            self.compute_without_gradient(number)
+            path.append(number)
         if not keeps:
-            self.held.pop(number, None)
+            for number in path:
+                self.held.pop(number, None)
 
     def compute_without_gradient(self, number: int) -> None:
         """Compute a part's outputs, and what the parts below it need of it."""
@@ -393,50 +405,46 @@ class _Training:
         self._units = units
         self._loss_of = loss_of
         self.results: list[Any] = []
-        # Units whose labels are in one part, by the part; others by the last part above them all.
+        # Units whose labels are in one part, by the part; others by the last part above them all,
+        # and at the end those that none is above.
         self._whole: list[list[int]] = [[] for _ in work.parts]
-        self._divided: list[list[int]] = [[] for _ in work.parts]
-        self._over_all: list[int] = []
-        labels_of = [work.labels(unit) for unit in units]
-        for number, labels in enumerate(labels_of):
-            holders = torch.unique(work.part_X[labels]).tolist()
+        self._divided: list[list[int]] = [[] for _ in range(len(work.parts) + 1)]
+        for number, unit in enumerate(units):
+            holders = torch.unique(work.part_X[work.labels(unit)]).tolist()
             if len(holders) == 1:
                 self._whole[holders[0]].append(number)
-                continue
-            above = self._common(holders)
-            (self._over_all if above < 0 else self._divided[above]).append(number)
+            else:
+                self._divided[self._common(holders)].append(number)
         self._by_X: Tensor | None = None
         """The gradients by the outputs of divided units."""
 
     def run(self) -> None:
         """Compute all losses, and the gradients of the parameters."""
         work = self._work
-        if self._over_all:
-            for part in work.roots:
-                work.read_below(part, keeps=True)
-            self._learn_divided([*self._over_all, *(u for some in self._divided for u in some)])
-        for part in work.roots:
-            self._visit(part, is_read=bool(self._over_all))
+        if self._divided[-1]:
+            work.read(range(len(work.parts)), keeps=True)
+            self._learn_divided(range(len(self._divided)))
+        stack = [*work.roots]
+        while stack:
+            number = stack.pop()
+            if number < 0:
+                self._backward(~number, work.held.pop(~number, None))
+                continue
+            self._prepare(number)
+            # Its last child is next: reading keeps the last path.
+            stack += [~number, *work.children[number]]
 
-    def _visit(self, number: int, *, is_read: bool) -> None:
+    def _prepare(self, number: int) -> None:
+        # Computes what the parts below a part need.
         work = self._work
-        children = work.children[number]
-        if not is_read and self._divided[number]:
-            work.read_below(number, keeps=True)
-            is_read = True
-            below = [number]
-            for part in below:
-                below += work.children[part]
-            self._learn_divided([unit for part in below for unit in self._divided[part]])
-        if children and number not in work.held:
+        if self._divided[number]:
+            below = range(number, work.ends[number])
+            work.read(below, keeps=True)
+            self._learn_divided(below)
+        if work.children[number] and number not in work.held:
             work.compute_without_gradient(number)
-        held = work.held.get(number)
-        if held is not None:
-            held.learn()
-        for child in children:
-            self._visit(child, is_read=is_read)
-        self._backward(number, held)
-        work.held.pop(number, None)
+        if number in work.held:
+            work.held[number].learn()
 
     def _backward(self, number: int, held: _Held | None) -> None:
         work, reads_X = self._work, self._work.reads[number]
@@ -467,9 +475,12 @@ class _Training:
                 gradients.append(self._by_X[reads_X.to(self._by_X.device)])
         torch.autograd.backward(roots, gradients)
 
-    def _learn_divided(self, units: list[int]) -> None:
+    def _learn_divided(self, parts: range) -> None:
+        # The parts have been read.
         work = self._work
-        units = sorted(units)
+        units = sorted(unit for part in parts for unit in self._divided[part])
+        for part in parts:
+            self._divided[part] = []
         completions = [n for unit in units for n in self._units[unit]]
         outputs = work.outputs(completions)
         columns, shape_of = columns_of(outputs)
@@ -487,19 +498,10 @@ class _Training:
 
     def _common(self, holders: Sequence[int]) -> int:
         # The last part that is above all of these, or one of them; -1: there is none.
-        parts = self._work.parts
-        paths = []
-        for number in holders:
-            path = [number]
-            while parts[path[-1]].parent >= 0:
-                path.append(parts[path[-1]].parent)
-            paths.append(path[::-1])
-        common = -1
-        for level in zip(*paths, strict=False):
-            if len(set(level)) > 1:
-                break
-            common = level[0]
-        return common
+        above = min(holders, default=-1)
+        while above >= 0 and max(holders) >= self._work.ends[above]:
+            above = self._work.parts[above].parent
+        return above
 
 
 def columns_of(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

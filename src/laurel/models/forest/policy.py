@@ -107,18 +107,20 @@ class PolicyModel(Decoder):
         return found if label_M is None else found.gathered(label_M)
 
     def readings(self, forest: TokenForest) -> Readings:
-        """Return the hidden states that predict completion tokens, each pair of them once."""
+        """Return the hidden states that predict completion tokens, each of these once.
+
+        Equal tokens that follow the same one in several nodes, such as the first of completions,
+        are several: each belongs to the part of its own completion.
+        """
         index_M, place_M = completion_tokens(forest)
-        targets_M = forest.ids_T[place_M.to(forest.ids_T.device)].long()
-        index_X, targets_X, label_M = distinct_labels(index_M, targets_M)
-        holder_X = torch.empty_like(index_X)
-        holder_X[label_M] = place_M  # of equal pairs any
+        index_X, place_X, label_M = distinct_labels(index_M, place_M)
+        targets_X = forest.ids_T[place_X.to(forest.ids_T.device)].long()
         starts = [tree.starts for tree in forest.trees]
         lengths = [
             starts[end.tree][end.node] + forest.trees[end.tree].nodes[end.node].length - end.start
             for end in forest.ends_N
         ]
-        return Readings(index_X, holder_X, targets_X, label_M, lengths)
+        return Readings(index_X, place_X, targets_X, label_M, lengths)
 
     def read(self, hidden_MD: Tensor, targets_M: Tensor) -> TokenOutputs:
         """Compute the log-probabilities of tokens from the hidden states that predict them."""
