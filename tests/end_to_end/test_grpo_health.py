@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from laurel.observe import health
+from laurel.observe import rules
 from policy_runs import MATCHES, completions_of, grpo, grpo_settings, metrics_of
 from runs import manifest_hashes
 
@@ -33,7 +33,7 @@ def low_thresholds(monkeypatch):
         "LEAST_CORRELATION": 0.01,
         "KL_LEAST": 0.0,
     }.items():
-        monkeypatch.setattr(health, name, value)
+        monkeypatch.setattr(rules, name, value)
 
 
 def entries(directory):

@@ -31,6 +31,7 @@ BRANCHES = {
     "models/forest/outputs.py": (
         "test_policy_gpu.py::test_products_of_bfloat16_are_exact_and_summed_in_float32"
     ),
+    "models/forest/parts.py": "test_policy_gpu.py::test_passes_over_a_part_draw_the_same_dropout",
     "models/forest/policy.py": (
         "test_policy_gpu.py::test_the_head_multiplies_in_the_precision_of_the_decoder"
     ),
@@ -38,9 +39,6 @@ BRANCHES = {
     "rewards/open.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/replicas.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/scorer.py": "test_branches_gpu.py::test_a_scorer_sleeps_on_the_host",
-    "extensions/server/model_servers.py": (
-        "test_branches_gpu.py::test_served_models_sleep_on_the_policys_gpu"
-    ),
     "extensions/server/replicas.py": "test_branches_gpu.py::test_replicas_of_a_server_take_turns",
     "run/micro_batches.py": "test_branches_gpu.py::test_micro_batches_ask_for_the_gpus_memory",
     "run/policy.py": "test_branches_gpu.py::test_free_memory_is_the_gpus",

@@ -1,6 +1,7 @@
 """Log-probabilities on a GPU: as on the CPU; and in bfloat16 with float32 sums."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import tiny
 from laurel.data.forest import to_forest
 from laurel.models.forest.compiled import compile_layers
 from laurel.models.forest.outputs import all_logits, token_logprobs
+from laurel.models.forest.parts import backward_in_parts
 from laurel.models.loading.policy import check_policy_paths
 
 pytestmark = [
@@ -27,6 +29,30 @@ def test_the_self_check_passes_and_the_cpu_says_the_same(name):
     model.to(DEVICE)
     assert check_policy_paths(model) < 1e-4
     torch.testing.assert_close(model.logprobs(forest).cpu(), expected_M, rtol=0, atol=1e-4)
+
+
+def test_passes_over_a_part_draw_the_same_dropout(monkeypatch):
+    model = tiny.tiny_policy("llama", attention_dropout=0.5).to(DEVICE).train()
+    forest = dataclasses.replace(to_forest(tiny.random_groups(1, SHAPES)), part_tokens=25)
+    seen, own = {}, model.hidden_of_row
+
+    def hidden_of_row(ids_T, positions_T, plan):
+        hidden_TD = own(ids_T, positions_T, plan)
+        rows = plan.read_X.to(hidden_TD.device)
+        seen.setdefault(tuple(ids_T.tolist()), []).append(hidden_TD[rows].detach())
+        return hidden_TD
+
+    def loss_of(outputs, some):
+        loss = outputs.logprobs_M.square().sum()
+        return loss, loss.detach()
+
+    monkeypatch.setattr(model, "hidden_of_row", hidden_of_row)
+    units = [[n] for n in range(forest.num_completions)]
+    backward_in_parts(model, forest, units, loss_of)
+    again = [passes for passes in seen.values() if len(passes) > 1]
+    assert again
+    for first, *others in again:
+        assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

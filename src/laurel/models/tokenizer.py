@@ -249,7 +249,7 @@ def settle_padding(tokenizer: Any, choice: str | None, *, may_end: bool = False)
     if tokenizer.pad_token == eos and not may_end:
         raise ModelError(
             f"the tokenizer pads with its end-of-sequence token {eos!r}: other programs would read "
-            "this model's score one token too early. Set "
+            "this model's score one token too early. Give "
             f"{key_of('policy.tokenizer.pad_token')}=auto to pick "
             "another, or name a token."
         )

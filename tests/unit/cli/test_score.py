@@ -317,7 +317,7 @@ def test_a_contract_settles_the_length(score, checkpoint):
 @pytest.mark.parametrize("key", ["tokenizer.pad_token", "policy.tokenizer.pad_token"])
 def test_padding_that_ends_sequences_is_mended_by_a_setting(score, tmp_path, key):
     write_foreign_model(tmp_path, pad_is_eos=True)
-    with pytest.raises(ModelError, match=r"pad_token=auto.*--set tokenizer\.pad_token=auto"):
+    with pytest.raises(ModelError, match=r"--set tokenizer\.pad_token=auto"):
         score(tmp_path, settings=(f"{key}=null",))
     found = score(tmp_path)
     assert (found.code, "pads with '<|im_end|>'" in found.err) == (0, True)

@@ -26,7 +26,8 @@ def labelled(kind: str) -> tuple[list[Any], list[Preference]]:
     groups, labels = [], []
     for group in GROUPS:
         count = len(group.branches_ids_G)
-        label = Preference(group=group_of([], ["a"] * count), ranks_G=tuple(range(count)))
+        asked = group_of([], ["a"] * count, group_id="a group")
+        label = Preference(group=asked, ranks_G=tuple(range(count)))
         if kind == "steps":
             # The first step of all completions of a group ends with their prompt, and is shared.
             first = len(group.trunk_ids) - 1

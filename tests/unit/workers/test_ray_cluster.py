@@ -67,7 +67,7 @@ def test_reservations_of_a_cluster_and_what_it_leaves():
         started = set(psutil.Process().children(recursive=True)) - children
         assert started
         assert signal.getsignal(signal.SIGTERM) is handler
-        folder = Path(cluster._folder)
+        folder = Path(cluster._folder.path)
         assert folder.exists()
         _refusals(cluster)
         _turns(cluster)
@@ -176,7 +176,7 @@ def test_workers_and_servers_end_with_a_parent_that_is_killed():
         "group.start('sleep', 0, 100)\n"
         "agents, others = agents_and_others()\n"
         "assert set(pids) <= set(others)\n"
-        "print(cluster._folder, *agents, *others, flush=True)\n"
+        "print(cluster._folder.path, *agents, *others, flush=True)\n"
         "time.sleep(100)\n"
     )
     memory = shared_memory()
