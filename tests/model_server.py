@@ -44,8 +44,9 @@ class Handler(JSONHandler):
             time.sleep(0.5)
             os._exit(0)
         time.sleep(asked.get("seconds", 0))
-        status = asked.get("status", 200)
-        self.answer(status, {"path": self.path, "server": PORT, "text": asked.get("content", "")})
+        said = {"path": self.path, "server": PORT, "text": asked.get("content", "")}
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.answer(asked.get("status", 200), said | {"gpus": gpus})
 
 
 if (FOLDER / "refuses").exists():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from laurel.run.request import judge_notes, request_of
 from laurel.types import Completion, Group, Message
 from laurel.workers.rendezvous import RankPlace
 from reward_servers import wait_until
+from tiny_tokenizers import chatml
 
 PROGRAM = Path(__file__).parents[2] / "model_server.py"
 GROUP = Group(
@@ -44,12 +46,12 @@ ASKS = """
 import httpx2
 
 async def compute_score(data_source, solution_str, ground_truth, extra_info,
-                        reward_router_address):
+                        reward_router_address, reward_model_tokenizer):
     async with httpx2.AsyncClient(timeout=60) as client:
         url = f"http://{reward_router_address}/v1/chat/completions"
         reply = await client.post(url, json={"content": solution_str})
     reply.raise_for_status()
-    return len(reply.json()["text"])
+    return len(reply.json()["text"]) + 100 * len(reward_model_tokenizer)
 """
 
 
@@ -105,6 +107,13 @@ def test_requests_go_to_the_server_with_the_fewest(started):
     found = [reply.json()["server"] for reply in replies]
     assert sorted(map(found.count, set(found))) == [2, 2]
     assert {reply.json()["path"] for reply in replies} == {"/classify"}
+    # In turns is not enough: one of them is busy, and the other gets all that comes.
+    with ThreadPoolExecutor(1) as beside:
+        slow = beside.submit(ask, servers, content="x", seconds=1.5)
+        wait_until(lambda: any(one.num_waiting for one in servers._router._servers.values()))
+        others = {ask(servers, content="x").json()["server"] for _ in range(4)}
+        assert len(others) == 1
+        assert slow.result().json()["server"] not in others
     # What a server says of a request is passed on.
     assert ask(servers, content="x", status=422).status_code == 422
     assert ask(servers, content="x", status=500).status_code == 500
@@ -266,6 +275,29 @@ def test_a_signal_that_the_run_gets_as_well_loses_no_server(started, sent):
     assert not folder.path.exists()
 
 
+def test_without_a_cluster_they_go_round_the_gpus_of_the_machine(started, monkeypatch):
+    def gpus_of(servers):
+        addresses = [one.value.address for one in servers._supervisor.replicas]
+        replies = [
+            httpx2.post(f"http://{one}/classify", json={"content": "x"}) for one in addresses
+        ]
+        return [reply.json()["gpus"] for reply in replies]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_of(started(replicas=3, on_gpu=True)) == ["0", "1", "0"]
+    assert gpus_of(started()) == [None]
+    # Those that the run may use, by the names that it was given.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,GPU-3a")
+    servers = started(replicas=2, on_gpu=True, tensor_parallel_size=2)
+    assert gpus_of(servers) == ["7,5"] * 2
+    servers = started(replicas=3, on_gpu=True)
+    lost = process_of(servers, 1)
+    os.kill(child_of(lost.pid), signal.SIGKILL)
+    wait_until(lambda: process_of(servers, 1) is not lost)
+    assert gpus_of(servers) == ["7", "5", "GPU-3a"]
+
+
 def test_elsewhere_a_server_listens_where_the_run_reaches_it(serves):
     place, section = RankPlace(role="server", host="127.0.0.2"), ModelServerConfig(model_name="m")
     for near, host in (("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")):
@@ -320,14 +352,16 @@ def test_they_end_with_the_run_that_was_killed(tmp_path):
 
 @pytest.mark.slow_parameters("1")
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_function_gets_the_address(tmp_path, serves, num_workers):
+def test_a_function_gets_the_address_and_the_tokenizer(tmp_path, serves, num_workers):
+    tokenizer = chatml()
+    tokenizer.save_pretrained(tmp_path / "m")
     (tmp_path / "asks.py").write_text(ASKS, encoding="utf-8")
     services = ScorerServices(
         where="env.reward_model.function",
         device="cpu",
         num_workers=num_workers,
         say=lambda line: None,
-        server=ModelServerConfig(model_name="m", start_timeout=30),
+        server=ModelServerConfig(model_name=str(tmp_path / "m"), start_timeout=30),
     )
     scorer = FunctionSource().make(
         FunctionConfig(path=f"{tmp_path}/asks.py:compute_score"), services
@@ -337,7 +371,7 @@ def test_a_function_gets_the_address(tmp_path, serves, num_workers):
     finally:
         scorer.close()
     # One of them killed its server: it waited until there was another.
-    assert [one.value for one in scores] == [1.0, 6.0, 4.0]
+    assert [one.value - 100 * len(tokenizer) for one in scores] == [1.0, 6.0, 4.0]
 
 
 SERVED = "env.reward_model={enabled: true, function: {path: a:b}, server: {model_name: m, %s}}"

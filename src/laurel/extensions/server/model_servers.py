@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import torch
 
 from laurel import plugins
 from laurel.config.environments import ModelServerConfig
@@ -38,7 +39,8 @@ class ServerProcess:
     """The process of one server, on the machine where its worker is; its output is in a file.
 
     It listens where the run reaches it: at the loopback address on the run's own machine, and
-    elsewhere at the address that the machine has in the cluster.
+    elsewhere at the address that the machine has in the cluster. Servers of one machine, told
+    apart by the rank of their place, go round the GPUs that this process sees.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class ServerProcess:
         device: str,
         near: str = LOOPBACK,
     ) -> None:
-        """Start it on the devices that this process sees; `near` is the run's own machine."""
+        """Start it on its part of the devices here; `near` is the run's own machine."""
         host = LOOPBACK if place.host == near else place.host
         with socket.socket() as free:
             free.bind((host, 0))
@@ -59,6 +61,9 @@ class ServerProcess:
         on_gpu = choose_device(device).type != "cpu"
         rests = on_gpu and not section.resources.are_own
         command, added = engine.serve_command(section, host, port, on_gpu=on_gpu, rests=rests)
+        if on_gpu:
+            gpus = _gpus_of(place.rank, section.tensor_parallel_size)
+            added = {**added, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         self._facts = f"{host}:{port}", rests
         self._folder = ScratchFolder("servers")
         self._log = self._folder.path / "server.log"
@@ -95,6 +100,14 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
         self._folder.remove()
+
+
+def _gpus_of(number: int, each: int) -> list[str]:
+    """Return the GPUs of a server, `each` of those that this process sees, by its number."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    first = number % max(1, len(seen) // each) * each
+    return seen[first : first + each]
 
 
 class _Server:
@@ -223,7 +236,9 @@ class ModelServers:
         device, make = str(self._services.device), self._services.make_server
         process: Any
         if make is None:
-            process = ServerProcess(RankPlace(role="server"), self.section, device=device)
+            process = ServerProcess(
+                RankPlace(role="server", rank=index), self.section, device=device
+            )
         else:
             process = make(index)(ServerProcess, self.section, device=device)
         try:
