@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
+from laurel import plugins
 from laurel.config.yaml_tree import MAY_CHANGE, NO_ITEMS_IS_NONE, Section, foreign
 
 
@@ -92,6 +93,21 @@ class SetsConfig(Section):
     """`error` stops the run with file and line of a malformed row, or of one that the chat template
     refuses; `skip` leaves it out and counts it."""
 
+    def without_effect(self) -> dict[str, str]:
+        """Return the shares of validation sets, of which nothing is held out."""
+        share, sets = "split_validation_size", getattr(self, "validation", None)
+        named = {"validation": sets}
+        if isinstance(sets, dict):
+            named = {f"validation.{name}": one for name, one in sets.items()}
+        elif isinstance(sets, list):
+            named = {f"validation[{index}]": one for index, one in enumerate(sets)}
+        why = "it is the part of a training set that is held out for validation"
+        return {
+            f"{at}.{share}": why
+            for at, one in named.items()
+            if isinstance(one, SetConfig) and one.get(share) and not is_endless(filled(self, one))
+        }
+
 
 class TextDataConfig(SetsConfig):
     """The rows of questions, answers and conversations."""
@@ -160,6 +176,18 @@ def _shared(data: SetsConfig, kind: type[SetConfig]) -> set[str]:
     # The two left out limit all rows of the section together.
     of_all = {"max_samples", "split_validation_size"}
     return (kind.model_fields.keys() & type(data).model_fields.keys()) - of_all
+
+
+def row_maker(config: SetConfig) -> plugins.Rows | None:
+    """Return the plug-in that makes the rows of a set; None if they are read from a file."""
+    name = config.dataset_name or ""
+    return plugins.find(plugins.Rows, name) if name in plugins.names("rows") else None
+
+
+def is_endless(config: SetConfig) -> bool:
+    """Report whether a set has rows without end, divided between training and validation."""
+    made = row_maker(config)
+    return made is not None and made.endless
 
 
 def _listed(value: Any) -> list[Any]:

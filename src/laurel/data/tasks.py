@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from laurel import plugins
-from laurel.config.data import TaskDataConfig, TaskSetConfig
+from laurel.config.data import TaskDataConfig, TaskSetConfig, is_endless, row_maker
 from laurel.config.yaml_tree import nearest
 from laurel.data.columns import (
     READ_OTHERWISE,
@@ -515,18 +515,6 @@ def load_task_data(
         )
     reports["validation"] = report.move_out(kept=kept, held_out=validation, name="validation")
     return TaskData(train=kept, validation=validation, reports=reports)
-
-
-def row_maker(config: TaskSetConfig) -> plugins.Rows | None:
-    """Return the plug-in that makes the rows of a set; None if they are read from a file."""
-    name = config.dataset_name or ""
-    return plugins.find(plugins.Rows, name) if name in plugins.names("rows") else None
-
-
-def is_endless(config: TaskSetConfig) -> bool:
-    """Report whether a set has rows without end, divided between training and validation."""
-    made = row_maker(config)
-    return made is not None and made.endless
 
 
 def sets_of_run(

@@ -118,6 +118,27 @@ def test_a_bound_of_rewards_may_be_none() -> None:
         load_config(GRPORun, None, [f"{clip}=[.nan,5]"])
 
 
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_share_of_a_validation_set_is_said_to_hold_nothing_out(kind: Kind) -> None:
+    def told(blocks: str) -> list[str]:
+        loaded = load_config(SCHEMAS[kind], None, [f"data.validation={blocks}"])
+        return [line for line in loaded.warnings if "no effect" in line]
+
+    one = "{data_path: a, split_validation_size: 0.1}"
+    blocks, at = (one, "") if kind == "sft" else (f"{{A: {one}, B: {{data_path: b}}}}", ".A")
+    (line,) = told(blocks)
+    assert f"others: data.validation{at}.split_validation_size (it is the part of a" in line
+    assert not told(blocks.replace("0.1", "0"))
+    if kind != "rm":
+        (line,) = told(f"[{{data_path: b}}, {one}]")
+        assert "data.validation[1].split_validation_size (" in line
+    if kind == "grpo":  # it divides the rows that have no end
+        made = "{dataset_name: reasoning_gym, max_samples: 30, split_validation_size: 0.1}"
+        assert not told(made)
+    if kind == "rm":
+        assert not told("{A: {benchmark: reward-bench}, B: {data_path: b}}")
+
+
 def test_a_teacher_alone_needs_no_other_completion_to_compare_with():
     lone = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=1"]
     taught = "loss_fn.distillation={model_name: teacher, rewards: %s}"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
-from laurel.config.data import TaskSetConfig, flat_set
+from laurel.config.data import TaskSetConfig, flat_set, is_endless
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.data.tasks import TaskData, is_endless, load_tasks, sets_of_run
+from laurel.data.tasks import TaskData, load_tasks, sets_of_run
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.extensions.evaluation.options import EvalPolicyOptions
