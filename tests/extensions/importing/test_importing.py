@@ -504,12 +504,24 @@ def test_a_function_beside_a_reward_model_asks_a_server_of_the_run(tmp_path: Pat
     call = "reward.custom_reward_function.path=r.py "
     colocated = imported_line(tmp_path, "verl", MORE["verl"] + model + call)
     found = at(colocated.config, "env.reward_model.server")
-    assert (found.model_name, found.replicas, found.tensor_parallel_size) == ("my/genrm", 1, 2)
+    assert (found.model_name, found.replicas, found.tensor_parallel_size) == ("my/genrm", 4, 2)
     assert found.resources.gpus_per_node is None
+    assert found.arguments == ["--gpu-memory-utilization=0.5"], "verl's default, and not vLLM's"
     more = "reward.reward_model.rollout.dtype=float16 reward.reward_model.trust_remote_code=True"
     told = imported_line(tmp_path, "verl", MORE["verl"] + model + call + more)
     arguments = at(told.config, "env.reward_model.server.arguments")
-    assert arguments == ["--dtype=float16", "--trust-remote-code"]
+    assert arguments[1:] == ["--dtype=float16", "--trust-remote-code"]
+    spread = "trainer.nnodes=3 trainer.n_gpus_per_node=4 "
+    spread += "reward.reward_model.rollout.gpu_memory_utilization=0.3 "
+    spread += "reward.reward_model.rollout.name={}"
+    shared = imported_line(tmp_path, "verl", MORE["verl"] + model + call + spread.format("sglang"))
+    assert at(shared.config, "env.reward_model.server.replicas") == 6
+    assert fates(shared)["reward.reward_model.rollout.name"] == "not carried"
+    assert fates(shared)["reward.reward_model.rollout.gpu_memory_utilization"] == "carried"
+    arguments = at(shared.config, "env.reward_model.server.arguments")
+    assert arguments == ["--gpu-memory-utilization=0.3"]
+    shared = imported_line(tmp_path, "verl", MORE["verl"] + model + call + spread.format("vllm"))
+    assert not shared.with_status("not carried")
     pool = "reward.reward_model.enable_resource_pool=True reward.reward_model.n_gpus_per_node=8 "
     apart = imported_line(tmp_path, "verl", MORE["verl"] + model + call + pool)
     to = "env.reward_model.server"

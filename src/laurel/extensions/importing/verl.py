@@ -548,7 +548,18 @@ class VerlPPO(VerlTrainer):
             how = f"{nodes} x {gpus} GPUs, {each} for each replica"
             self.put(to + "replicas", nodes * of_node, *by, how=how)
             self.put(to + "resources.gpus_per_node", of_node * each, *by)
-        options = {"RM.rollout.max_model_len": "max-model-len", "RM.rollout.dtype": "dtype"}
+        else:  # they are beside the policy, on all of its GPUs
+            by = ["trainer.nnodes", "trainer.n_gpus_per_node"]
+            gpus = self.whole(by[0]) * self.count(by[1])
+            how = f"{gpus} GPUs of the policy, {each} for each replica"
+            self.put(to + "replicas", max(1, gpus // each), *by, how=how)
+        if self["RM.rollout.name"] not in (None, "vllm"):
+            self.refuse("RM.rollout.name")
+        options = {
+            "RM.rollout.gpu_memory_utilization": "gpu-memory-utilization",
+            "RM.rollout.max_model_len": "max-model-len",
+            "RM.rollout.dtype": "dtype",
+        }
         said = {key: name for key, name in options.items() if self[key] is not None}
         arguments = [f"--{name}={self[key]}" for key, name in said.items()]
         if self.flag("RM.trust_remote_code"):
