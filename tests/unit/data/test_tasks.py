@@ -374,6 +374,30 @@ def test_the_whole_section(write_rows):
     assert all(asked(task).endswith("?") for task in mixed.validation)
 
 
+def test_each_set_has_a_processor_and_an_environment_of_its_own(write_rows, own):
+    choices = [{"question": "Which?", "options": ["one", "two"], "answer": "B"}]
+    numbers = [{"n": 4}]
+    blocks = [
+        {"data_path": str(write_rows(choices)), "processor": "multichoice_qa_processor"},
+        {
+            "data_path": str(write_rows(numbers, "b.jsonl")),
+            "processor": f"{own}:process",
+            "env_name": "reward_model",
+        },
+        {"dataset_name": f"{own}.Sums", "processor": "math_hf_data_processor", "max_samples": 1},
+    ]
+    loaded = load_task_data(
+        TaskDataConfig.model_validate({"train": blocks, "split_validation_size": 0}),
+        default_environment="math",
+        environments=ENVIRONMENTS,
+    )
+    assert [(task.environment, asked(task), known(task)) for task in loaded.train] == [
+        ("math", "Which?\nA) one\nB) two", "B"),
+        ("reward_model", "4", "8"),
+        ("math", "0+1?", "1"),
+    ]
+
+
 def test_the_set_that_deepscaler_is_validated_on():
     found = own_validation_tasks(TaskSetConfig(dataset_name="DeepScaler", prompt_file="p.txt"))
     assert found is not None
