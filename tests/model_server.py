@@ -44,9 +44,10 @@ class Handler(JSONHandler):
             time.sleep(0.5)
             os._exit(0)
         time.sleep(asked.get("seconds", 0))
-        said = {"path": self.path, "server": PORT, "text": asked.get("content", "")}
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.answer(asked.get("status", 200), said | {"gpus": gpus})
+        status, text = asked.get("status", 200), asked.get("content", "")
+        if text == "gpus":
+            text = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.answer(status, {"path": self.path, "server": PORT, "text": text})
 
 
 if (FOLDER / "refuses").exists():

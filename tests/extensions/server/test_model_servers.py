@@ -279,9 +279,9 @@ def test_without_a_cluster_they_go_round_the_gpus_of_the_machine(started, monkey
     def gpus_of(servers):
         addresses = [one.value.address for one in servers._supervisor.replicas]
         replies = [
-            httpx2.post(f"http://{one}/classify", json={"content": "x"}) for one in addresses
+            httpx2.post(f"http://{one}/classify", json={"content": "gpus"}) for one in addresses
         ]
-        return [reply.json()["gpus"] for reply in replies]
+        return [reply.json()["text"] for reply in replies]
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

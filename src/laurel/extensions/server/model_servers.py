@@ -39,8 +39,8 @@ class ServerProcess:
     """The process of one server, on the machine where its worker is; its output is in a file.
 
     It listens where the run reaches it: at the loopback address on the run's own machine, and
-    elsewhere at the address that the machine has in the cluster. Of the GPUs that this process sees it
-    gets those whose turn it is by the rank of its place.
+    elsewhere at the address that the machine has in the cluster. Of the GPUs that this
+    process sees it gets those whose turn it is by the rank of its place.
     """
 
     def __init__(
