@@ -146,16 +146,15 @@ def rate_note(rate: float, why: str) -> str:
 def _rate_chosen(config: RewardTrainingRun) -> tuple[float, str]:
     from laurel.models.loading.pretrained import count_parameters
 
-    policy = config.policy
+    policy, limit = config.policy, f"{SMALL_MODEL / 1e6:.0f} million"
     if policy.scratch is not None or policy.model_name is None:
-        return RATE, "the default of larger models; a new one bears 1e-3"
+        return RATE, f"as for pretrained models of {limit} or more; a new one bears 1e-3"
     try:
         number = count_parameters(model_spec(policy))
     except ModelError:  # loading says it
         number = 0
     if not number:
         return RATE, "as for larger models: the size of this one is not known before it is loaded"
-    limit = f"{SMALL_MODEL / 1e6:.0f} million"
     if is_small(number):
         return RATE_OF_SMALL, f"as the model has {format_parameters(number)}, fewer than {limit}"
     return RATE, f"as the model has {format_parameters(number)}, {limit} or more"

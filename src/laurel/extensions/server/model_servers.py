@@ -18,7 +18,7 @@ import httpx2
 
 from laurel import plugins
 from laurel.config.environments import ModelServerConfig
-from laurel.errors import ConfigError, EngineError, WorkerError
+from laurel.errors import ConfigError, EngineError, WorkerError, counted
 from laurel.extensions.server.model_router import RequestRouter
 from laurel.plugins import Engine, EngineThatServes, ScorerServices
 from laurel.sandbox.scratch import ScratchFolder
@@ -155,7 +155,7 @@ class _Server:
         except httpx2.HTTPError as error:
             if self.loss() is None:
                 raise EngineError(
-                    f"the server at {self.address} did not take {path}: {error}"
+                    f"the server at {self.address} refused POST {path}, or did not answer: {error}"
                 ) from error
 
     def end(self) -> None:
@@ -211,7 +211,7 @@ class ModelServers:
             watch = threading.Thread(target=self._watch, args=(replica,), daemon=True)
             watch.start()
             self._watchers.append(watch)
-        by = f"{len(replicas)} of {section.backend}"
+        by = f"{counted(len(replicas), 'server')} ({section.backend})"
         services.say(f"{section.model_name} is served at {self.address} by {by}")
 
     @property
