@@ -30,7 +30,8 @@ LAUNCH = Path(__file__).with_name("launch.py")
 _LOOK, _PROBE, _ASKED = 0.25, 10.0, 60.0
 """Seconds between two looks at a process, of a request for its health, and of a call of a node."""
 _HEALTH_SECONDS, _DEAF = 5.0, 6
-"""Seconds between two requests for health, and how many without an answer: it hangs."""
+"""Seconds between two requests for health, and how many in a row without an answer mean that a
+server hangs."""
 _TAIL = 3000
 
 
