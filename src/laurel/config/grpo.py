@@ -670,7 +670,7 @@ class GRPOConfig(Section):
     """Seeds the order of the tasks and every completion."""
     tree: TreeConfig | None = None
     """Sample completions that branch (docs/grpo.md). Null: each is sampled from the prompt on.
-    Default: it pays where completions are long, or their beginnings cost calls of tools."""
+    Default: where it was measured it saved no tokens."""
 
     @model_validator(mode="after")
     def _clips_in_order(self) -> GRPOConfig:

@@ -19,7 +19,8 @@ from laurel.grpo.judging import RolloutInProgress, TokenEnds
 from laurel.types import Branch, Rollout
 
 CHOICE = 0xFFFF_FFFF
-"""Stands in the seed of a choice of places where that of a turn has the completion's index."""
+"""A number of the seed with which places are chosen, so that it is none of the seeds with which
+turns are sampled: these have the completion's index there."""
 
 
 class _Place(NamedTuple):

@@ -217,7 +217,7 @@ class History:
     def gold_window(self) -> int:
         """The largest number of latest values of the gold metric that are compared with the peak.
 
-        That are `window` steps, or at most `VALIDATIONS` validations.
+        These are `window` steps, or at most `VALIDATIONS` validations.
         """
         window = self.config.window
         return min(window, VALIDATIONS) if is_of_validation(self.gold_name or "") else window

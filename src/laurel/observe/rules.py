@@ -18,7 +18,7 @@ from importlib.resources import files
 from itertools import pairwise
 from statistics import fmean, median
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
@@ -1095,6 +1095,11 @@ class Rule:
     compares_ends: bool = False
     """Whether the report checks the last tenth of the steps by the rule of the alarm, too."""
 
+    @property
+    def is_in_report(self) -> bool:
+        """Whether the report applies the rule; else it only lists the alarms that it raised."""
+        return self.report is not None or self.compares_ends
+
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
@@ -1141,7 +1146,7 @@ def findings(record: RunRecord) -> list[RunFinding]:
     health = inside(record.settings, "grpo", "health")
     reported = {alarm.name for alarm in alarms_of(record.health) if alarm.until is None}
     reported |= set(health.get("ignore") or ())
-    ends = _Ends.of(record, health.get("format_metric"))
+    ends = _Ends.of(record, health)
     found: list[RunFinding] = []
     for name, rule in RULES.items():
         if rule.report is not None:
@@ -1159,15 +1164,19 @@ class _Ends(History):
     """A whole run: its first tenth is the baseline, its last tenth the latest window."""
 
     @classmethod
-    def of(cls, record: RunRecord, format_metric: str | None) -> _Ends | None:
-        """Return the history of a run; None where it is too short, or learns from no reward."""
+    def of(cls, record: RunRecord, health: Mapping[str, Any]) -> _Ends | None:
+        """Return the history of a run; None where it is too short, or learns from no reward.
+
+        Args:
+            record: The run.
+            health: Its settings of alarms (`grpo.health`).
+        """
         steps = [figures for figures in record.metrics if not READ.isdisjoint(figures)]
         if len(steps) < MIN_STEPS:
             return None
         tenth = len(steps) // 10
-        ends = cls(
-            HealthConfig(window=tenth, baseline_steps=max(3, tenth), format_metric=format_metric)
-        )
+        kept = {key: health[key] for key in ("format_metric", "num_spreads") if key in health}
+        ends = cls(HealthConfig(window=tenth, baseline_steps=max(3, tenth), **kept))
         for figures in steps:
             ends.add(figures)
         return ends

@@ -838,7 +838,9 @@ class BatchingScorer:
                 is_scored = self._known.is_scored_by(self._backend)
                 if is_scored is False:
                     self._is_broken = True
-                    raise EngineError(f"the model fails at everything: {error}") from error
+                    raise EngineError(
+                        f"the model fails, also on a conversation that it scored before: {error}"
+                    ) from error
                 if is_scored:
                     self._failures_in_a_row = 0
             return error

@@ -346,7 +346,7 @@ def score_tokens(
 ) -> np.ndarray:
     """Score tokenised groups, without gradients, in token-budget batches.
 
-    A larger group is computed in parts of this size.
+    A larger group is computed in parts of this size, or in one pass over several ranks.
 
     Returns:
         float32 `[N, K]`, in the order of the groups whatever the batches were.

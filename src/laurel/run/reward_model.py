@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.data import DatasetConfig
 from laurel.config.reward_model import RewardTrainingRun
@@ -101,41 +101,60 @@ def resolve_rate(context: RunContext[RewardTrainingRun]) -> RunContext[RewardTra
 
     A run that is resumed keeps the rate that its checkpoint has.
     """
-    optimizer = context.config.policy.optimizer
-    if optimizer.kwargs.get("lr") != "auto":
+    config, resumed = context.config, context.resume_from
+    if not is_rate_auto(config):
         return context
-    rate, why = _rate_kept(context), "as the run began"
-    if rate is None:
-        rate, why = _rate_chosen(context.config)
-    context.console.print(
-        f"note    policy.optimizer.kwargs.lr=auto: {rate:g}, {why}", soft_wrap=True
-    )
-    optimizer = optimizer.model_copy(update={"kwargs": {**optimizer.kwargs, "lr": rate}})
-    policy = context.config.policy.model_copy(update={"optimizer": optimizer})
-    return replace(context, config=context.config.model_copy(update={"policy": policy}))
+    kept = None
+    if resumed is not None:
+        kept = rate_kept(plain_values(settings_of(resumed, RewardTrainingRun)))
+    rate, why = _rate_chosen(config) if kept is None else (kept, "as the run began")
+    context.console.print(rate_note(rate, why), soft_wrap=True)
+    return replace(context, config=with_rate(config, rate))
 
 
-def _rate_kept(context: RunContext[RewardTrainingRun]) -> float | None:
-    if context.resume_from is None:
-        return None
-    before = plain_values(settings_of(context.resume_from, RewardTrainingRun))
+def is_rate_auto(config: RewardTrainingRun) -> bool:
+    """Report whether the learning rate is `auto`."""
+    return config.policy.optimizer.kwargs.get("lr") == "auto"
+
+
+def rate_kept(before: Mapping[str, Any]) -> float | None:
+    """Return the rate that goes on in the place of `auto`, from the plain values saved before.
+
+    None if they have `auto`, too.
+    """
     kept = before.get("policy", {}).get("optimizer", {}).get("kwargs", {}).get("lr")
+    if kept == "auto":
+        return None
     return RATE if kept is None else float(kept)  # the only default of older versions
+
+
+def with_rate(config: RewardTrainingRun, rate: float) -> RewardTrainingRun:
+    """Return the configuration with this learning rate in the place of `auto`."""
+    if not is_rate_auto(config):
+        return config
+    optimizer = config.policy.optimizer
+    optimizer = optimizer.model_copy(update={"kwargs": {**optimizer.kwargs, "lr": rate}})
+    policy = config.policy.model_copy(update={"optimizer": optimizer})
+    return config.model_copy(update={"policy": policy})
+
+
+def rate_note(rate: float, why: str) -> str:
+    """Return the line that says which number `auto` became."""
+    return f"note    policy.optimizer.kwargs.lr=auto: {rate:g}, {why}"
 
 
 def _rate_chosen(config: RewardTrainingRun) -> tuple[float, str]:
     from laurel.models.loading.pretrained import count_parameters
 
-    policy = config.policy
+    policy, limit = config.policy, f"{SMALL_MODEL / 1e6:.0f} million"
     if policy.scratch is not None or policy.model_name is None:
-        return RATE, "the default of larger models; a new one bears 1e-3"
+        return RATE, f"as for pretrained models of {limit} or more; a new one bears 1e-3"
     try:
         number = count_parameters(model_spec(policy))
     except ModelError:  # loading says it
         number = 0
     if not number:
         return RATE, "as for larger models: the size of this one is not known before it is loaded"
-    limit = f"{SMALL_MODEL / 1e6:.0f} million"
     if is_small(number):
         return RATE_OF_SMALL, f"as the model has {format_parameters(number)}, fewer than {limit}"
     return RATE, f"as the model has {format_parameters(number)}, {limit} or more"

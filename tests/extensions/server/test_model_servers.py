@@ -171,7 +171,7 @@ def test_a_path_that_is_none_goes_nowhere(path):
     finally:
         router.close()
     assert reply.status_code == 400
-    assert b"no request that can be passed on" in reply.body
+    assert b"the request cannot be passed on" in reply.body
 
 
 def test_an_answer_that_nobody_awaits_is_given_up(started):

@@ -7,6 +7,7 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -28,6 +29,7 @@ from laurel.extensions.sweep.options import SweepOptions
 from laurel.extensions.sweep.run import ranked_trials, table_of
 from laurel.extensions.sweep.sweep import InterruptedSweep, Sweep, TrialOutcome, parse_words
 from laurel.observe.console import new_table, print_table
+from laurel.run.reward_model import load_data
 from runs import TINY, pairs, write_rows
 
 LR, SMOOTHING = "policy.optimizer.kwargs.lr", "rm.loss.label_smoothing"
@@ -361,6 +363,46 @@ def test_a_sweep_of_a_version_with_other_keys_goes_on(rows):
     opened_with("other")
     with pytest.raises(ConfigError, match=r"another sweep \(.*data\.validation\.other"):
         opened_with("another")
+
+
+def test_a_sweep_that_began_before_the_rate_was_auto_keeps_its_rate(rows):
+    """Trials with another rate could not be compared with those that have ended."""
+    searched = f"{SMOOTHING}=[0,0.1]"
+
+    def opened(sweep):
+        with ExitStack() as stack:
+            sweep.open(stack)
+        return sweep
+
+    sweep = opened(swept(rows, searched=searched))
+    assert sweep.rate_kept is None
+    file = rows.parent / "out" / "sweep.json"
+    began = json.loads(file.read_text())
+    assert began["configuration"]["policy"]["optimizer"]["kwargs"]["lr"] == "auto"
+    began["configuration"]["policy"]["optimizer"]["kwargs"]["lr"] = 2e-6
+    other = rows.parent / "other"
+    other.mkdir()
+    (other / "sweep.json").write_text(json.dumps(began))
+    sweep = opened(swept(rows, searched=searched, output=other))
+    assert sweep.rate_kept == 2e-6
+    params = {SMOOTHING: "0.1"}
+    (trial,) = sweep.runs_of(SimpleNamespace(number=1), params)
+    assert trial.config.policy.optimizer.kwargs["lr"] == 2e-6
+    best = TrialOutcome(number=1, params=params, state="complete", values=(0.5,))
+    assert yaml.safe_load(sweep.winner_yaml(best))["policy"]["optimizer"]["kwargs"]["lr"] == 2e-6
+    with pytest.raises(ConfigError, match=r"lr: 2e-06 then, 0\.001 now"):
+        opened(swept(rows, f"{LR}=1e-3", searched=searched, output=other))
+
+
+@pytest.mark.parametrize("own", ["0", "0.5"])
+def test_folds_take_the_place_of_the_shares_that_sets_hold_out(rows, own):
+    block = f"{{data_path: {rows}, split_validation_size: {own}}}"
+    forms = ["~data.train_data_path", f"data.train={block}"]
+    sweep = swept(rows, *forms, num_folds=2)
+    assert sweep.selection.key == "validation-default_loss"
+    for one in a_run(sweep), sweep.runs_of(SimpleNamespace(number=0), {LR: "0.01"})[1]:
+        data = load_data(one.config, fold=one.fold)
+        assert len(data.validation["default"]) == len(data.train) == 10
 
 
 def test_a_report_of_a_sweep_is_refused_where_there_is_no_page_or_more_than_one_is_named(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from laurel.observe.report.findings import accuracy_words
-from laurel.observe.rules import findings
+from laurel.observe.rules import RULES, findings
 from laurel.observe.run_record import alarms_of
 from report_runs import record
 
@@ -113,6 +113,19 @@ LONGER = {"train/mean_gen_tokens_per_sample": [100.0 + 3 * i for i in range(100)
 def test_each_rule_with_its_numbers(curves, kind, expected):
     found = said(curves, kind=kind)
     assert sum(expected in text for text in found) == 1, found
+
+
+def test_the_ends_of_a_run_differ_by_as_many_spreads_as_its_alarms_ask_for():
+    """The first ten lengths have a median of 113.5 and a spread of 11.1."""
+    for num_spreads, is_said in ((24.0, True), (25.0, False)):
+        settings = {"grpo": {"health": {"num_spreads": num_spreads}}}
+        found = said(LONGER, settings=settings)
+        assert any("Completions had 113.5 tokens" in one for one in found) == is_said, found
+
+
+def test_rules_of_alarms_that_the_report_does_not_apply_are_none_of_its_rules():
+    others = {name for name, rule in RULES.items() if not rule.is_in_report}
+    assert others == {"collapse", "kl_jump", "ensemble"}
 
 
 @pytest.mark.parametrize(

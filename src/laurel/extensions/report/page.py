@@ -225,7 +225,7 @@ def page_of(
             facts=list(facts) or _facts_of(records, compared),
             sentences=[_sentence(record, compared.name_of(record)) for record in records],
             findings=_findings(records, compared),
-            num_rules=len(RULES),
+            num_rules=sum(rule.is_in_report for rule in RULES.values()),
             compared=compared,
             compared_leads=compared_charts[: _num_leads(compared.charts)],
             compared_charts=compared_charts[_num_leads(compared.charts) :],

@@ -141,7 +141,7 @@ class RequestRouter:
 
     async def _answered(self, asked: _Asked) -> Response:
         if not asked.path.startswith("/"):  # behind the address it would name another server
-            return _refused("no request that can be passed on: its path begins with no /", 400)
+            return _refused("the request cannot be passed on: its path does not begin with /", 400)
         tried: list[_Server] = []
         losses = 0
         try:
@@ -154,7 +154,10 @@ class RequestRouter:
                     except _LostError as error:
                         losses += error.had_it
                         if losses == _MOST_LOSSES:
-                            return _refused(f"{losses} servers were lost with it: {error}", 502)
+                            return _refused(
+                                f"{losses} servers were lost while they had this request: {error}",
+                                502,
+                            )
                     tried.append(server)
                     clock.reschedule(asyncio.get_running_loop().time() + self._patience)
         except TimeoutError:
@@ -163,7 +166,7 @@ class RequestRouter:
             return _refused(str(error))
         # It breaks the rules, and no server gets it.
         except (httpx2.InvalidURL, httpx2.LocalProtocolError) as error:
-            return _refused(f"no request that can be passed on: {error}", 400)
+            return _refused(f"the request cannot be passed on: {error}", 400)
 
     async def _free(self, tried: list[_Server]) -> _Server:
         """Return the server with the fewest requests, not one that has just been lost."""

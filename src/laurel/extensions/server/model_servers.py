@@ -19,7 +19,7 @@ import torch
 
 from laurel import plugins
 from laurel.config.environments import ModelServerConfig
-from laurel.errors import ConfigError, EngineError, WorkerError
+from laurel.errors import ConfigError, EngineError, WorkerError, counted
 from laurel.extensions.server.model_router import RequestRouter
 from laurel.plugins import Engine, EngineThatServes, ScorerServices
 from laurel.sandbox.scratch import ScratchFolder
@@ -31,7 +31,8 @@ LAUNCH = Path(__file__).with_name("launch.py")
 _LOOK, _PROBE, _ASKED = 0.25, 10.0, 60.0
 """Seconds between two looks at a process, of a request for its health, and of a call of a node."""
 _HEALTH_SECONDS, _DEAF = 5.0, 6
-"""Seconds between two requests for health, and how many without an answer: it hangs."""
+"""Seconds between two requests for health, and how many in a row without an answer mean that a
+server hangs."""
 _TAIL = 3000
 
 
@@ -168,7 +169,7 @@ class _Server:
         except httpx2.HTTPError as error:
             if self.loss() is None:
                 raise EngineError(
-                    f"the server at {self.address} did not take {path}: {error}"
+                    f"the server at {self.address} refused POST {path}, or did not answer: {error}"
                 ) from error
 
     def end(self) -> None:
@@ -224,7 +225,7 @@ class ModelServers:
             watch = threading.Thread(target=self._watch, args=(replica,), daemon=True)
             watch.start()
             self._watchers.append(watch)
-        by = f"{len(replicas)} of {section.backend}"
+        by = f"{counted(len(replicas), 'server')} ({section.backend})"
         services.say(f"{section.model_name} is served at {self.address} by {by}")
 
     @property

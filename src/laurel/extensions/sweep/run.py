@@ -28,6 +28,7 @@ from laurel.observe.console import (
 from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import ProgressWords, TrainingProgress
+from laurel.run.reward_model import rate_note
 
 PAGE = "report.html"
 SHOWN_TRIALS = 20
@@ -58,6 +59,8 @@ def run_sweep(options: SweepOptions) -> None:
             f"{sweep.selection.key} wins; in {options.output}",
             soft_wrap=True,
         )
+        if sweep.rate_kept is not None:
+            console.print(rate_note(sweep.rate_kept, "as the sweep began"), soft_wrap=True)
         if done:
             console.print(f"going on after {counted(len(done), 'finished trial')}")
         progress = TrainingProgress(

@@ -48,9 +48,12 @@ from laurel.observe.files import is_disk_error, replace_file
 from laurel.run.allocation import plan_allocation
 from laurel.run.reward_model import (
     check_reward_run,
+    is_rate_auto,
     load_data,
     metric_selector,
+    rate_kept,
     train_reward_model,
+    with_rate,
 )
 from laurel.training.selection import Selection
 from laurel.training.stopping import StopRequest
@@ -389,6 +392,8 @@ class Sweep:
         self.options = options = replace(options, output=options.output.absolute())
         self.dimensions, self._fixed = parse_words(options.overrides or [])
         self.warnings: tuple[str, ...] = ()
+        self.rate_kept: float | None = None
+        """The learning rate with which a sweep of an older version began, if it is `auto` now."""
         self._on_run: Callable[[str], None] = lambda text: None
         first = {one.key: one.ends()[0] for one in self.dimensions}
         self.base = self.config_of(first)
@@ -449,30 +454,31 @@ class Sweep:
         Raises:
             ConfigError: The values cannot be used together.
         """
+        config = self._load(params)
+        if not self.options.num_folds:
+            return config
+        # The folds of the training sets take the place of every validation set.
+        key, sets = "split_validation_size", config.data.train_sets()
+        share = {key: 1 / self.options.num_folds}
+        cut: dict[str, Any] = {"val_data_path": None, "validation": None, **share}
+        if any(key in one.model_fields_set for one in sets):  # what a set holds out of its own
+            cut["train"] = [one.model_copy(update=share) for one in sets]
+        return config.model_copy(update={"data": config.data.model_copy(update=cut)})
+
+    def _load(self, params: Mapping[str, str | float]) -> RewardTrainingRun:
         chosen = [one.set_to(params[one.key]) for one in self.dimensions]
         loaded = load_config(RewardTrainingRun, self.options.config, [*self._fixed, *chosen])
         self.warnings = loaded.warnings
-        config = loaded.config
-        if not self.options.num_folds:
-            return config
-        # The folds of the training set take the place of every validation set.
-        cut: dict[str, Any] = {
-            "val_data_path": None,
-            "validation": None,
-            "split_validation_size": 1 / self.options.num_folds,
-        }
-        return config.model_copy(update={"data": config.data.model_copy(update=cut)})
+        return loaded.config if self.rate_kept is None else with_rate(loaded.config, self.rate_kept)
 
     def winner_yaml(self, best: TrialOutcome) -> str:
         """Return the configuration of the best trial as a file for `laurel rm --config`."""
-        chosen = [one.set_to(best.params[one.key]) for one in self.dimensions]
-        config = load_config(RewardTrainingRun, self.options.config, [*self._fixed, *chosen]).config
         half = "" if best.half_width is None else f" +- {best.half_width:.4f} (95 %)"
         return (
             f"# The best of a sweep, trial {best.number}: {self.selection.key} {best.mean:.4f}"
             f"{half}, over {counted(len(best.values), 'run')}.\n"
             + "".join(f"# {key}={value}\n" for key, value in best.params.items())
-            + to_yaml(config)
+            + to_yaml(self._load(best.params))
         )
 
     def open(self, stack: ExitStack) -> None:
@@ -505,10 +511,11 @@ class Sweep:
         lock = DirectoryLock(directory)
         lock.acquire()
         stack.callback(lock.release)
-        identity = {**self._identity(), "rows": rows_fingerprint(data)}
+        rows = {"rows": rows_fingerprint(data)}
         if path.is_file():
-            self._check_same(path, identity)
+            self._go_on(path, rows)
         else:
+            identity = {**self._identity(), **rows}
             with replace_file(path) as file:
                 json.dump(identity, file, indent=1)
         self.study = study = optuna.create_study(
@@ -534,13 +541,21 @@ class Sweep:
         }
         return dict(json.loads(json.dumps(found)))
 
-    def _check_same(self, path: Path, identity: Mapping[str, Any]) -> None:
+    def _go_on(self, path: Path, rows: Mapping[str, str]) -> None:
+        """Check that the directory holds this sweep, and keep what was the default when it began.
+
+        Raises:
+            ConfigError: The directory holds another sweep, or its file cannot be read.
+        """
         try:
             saved = json.loads(path.read_bytes())
             read = graft(saved["configuration"], str(path))
             settings = plain_values(translated(type(self.base), read))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
+        if is_rate_auto(self.base) and (kept := rate_kept(settings)) is not None:
+            self.rate_kept, self.base = kept, with_rate(self.base, kept)
+        identity = {**self._identity(), **rows}
         changed = [
             Change(key=key, before=saved.get(key), now=value)
             for key, value in identity.items()
