@@ -239,13 +239,13 @@ class _Work:
         self.readings: Readings = model.readings(forest)
         self.parts = parts_of(forest.trees, forest.part_tokens)
         self.children: list[list[int]] = [[] for _ in self.parts]
-        self.roots: list[int] = []
         num_tokens = len(forest.ids_T)
         self._part_T = torch.empty(num_tokens, dtype=torch.int64)
         self._local_T = torch.empty(num_tokens, dtype=torch.int64)
         self._rows: list[Tensor] = []
         for number, part in enumerate(self.parts):
-            (self.roots if part.parent < 0 else self.children[part.parent]).append(number)
+            if part.parent >= 0:
+                self.children[part.parent].append(number)
             rows = torch.cat([torch.arange(*span) for span in part.spans])
             self._rows.append(rows)
             self._part_T[rows], self._local_T[rows] = number, torch.arange(len(rows))
@@ -424,7 +424,7 @@ class _Training:
         if self._divided[-1]:
             work.read(range(len(work.parts)), keeps=True)
             self._learn_divided(range(len(self._divided)))
-        stack = [*work.roots]
+        stack = [number for number, part in enumerate(work.parts) if part.parent < 0]
         while stack:
             number = stack.pop()
             if number < 0:
