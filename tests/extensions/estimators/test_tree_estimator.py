@@ -120,6 +120,25 @@ def test_nothing_is_divided_by_less_than_the_noise_floor(credit: str) -> None:
     assert found.values_BG[0] == pytest.approx(undivided.values_BG[0] / 20.0, rel=1e-12)
 
 
+def test_segments_are_clipped_and_figures_count_the_tokens_that_were_written() -> None:
+    plain = {"scale": "none", "use_leave_one_out_baseline": False}
+    heard = [True] * 4 + [False] * 2  # the last two tokens of 0 are the environment's
+    leaves = [replace(LEAVES[0], mask_L=np.array(heard)), *LEAVES[1:]]
+    wide = advantages(config("segment", adv_estimator=plain), leaves=leaves)
+    chosen = config(
+        "segment", adv_estimator=plain, advantage_clip_low=-0.5, advantage_clip_high=0.2
+    )
+    found = advantages(chosen, leaves=leaves)
+    assert wide.tokens_BGL is not None
+    assert found.tokens_BGL is not None
+    written = []
+    for one, cut_L, free_L in zip(leaves, found.tokens_BGL[0], wide.tokens_BGL[0], strict=True):
+        assert cut_L.tolist() == np.clip(free_L, -0.5, 0.2).tolist()
+        written += cut_L[one.mask_L].tolist()
+    assert found.metrics["advantages/mean"] == pytest.approx(np.mean(written), rel=1e-9)
+    assert found.metrics["advantages/min"] == -0.5
+
+
 def test_segments_of_equal_values_have_no_advantage_by_rounding() -> None:
     plain = {"use_leave_one_out_baseline": False}
     for tenths in range(1, 30):

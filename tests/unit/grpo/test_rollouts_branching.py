@@ -114,7 +114,9 @@ def test_separators_end_segments_and_where_there_is_none_completions_begin_anew(
         *("ab|cde|", "ab|x", "ab|y", "ab|z"),
     ]
     texts = iter("abcd")
-    made = play(rollouts_of(ScriptedGenerator(lambda r: [(0, Say(next(texts)))]), tree=tree))
+    generator = ScriptedGenerator(lambda request: [(0, Say(next(texts)))])
+    made = play(rollouts_of(generator, tree=tree))
+    assert len({request.id for request in generator.requests}) == 4
     assert [one.branch for one in made.rollouts_G] == [None] * 4
     assert sorted(one.messages[0].content for one in made.rollouts_G) == list("abcd")
 

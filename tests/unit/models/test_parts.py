@@ -177,6 +177,21 @@ def test_keys_and_values_are_in_memory_until_their_last_part_is_done(monkeypatch
         gc.enable()
 
 
+def test_parts_compute_in_the_precision_of_the_model(monkeypatch):
+    model = tiny.tiny_policy("qwen3", precision=torch.bfloat16)
+    dtypes, learn = set(), _Held.learn
+
+    def noting(held):
+        learn(held)
+        dtypes.update(tensor.dtype for pair in held.keys.values() for tensor in pair)
+
+    monkeypatch.setattr(_Held, "learn", noting)
+    forest = to_forest(tiny.random_groups(1, SHAPES))
+    wanted = in_one_pass(model, forest)
+    assert_same(in_parts(model, forest, 25), wanted, outputs=0.1, grads=0.1)
+    assert dtypes == {torch.bfloat16}
+
+
 def test_gradients_of_many_parts_are_summed_in_float32():
     """In bfloat16 256 + 1 is 256."""
     key = torch.ones(1, 1, 2, 4, dtype=torch.bfloat16)

@@ -189,16 +189,24 @@ def test_one_loss_of_several_parts_that_is_not_finite_fails_the_step(budget):
 
 
 @pytest.mark.parametrize("budget", [3, 9])
-def test_log_probabilities_of_a_large_group_are_computed_in_parts(budget):
+def test_log_probabilities_of_a_large_group_are_computed_in_parts(budget, monkeypatch):
     groups = random_groups(2, SHAPES)
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64)
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
-    found = []
+    sizes, compute, found = [], model.hidden_of_row, []
+    monkeypatch.setattr(
+        model,
+        "hidden_of_row",
+        lambda ids_T, *others: sizes.append(len(ids_T)) or compute(ids_T, *others),
+    )
     for tokens in (1000, budget):
+        sizes.clear()
         packing = {"train_mb_tokens": tokens}
         policy = GRPOPolicyConfig.model_validate({"sequence_packing": packing})
         batcher = Batcher("forest", policy.batch_limits, pad_id=PAD, in_parts=True)
         found.append(policy_logprobs(learner.outputs, groups, batcher))
+    assert len(sizes) > 1
+    assert max(sizes) <= budget
     for whole, cut in zip(*found, strict=True):
         for one, other in zip(whole, cut, strict=True):
             np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
