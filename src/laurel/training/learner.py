@@ -458,7 +458,9 @@ class LocalLearner:
                 chosen.setdefault(group, []).append(index)
             return loss_of(outputs, [labels[g].subset(own) for g, own in chosen.items()])
 
-        units = micro_batch.branches_of_N or [[n] for n in range(forest.num_completions)]
+        units = micro_batch.branches_of_N or [
+            range(n, n + 1) for n in range(forest.num_completions)
+        ]
         return backward_in_parts(model, forest, units, loss_of_units)
 
     def outputs(

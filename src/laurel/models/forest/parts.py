@@ -255,7 +255,7 @@ class _Work:
             if (above := self.parts[number].parent) >= 0:
                 self.ends[above] = max(self.ends[above], self.ends[number])
         self._ids_T, self._positions_T = forest.ids_T.long(), forest.positions_T
-        self._label_MN = self.readings.label_M.split(list(self.readings.lengths_N))
+        self._label_MN = torch.split(self.readings.label_M, list(self.readings.lengths_N))
         # The outputs of each part, by the place of their holders.
         self.part_X = self._part_T[self.readings.holder_X]
         self.reads: list[Tensor] = [
