@@ -27,8 +27,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -64,31 +67,53 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--rewards", nargs="+", choices=REWARDS, default=list(REWARDS))
-    add("--work", type=Path, default=Path("benchmark_results/process_rewards"))
-    add("--json", type=Path, default=Path("benchmark_results/process_rewards.json"))
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs")
-    options = parser.parse_args()
-    work = options.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    refuse_other_settings(work, options.set)
-    prepare(work)
-    runs = []
-    for seed in options.seeds:
-        for reward in options.rewards:
-            run = train(reward, seed, work, options.set)
-            runs.append(run)
-            print(
-                f"  seed {seed}, {reward}: {run.reached or 'not'} "
-                f"({max(run.accuracy.values()):.3f} at most, {run.seconds:.0f} s)",
-                file=sys.stderr,
-            )
+    options = read_options(__doc__, "rewards", REWARDS)
+    prepare(options.work)
+    runs = train_all(options, options.rewards, train)
     print(report(runs))
     found = {"machine": machine(), "runs": [asdict(run) for run in runs]}
     write_json(options.json, found)
+
+
+def read_options(about: str, kind: str, choices: Iterable[str]) -> argparse.Namespace:
+    """Read the options of a program that trains for each seed with each of some choices.
+
+    Args:
+        about: Its docstring.
+        kind: The option that names choices; the program's results are of all unless it is given.
+        choices: What may be named.
+    """
+    name = Path(sys.argv[0]).stem
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    add = parser.add_argument
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add(f"--{kind}", nargs="+", choices=choices, default=list(choices))
+    add("--work", type=Path, default=Path("benchmark_results") / name)
+    add("--json", type=Path, default=Path("benchmark_results") / f"{name}.json")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs")
+    options = parser.parse_args()
+    options.work = options.work.resolve()
+    options.work.mkdir(parents=True, exist_ok=True)
+    refuse_other_settings(options.work, options.set)
+    return options
+
+
+def train_all(
+    options: argparse.Namespace,
+    choices: Sequence[str],
+    train: Callable[[str, int, Path, list[str]], Any],
+) -> list[Any]:
+    """Train for each seed with each choice in turn, and say what came of it."""
+    found = []
+    for seed, choice in product(options.seeds, choices):
+        one = train(choice, seed, options.work, options.set)
+        found.append(one)
+        print(
+            f"  seed {seed}, {choice}: {one.reached or 'not'} "
+            f"({max(one.accuracy.values()):.3f} at most, {one.seconds:.0f} s)",
+            file=sys.stderr,
+        )
+    return found
 
 
 def refuse_other_settings(work: Path, overrides: list[str]) -> None:
@@ -136,33 +161,36 @@ def prepare(work: Path) -> None:
 def train(reward: str, seed: int, work: Path, overrides: list[str]) -> Run:
     """Run the recipe once."""
     name = f"{reward.replace(' ', '_')}_{seed}"
-    places = [f"checkpointing.checkpoint_dir=results/{name}", f"logger.log_dir=logs/{name}"]
-    recipe = str(ROOT / "recipes" / "arithmetic_grpo_cpu.yaml")
     done = work / f"{name}.json"
     if done.is_file():
         saved = json.loads(done.read_text())
         accuracy = {int(step): one for step, one in saved["accuracy"].items()}
         return Run(**{**saved, "accuracy": accuracy})
+    seconds, lines = run_recipe(work, name, [f"grpo.seed={seed}", *REWARDS[reward], *overrides])
+    accuracy = {int(line["step"]): line[ACCURACY] for line in lines if ACCURACY in line}
+    run = Run(reward=reward, seed=seed, accuracy=accuracy, seconds=seconds)
+    done.write_text(json.dumps(asdict(run)))
+    return run
+
+
+def run_recipe(
+    work: Path, name: str, overrides: Sequence[str]
+) -> tuple[float, list[dict[str, Any]]]:
+    """Run the recipe with some settings; return the seconds and the lines of metrics."""
     started = time.monotonic()
     call(
         work,
         *LAUREL,
         "grpo",
         "--config",
-        recipe,
-        f"grpo.seed={seed}",
-        *REWARDS[reward],
-        *places,
+        str(ROOT / "recipes" / "arithmetic_grpo_cpu.yaml"),
+        *(f"checkpointing.checkpoint_dir=results/{name}", f"logger.log_dir=logs/{name}"),
         "checkpointing.enabled=false",
         *overrides,
     )
     seconds = time.monotonic() - started
     newest = max((work / "logs" / name).glob("exp_*"))
-    lines = read_metrics(newest / "metrics.jsonl")
-    accuracy = {int(line["step"]): line[ACCURACY] for line in lines if ACCURACY in line}
-    run = Run(reward=reward, seed=seed, accuracy=accuracy, seconds=seconds)
-    done.write_text(json.dumps(asdict(run)))
-    return run
+    return seconds, read_metrics(newest / "metrics.jsonl")
 
 
 def call(work: Path, *command: str) -> None:

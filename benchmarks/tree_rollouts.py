@@ -19,20 +19,16 @@ folder of other settings or of other recipes is refused.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from process_rewards import ACCURACY, LAUREL, ROOT, call, prepare_policy, refuse_other_settings
+from process_rewards import ACCURACY, prepare_policy, read_options, run_recipe, train_all
 from rounds import machine, table, write_json
-
-from laurel.observe.loggers import read_metrics
 
 TARGET = 0.8
 NUM_STEPS = 100
@@ -72,28 +68,9 @@ class Trial:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    add("--work", type=Path, default=Path("benchmark_results/tree_rollouts"))
-    add("--json", type=Path, default=Path("benchmark_results/tree_rollouts.json"))
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs")
-    options = parser.parse_args()
-    work = options.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    refuse_other_settings(work, options.set)
-    prepare_policy(work)
-    trials = []
-    for seed in options.seeds:
-        for way in options.ways:
-            trial = train(way, seed, work, options.set)
-            trials.append(trial)
-            print(
-                f"  seed {seed}, {way}: {trial.reached or 'not'} tokens "
-                f"({max(trial.accuracy.values()):.3f} at most, {trial.seconds:.0f} s)",
-                file=sys.stderr,
-            )
+    options = read_options(__doc__, "ways", WAYS)
+    prepare_policy(options.work)
+    trials = train_all(options, options.ways, train)
     print(report(trials))
     found = {"machine": machine(), "trials": [asdict(trial) for trial in trials]}
     write_json(options.json, found)
@@ -108,23 +85,13 @@ def train(way: str, seed: int, work: Path, overrides: list[str]) -> Trial:
         for key in ("accuracy", "drawn"):
             saved[key] = {int(step): value for step, value in saved[key].items()}
         return Trial(**saved)
-    started = time.monotonic()
-    call(
-        work,
-        *LAUREL,
-        *("grpo", "--config", str(ROOT / "recipes" / "arithmetic_grpo_cpu.yaml")),
-        *(f"grpo.seed={seed}", f"grpo.max_num_steps={NUM_STEPS}"),
-        f"grpo.stop_at_validation_threshold={TARGET}",
-        *("data.train.env_name=math", "env.reward_model.enabled=false"),
-        *("grpo.adv_estimator.per_step=false", *WAYS[way]),
-        *(f"checkpointing.checkpoint_dir=results/{name}", f"logger.log_dir=logs/{name}"),
-        "checkpointing.enabled=false",
-        *overrides,
-    )
-    seconds = time.monotonic() - started
-    newest = max((work / "logs" / name).glob("exp_*"))
+    settings = [f"grpo.seed={seed}", f"grpo.max_num_steps={NUM_STEPS}"]
+    settings += [f"grpo.stop_at_validation_threshold={TARGET}"]
+    settings += ["data.train.env_name=math", "env.reward_model.enabled=false"]
+    settings += ["grpo.adv_estimator.per_step=false", *WAYS[way], *overrides]
+    seconds, lines = run_recipe(work, name, settings)
     accuracy, drawn, total, lengths = dict[int, float](), dict[int, float](), 0.0, 0.0
-    for line in read_metrics(newest / "metrics.jsonl"):
+    for line in lines:
         if "train/mean_gen_tokens_per_sample" in line:
             # With one turn each, turns are completions.
             written = line["train/mean_gen_tokens_per_sample"] * line["train/total_turns"]

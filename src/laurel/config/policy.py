@@ -303,7 +303,7 @@ class BatchLimits:
     """True if a forest computes each prompt once for all its completions."""
     least_shared: int | None = None
     """The fewest tokens that sequences share beyond prompts, where that saves enough
-    (`data.forest.worth_sharing`); None: they share prompts alone."""
+    (`data.forest.least_worth_sharing`); None: they share prompts alone."""
 
 
 class ScratchConfig(Section):

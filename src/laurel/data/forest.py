@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -142,13 +143,32 @@ def distinct_tokens(groups: Sequence[TokenGroup], least_shared: int) -> int:
     return sum(run.end - run.start for run in runs)
 
 
-def worth_sharing(groups: Sequence[TokenGroup], least_shared: int) -> bool:
-    """Report whether `to_forest` saves enough with `least_shared`, beyond prompts.
+def least_worth_sharing(groups: Sequence[TokenGroup], least_shared: int | None) -> int | None:
+    """Return `least_shared` if `to_forest` saves enough with it, beyond prompts; otherwise None.
 
-    Otherwise groups are laid out with shared prompts, bit for bit as if none began alike.
+    Without it groups are laid out with shared prompts, bit for bit as if none began alike.
     """
+    if least_shared is None:
+        return None
     prompts_shared = sum(group.num_tokens for group in groups)
-    return distinct_tokens(groups, least_shared) <= (1.0 - LEAST_SAVED) * prompts_shared
+    # Most batches end here: to find the trees takes several times as long as this bound.
+    if _most_saved(groups, least_shared) < LEAST_SAVED * prompts_shared:
+        return None
+    is_worth_it = distinct_tokens(groups, least_shared) <= (1.0 - LEAST_SAVED) * prompts_shared
+    return least_shared if is_worth_it else None
+
+
+def _most_saved(groups: Sequence[TokenGroup], least: int) -> int:
+    # The tokens of groups that begin as another one does, or whose completions begin alike.
+    begins = [group.trunk_ids[:least].tobytes() for group in groups]
+    count = Counter(begins)
+    return sum(
+        group.num_tokens
+        for group, begin in zip(groups, begins, strict=True)
+        if count[begin] > 1
+        or len(group.trunk_ids) < least
+        or len({ids[:1].tobytes() for ids in group.branches_ids_G}) < len(group.branches_ids_G)
+    )
 
 
 def shared_parts(

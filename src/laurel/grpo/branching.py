@@ -102,7 +102,7 @@ def _choose(
     return found[: tree.branches]
 
 
-def _own_start(rollout: RolloutInProgress) -> int:
+def _own_start(rollout: Rollout | RolloutInProgress) -> int:
     # What it took over belongs to the completion that it left.
     return 0 if rollout.branch is None else rollout.branch.length
 
@@ -156,9 +156,8 @@ def tree_segments(rollouts_G: Sequence[Rollout]) -> list[tuple[Segment, ...]]:
     found: list[tuple[Segment, ...]] = []
     number = 0
     for rollout, ends in zip(rollouts_G, cuts, strict=True):
-        start, path = 0, list[Segment]()
+        start, path = _own_start(rollout), list[Segment]()
         if rollout.branch is not None:
-            start = rollout.branch.length
             path = [one for one in found[rollout.branch.of] if one.end <= start]
         for end in sorted(ends):
             written = int(np.count_nonzero(rollout.mask_L[start:end]))
@@ -170,5 +169,4 @@ def tree_segments(rollouts_G: Sequence[Rollout]) -> list[tuple[Segment, ...]]:
 
 def num_sampled(rollout: Rollout) -> int:
     """Return how many tokens were sampled for a completion, without those that it took over."""
-    start = 0 if rollout.branch is None else rollout.branch.length
-    return int(np.count_nonzero(rollout.mask_L[start:]))
+    return int(np.count_nonzero(rollout.mask_L[_own_start(rollout) :]))

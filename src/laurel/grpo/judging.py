@@ -127,7 +127,6 @@ class RolloutInProgress:
             id=uuid4().hex,
             metadata=deepcopy(self.metadata),
             components=dict(self.components),
-            steps=None if self.steps is None else list(self.steps),
             is_open=False,
             turn_starts=None if self.turn_starts is None else [],
             **lists,

@@ -213,7 +213,9 @@ class GRPO(TrainingLoop):
                 components_BG=[[r.components for r in g.rollouts_G] for g in groups],
                 lengths_BG=[[int(r.mask_L.sum()) for r in g.rollouts_G] for g in groups],
                 greedy_B=greedy_B,
-                segments_BG=[tree_segments(group.rollouts_G) for group in groups],
+                segments_BG=None
+                if settings.grpo.tree is None
+                else [tree_segments(group.rollouts_G) for group in groups],
             )
             if baselines := [reward for reward in greedy_B if reward is not None]:
                 figures["reward_greedy"] = sum(baselines) / len(baselines)

@@ -213,22 +213,17 @@ class BatchCollector:
 
     def _has_signal(self, group: RolloutGroup) -> bool:
         # Rewards must differ by more than their noise.
-        used = [
-            r
-            for r in group.rollouts_G
-            if r.reward is not None and not (r.truncated and self._config.overlong_filtering)
-        ]
-        # Rewards that the clamp of `reward_scaling` makes equal give no signal.
-        scaling = self._config.reward_scaling
-        rewards = [r.reward for r in used if r.reward is not None]
-        columns = [[scaled(reward, scaling) for reward in rewards] if scaling.enabled else rewards]
+        rewards_G = [self._reward(rollout) for rollout in group.rollouts_G]
+        pairs = zip(group.rollouts_G, rewards_G, strict=True)
+        used = [rollout for rollout, reward in pairs if reward is not None]
+        columns = [[reward for reward in rewards_G if reward is not None]]
         if self._reads_components and used:  # the estimator compares them one by one
             weights = component_weights((r.components for r in used), self._config.adv_estimator)
             columns = [[r.components[name] for r in used] for name in weights]
         if self._config.adv_estimator.per_step:
             rows = [[step.value for step in r.steps] for r in used if r.steps]
             columns = [[value for row in rows for value in row]] if len(rows) > 1 else []
-        noise = slope(scaling) * self._noise(group.task.environment)
+        noise = slope(self._config.reward_scaling) * self._noise(group.task.environment)
         floor = self._config.adv_estimator.noise_floor_factor * noise
         return (
             len(used) > 1
@@ -236,18 +231,27 @@ class BatchCollector:
             and any(
                 float(np.ptp(column)) > 0 and float(np.std(column)) >= floor for column in columns
             )
-            and (self._config.adv_estimator.per_step or self._teaches(group, used, noise))
+            and (self._config.adv_estimator.per_step or self._teaches(group, rewards_G, noise))
         )
 
-    def _teaches(self, group: RolloutGroup, used: Sequence[Rollout], noise: float) -> bool:
+    def _reward(self, rollout: Rollout) -> float | None:
+        # Rewards that the clamp of `reward_scaling` makes equal give no signal.
+        scaling, reward = self._config.reward_scaling, rollout.reward
+        if reward is None or (rollout.truncated and self._config.overlong_filtering):
+            return None
+        return scaled(reward, scaling) if scaling.enabled else reward
+
+    def _teaches(
+        self, group: RolloutGroup, rewards_G: Sequence[float | None], noise: float
+    ) -> bool:
         # An estimator may learn nothing of rewards that differ: pass@k, if the best are equal.
         found = compute_advantages(
-            [[one.reward if one in used else None for one in group.rollouts_G]],
+            [rewards_G],
             self._estimator,
             noise=[noise],
             components_BG=[[one.components for one in group.rollouts_G]],
             lengths_BG=[[int(one.mask_L.sum()) for one in group.rollouts_G]],
-            segments_BG=[tree_segments(group.rollouts_G)],
+            segments_BG=None if self._config.tree is None else [tree_segments(group.rollouts_G)],
         )
         return not found.metrics["groups_without_signal"]
 

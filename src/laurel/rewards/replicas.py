@@ -140,13 +140,16 @@ class GroupScorer(ContractScorer):
     ) -> np.ndarray:
         shares = divide_evenly([group.num_tokens for group in tokens], self.num_replicas)
         parts: list[list[list[int]]] = []
+        least_shared: list[int | None] = []
         for share in shares:
             mine = [tokens[i] for i in share]
-            divided = divide_into_micro_batches(self._path, mine, self.batch_tokens)
+            divided, least = divide_into_micro_batches(self._path, mine, self.batch_tokens)
             parts.append([[share[i] for i in part] for part in divided])
+            least_shared.append(least)
         batches = [[[tokens[i] for i in part] for part in mine] for mine in parts]
         pending = self._group.start_each(
-            "score", [(batches[replica], exactly) for replica in self._replicas]
+            "score",
+            [(batches[replica], exactly, least_shared[replica]) for replica in self._replicas],
         )
         limit = None
         if not exactly and self._batch_timeout is not None:
@@ -261,9 +264,12 @@ class ScoringWorker:
         return scorer.contract, scorer.path, outputs, self._said, scorer.version
 
     def score(
-        self, batches: Sequence[Sequence[TokenGroup]], exactly: bool = False
+        self,
+        batches: Sequence[Sequence[TokenGroup]],
+        exactly: bool = False,
+        least_shared: int | None = None,
     ) -> list[np.ndarray] | None:
-        """Score micro-batches; every rank of a replica is given the same ones.
+        """Score micro-batches as `score_batches` does; every rank of a replica gets the same ones.
 
         Returns:
             float32 `[N, K]` of each micro-batch, from the first rank of the replica alone.
@@ -271,7 +277,11 @@ class ScoringWorker:
         scorer = self._open()
         with in_higher_precision(scorer.model, wanted=exactly):
             values = score_batches(
-                scorer.model, batches, pad_id=scorer.pad_id, part_tokens=scorer.batch_tokens
+                scorer.model,
+                batches,
+                pad_id=scorer.pad_id,
+                least_shared=least_shared,
+                part_tokens=scorer.batch_tokens,
             )
         return values if self._rank_in_replica == 0 else None
 

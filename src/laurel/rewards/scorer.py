@@ -19,11 +19,11 @@ from torch import Tensor
 from laurel.config.policy import LEAST_SHARED
 from laurel.data.forest import (
     bin_pack,
+    least_worth_sharing,
     pack_padded,
     shared_parts,
     to_forest,
     to_padded,
-    worth_sharing,
 )
 from laurel.errors import ScoringContractError, setting_of
 from laurel.models.forest.decoder import Path, RewardModel, weights_as
@@ -351,10 +351,14 @@ def score_tokens(
     Returns:
         float32 `[N, K]`, in the order of the groups whatever the batches were.
     """
-    parts = divide_into_micro_batches(model.path, groups, batch_tokens)
-    batches = [[groups[i] for i in part] for part in parts]
+    parts, least_shared = divide_into_micro_batches(model.path, groups, batch_tokens)
     values = score_batches(
-        model, batches, pad_id=pad_id, part_tokens=batch_tokens, on_batch=on_batch
+        model,
+        [[groups[i] for i in part] for part in parts],
+        pad_id=pad_id,
+        least_shared=least_shared,
+        part_tokens=batch_tokens,
+        on_batch=on_batch,
     )
     return in_order(groups, parts, values, num_outputs=model.num_outputs)
 
@@ -369,6 +373,7 @@ def score_batches(
     batches: Sequence[Sequence[TokenGroup]],
     *,
     pad_id: int,
+    least_shared: int | None = None,
     part_tokens: int | None = None,
     on_batch: OnBatch | None = None,
 ) -> list[np.ndarray]:
@@ -378,6 +383,8 @@ def score_batches(
         model: The reward model.
         batches: The groups of each micro-batch.
         pad_id: The padding token, for padded rows.
+        least_shared: The fewest tokens that sequences share beyond prompts, with which the
+            micro-batches were divided (`divide_into_micro_batches`).
         part_tokens: Most tokens of one pass, where the model is whole and reads forests; a group
             with more is computed in parts. None: any number.
         on_batch: Called after each micro-batch with the number of its groups and of its tokens.
@@ -391,13 +398,18 @@ def score_batches(
     try:
         with model.without_gradients():
             for batch in batches:
-                parts = _passes(model, batch)
-                passes = [
-                    model(_input(model, [batch[i] for i in part], pad_id, part_tokens))
-                    .cpu()
-                    .numpy()
+                parts = _passes(model, batch, least_shared)
+                inputs = (
+                    model_batch(
+                        model,
+                        [batch[i] for i in part],
+                        pad_id=pad_id,
+                        least_shared=least_shared,
+                        part_tokens=part_tokens,
+                    )
                     for part in parts
-                ]
+                )
+                passes = [model(one).cpu().numpy() for one in inputs]
                 values.append(in_order(batch, parts, passes, num_outputs=model.num_outputs))
                 if on_batch is not None:
                     on_batch(len(batch), sum(group.num_tokens for group in batch))
@@ -406,12 +418,14 @@ def score_batches(
     return values
 
 
-def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> Sequence[Sequence[int]]:
+def _passes(
+    model: RewardModel, batch: Sequence[TokenGroup], least_shared: int | None
+) -> Sequence[Sequence[int]]:
     """The groups of a micro-batch that are computed together, by their indices."""
     if model.device.type != "cpu" or model.path != "forest" or model.mesh is not None:
         return [range(len(batch))]
-    if worth_sharing(batch, LEAST_SHARED):
-        return divide_into_micro_batches(model.path, batch, CPU_PASS_TOKENS)
+    if least_shared is not None:
+        return _pack_shared(batch, CPU_PASS_TOKENS, least_shared)
     parts: list[list[int]] = []
     num_tokens = CPU_PASS_TOKENS
     for index, group in enumerate(batch):
@@ -425,15 +439,6 @@ def _passes(model: RewardModel, batch: Sequence[TokenGroup]) -> Sequence[Sequenc
 
 LEAST_PART = 256
 """Fewer tokens are no part of a group: the passes would only cost time."""
-
-
-def _input(
-    model: RewardModel, groups: Sequence[TokenGroup], pad_id: int, part_tokens: int | None
-) -> TokenForest | PaddedRows:
-    batch = model_batch(model, groups, pad_id=pad_id)
-    if isinstance(batch, PaddedRows) or part_tokens is None or model.mesh is not None:
-        return batch
-    return replace(batch, part_tokens=max(part_tokens, LEAST_PART))
 
 
 def by_completion(values_NK: np.ndarray, counts: Iterable[int]) -> list[list[float]]:
@@ -467,25 +472,44 @@ def in_order(
 
 def divide_into_micro_batches(
     path: Path, groups: Sequence[TokenGroup], batch_tokens: int
-) -> list[list[int]]:
-    """Return the indices of the groups of each micro-batch, by the model's path."""
+) -> tuple[list[list[int]], int | None]:
+    """Divide groups into micro-batches, by the model's path.
+
+    Returns:
+        The indices of the groups of each micro-batch, and the fewest tokens that sequences share
+        beyond prompts in all of them; None: they share prompts alone.
+    """
     if path == "padded":
-        return pack_padded([group.lengths_G for group in groups], batch_tokens)
-    if not worth_sharing(groups, LEAST_SHARED):
-        return bin_pack([group.num_tokens for group in groups], batch_tokens)
-    parts = shared_parts(groups, batch_tokens, LEAST_SHARED)
+        return pack_padded([group.lengths_G for group in groups], batch_tokens), None
+    least = least_worth_sharing(groups, LEAST_SHARED)
+    if least is None:
+        return bin_pack([group.num_tokens for group in groups], batch_tokens), None
+    return _pack_shared(groups, batch_tokens, least), least
+
+
+def _pack_shared(
+    groups: Sequence[TokenGroup], batch_tokens: int, least_shared: int
+) -> list[list[int]]:
+    parts = shared_parts(groups, batch_tokens, least_shared)
     packed = bin_pack([size for _, size in parts], batch_tokens)
     return [sorted(index for number in some for index in parts[number][0]) for some in packed]
 
 
 def model_batch(
-    model: RewardModel, groups: Sequence[TokenGroup], *, pad_id: int
+    model: RewardModel,
+    groups: Sequence[TokenGroup],
+    *,
+    pad_id: int,
+    least_shared: int | None = None,
+    part_tokens: int | None = None,
 ) -> TokenForest | PaddedRows:
-    """Build one micro-batch in the form that the model's path reads."""
+    """Build one micro-batch in the form that the model's path reads, as for `score_batches`."""
     if model.path == "padded":
         return to_padded(groups, pad_id=pad_id)
-    least = LEAST_SHARED if worth_sharing(groups, LEAST_SHARED) else None
-    return to_forest(groups, least_shared=least)
+    forest = to_forest(groups, least_shared=least_shared)
+    if part_tokens is None or model.mesh is not None:
+        return forest
+    return replace(forest, part_tokens=max(part_tokens, LEAST_PART))
 
 
 def golden_scores(

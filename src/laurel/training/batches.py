@@ -14,12 +14,12 @@ from torch import Tensor
 from laurel.config.policy import BatchLimits
 from laurel.data.forest import (
     bin_pack,
+    least_worth_sharing,
     pack_evenly,
     pack_padded,
     shared_parts,
     to_forest,
     to_padded,
-    worth_sharing,
 )
 from laurel.training.learner import MicroBatch
 from laurel.types import Conversation, PaddedRows, PreferenceSample, TokenForest, TokenGroup
@@ -64,7 +64,9 @@ class Batcher:
         """
         limits, least = self.limits, None
         if self._is_forest:
-            least = self._least_shared(tokens)
+            least = least_worth_sharing(
+                tokens, limits.least_shared if limits.share_prompts else None
+            )
             parts = self._fill_forests(tokens, least)
         elif limits.padded_tokens is not None:
             parts = pack_padded([t.lengths_G for t in tokens], limits.padded_tokens)
@@ -76,10 +78,6 @@ class Batcher:
             self._lay_out([tokens[i] for i in indices], [labels[i] for i in indices], least)
             for indices in parts
         ]
-
-    def _least_shared(self, tokens: Sequence[TokenGroup]) -> int | None:
-        least = self.limits.least_shared if self.limits.share_prompts else None
-        return least if least is not None and worth_sharing(tokens, least) else None
 
     def _fill_forests(self, tokens: Sequence[TokenGroup], least: int | None) -> list[list[int]]:
         limits = self.limits

@@ -437,29 +437,31 @@ class LocalLearner:
     def _backward_in_parts(
         self, micro_batch: MicroBatch[Any], loss: LossFunction[Any], denominator: float
     ) -> list[LossOutput]:
+        model: Any = self.model
         labels, forest = micro_batch.labels, micro_batch.inputs
         assert isinstance(forest, TokenForest)
-        # A completion that has a loss of its own needs no others beside it.
-        are_apart = all(isinstance(label, DivisibleLabel) for label in labels)
-        whose = (
-            [(g, i) for g, label in enumerate(labels) for i in range(label.num_completions)]
-            if are_apart
-            else []
-        )
-        units: Sequence[Sequence[int]] | None = None
-        if are_apart:
-            units = micro_batch.branches_of_N or [[n] for n in range(forest.num_completions)]
 
-        def loss_of(outputs: Any, some: list[int]) -> tuple[Tensor, LossOutput]:
-            chosen: dict[int, list[int]] = {}
-            for group, index in (whose[unit] for unit in some) if are_apart else ():
-                chosen.setdefault(group, []).append(index)
-            of_some = [labels[g].subset(own) for g, own in chosen.items()] if are_apart else labels
-            result = loss(outputs, of_some, num_groups=denominator)
+        def loss_of(outputs: Any, some: Sequence[Any]) -> tuple[Tensor, LossOutput]:
+            result = loss(outputs, some, num_groups=denominator)
             return result.loss, result
 
-        model: Any = self.model
-        return backward_in_parts(model, forest, units, loss_of)
+        if not all(isinstance(label, DivisibleLabel) for label in labels):
+            return backward_in_parts(
+                model, forest, None, lambda outputs, _: loss_of(outputs, labels)
+            )
+        # A completion that has a loss of its own needs no others beside it.
+        whose = [(g, i) for g, label in enumerate(labels) for i in range(label.num_completions)]
+
+        def loss_of_units(outputs: Any, units: list[int]) -> tuple[Tensor, LossOutput]:
+            chosen: dict[int, list[int]] = {}
+            for group, index in (whose[unit] for unit in units):
+                chosen.setdefault(group, []).append(index)
+            return loss_of(outputs, [labels[g].subset(own) for g, own in chosen.items()])
+
+        units = micro_batch.branches_of_N or [
+            range(n, n + 1) for n in range(forest.num_completions)
+        ]
+        return backward_in_parts(model, forest, units, loss_of_units)
 
     def outputs(
         self,

@@ -49,9 +49,14 @@ def config(credit: str, **chosen: Any) -> GRPOConfig:
 
 
 def advantages(
-    chosen: GRPOConfig, rewards: Any = REWARDS, leaves: list[Rollout] = LEAVES
+    chosen: GRPOConfig,
+    rewards: Any = REWARDS,
+    leaves: list[Rollout] = LEAVES,
+    *,
+    noise: float = 0.0,
 ) -> Advantages:
-    return compute_advantages([rewards], resolve(chosen), segments_BG=[tree_segments(leaves)])
+    segments = tree_segments(leaves)
+    return compute_advantages([rewards], resolve(chosen), noise=noise, segments_BG=[segments])
 
 
 def test_within_the_group_and_within_the_tree_by_hand() -> None:
@@ -105,6 +110,44 @@ def test_monte_carlo_values_of_segments_by_hand() -> None:
     divided = advantages(config("segment", adv_estimator={"std_eps": 0.0})).tokens_BGL
     assert divided is not None
     assert divided[0][0] == pytest.approx(first / math.sqrt(4 / 7), rel=1e-12)
+
+
+@pytest.mark.parametrize("credit", ["completion", "segment"])
+def test_nothing_is_divided_by_less_than_the_noise_floor(credit: str) -> None:
+    plain = {"use_leave_one_out_baseline": False, "noise_floor_factor": 10.0}
+    undivided = advantages(config(credit, adv_estimator={**plain, "scale": "none"}))
+    found = advantages(config(credit, adv_estimator=plain), noise=2.0)
+    assert found.values_BG[0] == pytest.approx(undivided.values_BG[0] / 20.0, rel=1e-12)
+
+
+def test_segments_are_clipped_and_figures_count_the_tokens_that_were_written() -> None:
+    plain = {"scale": "none", "use_leave_one_out_baseline": False}
+    heard = [True] * 4 + [False] * 2  # the last two tokens of 0 are the environment's
+    leaves = [replace(LEAVES[0], mask_L=np.array(heard)), *LEAVES[1:]]
+    wide = advantages(config("segment", adv_estimator=plain), leaves=leaves)
+    chosen = config(
+        "segment", adv_estimator=plain, advantage_clip_low=-0.5, advantage_clip_high=0.2
+    )
+    found = advantages(chosen, leaves=leaves)
+    assert wide.tokens_BGL is not None
+    assert found.tokens_BGL is not None
+    written = []
+    for one, cut_L, free_L in zip(leaves, found.tokens_BGL[0], wide.tokens_BGL[0], strict=True):
+        assert cut_L.tolist() == np.clip(free_L, -0.5, 0.2).tolist()
+        written += cut_L[one.mask_L].tolist()
+    assert found.metrics["advantages/mean"] == pytest.approx(np.mean(written), rel=1e-9)
+    assert found.metrics["advantages/min"] == -0.5
+
+
+def test_segments_of_equal_values_have_no_advantage_by_rounding() -> None:
+    plain = {"use_leave_one_out_baseline": False}
+    for tenths in range(1, 30):
+        alike = tenths / 10
+        rewards = [alike, 0.7, alike, alike, alike, alike, 5.0]
+        found = advantages(config("segment", adv_estimator=plain), rewards).tokens_BGL
+        assert found is not None
+        for index in (0, 2, 3, 4, 5):  # behind a1
+            assert not found[0][index][2:].any()
 
 
 def test_the_gradient_of_segments_has_no_bias() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from laurel.data.forest import (
     bin_pack,
     distinct_tokens,
+    least_worth_sharing,
     pack_evenly,
     pack_padded,
     shared_parts,
@@ -167,6 +168,9 @@ def test_every_sequence_of_a_deep_tree_can_be_read_back(seed, least, vocabulary)
             assert len(set(long)) == len(long)
     copied = pickle.loads(pickle.dumps(forest))
     assert (copied.trees, copied.ends, copied.reads) == (forest.trees, forest.ends, forest.reads)
+    for some in (groups, groups[:1], groups[-1:], groups[::2]):
+        is_worth_it = distinct_tokens(some, least) <= 0.95 * sum(g.num_tokens for g in some)
+        assert least_worth_sharing(some, least) == (least if is_worth_it else None)
     if least == 1:
         assert len(ids) == len({tuple(row[: n + 1]) for row in whole for n in range(len(row))})
 

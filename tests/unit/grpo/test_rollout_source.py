@@ -592,6 +592,15 @@ def test_a_group_from_which_its_estimator_learns_nothing_has_no_signal(name: str
     assert has_signal(generator, judge, **options) is (name != "pass_at_k")
 
 
+def test_the_best_two_may_be_equal_by_the_clamp_of_scaling_alone() -> None:
+    judge = Judge(lambda text, m: {"reward": {"a": 2.0, "b": 1.0, "c": 0.0}[text]})
+    options = {"num_generations_per_prompt": 3, "adv_estimator": {"name": "pass_at_k"}}
+    generator = saying("a", "b", "c")
+    assert has_signal(ScriptedGenerator(generator), judge, **options)
+    options["reward_scaling"] = {"enabled": True, "source_min": 0.0, "source_max": 1.0}
+    assert not has_signal(ScriptedGenerator(generator), judge, **options)
+
+
 @pytest.mark.parametrize("credit", ["completion", "segment"])
 def test_dynamic_sampling_compares_completions_that_branch(credit: str) -> None:
     def script(request: Any) -> list[Any]:

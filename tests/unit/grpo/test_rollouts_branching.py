@@ -13,10 +13,11 @@ from laurel.config.grpo import TreeConfig
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface
 from laurel.errors import ConfigError
-from laurel.grpo.branching import tree_segments
+from laurel.grpo.branching import branch_off, tree_segments
+from laurel.grpo.judging import RolloutInProgress
 from laurel.grpo.metrics import rollout_metrics
 from laurel.grpo.rollouts import Rollouts
-from laurel.types import Branch, GenerationRequest, RolloutGroup
+from laurel.types import Branch, Generated, GenerationRequest, RolloutGroup
 from policy_fakes import (
     SAMPLING,
     Judge,
@@ -113,7 +114,9 @@ def test_separators_end_segments_and_where_there_is_none_completions_begin_anew(
         *("ab|cde|", "ab|x", "ab|y", "ab|z"),
     ]
     texts = iter("abcd")
-    made = play(rollouts_of(ScriptedGenerator(lambda r: [(0, Say(next(texts)))]), tree=tree))
+    generator = ScriptedGenerator(lambda request: [(0, Say(next(texts)))])
+    made = play(rollouts_of(generator, tree=tree))
+    assert len({request.id for request in generator.requests}) == 4
     assert [one.branch for one in made.rollouts_G] == [None] * 4
     assert sorted(one.messages[0].content for one in made.rollouts_G) == list("abcd")
 
@@ -122,7 +125,7 @@ def counting(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
     turns = metadata.get("turns", 0) + 1
     metadata["turns"] = turns  # an environment may write into what it was given
     return {
-        "reward": 1.0 if text.startswith("a") else 0.25,
+        "rewards": {"begins with a": 1.0 if text.startswith("a") else 0.25},
         "over": turns == 3,
         "observation": {"role": "user", "content": f"n{turns}"},
         "metadata": metadata,
@@ -150,6 +153,7 @@ def test_turns_are_continued_with_what_the_environment_had_said(judges: Any) -> 
         assert (one.num_turns, len(said), one.failure) == (3, 3, None)
         assert [m.content for m in one.messages if m.role == "user"] == ["n1", "n2"]
         assert one.reward == sum(1.0 if text.startswith("a") else 0.25 for text in said)
+        assert one.components == {"begins with a": one.reward}
         assert one.invalid_turns == tuple(i for i in range(3) if said[i].startswith("b"))
         if one.branch is not None:
             source = group.rollouts_G[one.branch.of]
@@ -187,6 +191,64 @@ def test_the_least_certain_places_come_first_and_each_once() -> None:
     made = play(rollouts_of(Certain(script), tree=tree), number=3)
     lengths = [one.branch.length for one in made.rollouts_G if one.branch is not None]
     assert lengths == [4, 6]
+
+
+def said(
+    index: int, logprobs: list[float], *, branch: Branch | None = None, failure: str | None = None
+) -> RolloutInProgress:
+    """A completion of as many tokens as there are log-probabilities, sampled with version 3."""
+    made = RolloutInProgress(index=index, metadata=None, branch=branch)
+    made.turn_starts = [made.copy()]
+    made.add_turn(more(logprobs, weight_version=3), text_of=str)
+    made.failure = failure
+    return made
+
+
+def more(logprobs: list[float], *, weight_version: int) -> Generated:
+    return Generated(
+        index=0,
+        ids_L=np.arange(len(logprobs), dtype=np.int32),
+        logprobs_L=np.array(logprobs, np.float32),
+        text="",
+        finish_reason="stop",
+        weight_version=weight_version,
+    )
+
+
+def continued(rollouts: list[RolloutInProgress], branches: int) -> list[RolloutInProgress]:
+    tree = TreeConfig(initial=1, branches=branches, rounds=1, length=2, choice="entropy")
+    return branch_off(rollouts, tree, lambda *_: (), np.random.SeedSequence(0))
+
+
+def test_places_are_new_ones_of_completions_that_have_not_failed() -> None:
+    rollouts = [
+        said(0, [-1.0] * 5),
+        # The places before it branched off are those of the completion that it left.
+        said(1, [-1.0] * 7, branch=Branch(0, 2)),
+        said(2, [-9.0] * 9, failure="an error"),
+    ]
+    places = {one.branch for one in continued(rollouts, 9) if one.branch is not None}
+    # Behind 4 of 5 tokens, and 6 of 7, is only the one that ends the completion.
+    assert places == {Branch(0, 2), Branch(1, 4)}
+
+
+def test_a_place_from_which_one_branched_comes_after_all_others() -> None:
+    rollouts = [
+        said(0, [-1.0, -1.0, -8.0, -1.0, -1.0, -1.0]),
+        said(1, [-1.0] * 5, branch=Branch(0, 2)),
+    ]
+    branches = [one.branch for one in continued(rollouts, 2)]
+    assert branches == [Branch(0, 4), Branch(0, 2)]
+
+
+def test_what_is_continued_is_as_old_as_its_beginning() -> None:
+    (begun,) = continued([said(0, [-1.0, -2.0, -3.0, -4.0])], 1)
+    assert (begun.index, begun.branch, begun.weight_version) == (1, Branch(0, 2), 3)
+    begun.add_turn(more([-5.0], weight_version=7), text_of=lambda ids: f"{len(ids)} tokens")
+    assert begun.weight_version == 3
+    assert (begun.messages[0].content, begun.begun) == ("3 tokens", None)
+    assert begun.logprobs[0].tolist() == [-1.0, -2.0, -5.0]
+    assert begun.masks[0].all()
 
 
 def test_a_validation_does_not_branch_and_figures_count_what_was_drawn() -> None:

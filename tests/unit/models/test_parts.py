@@ -177,6 +177,42 @@ def test_keys_and_values_are_in_memory_until_their_last_part_is_done(monkeypatch
         gc.enable()
 
 
+def test_parts_compute_in_the_precision_of_the_model(monkeypatch):
+    model = tiny.tiny_policy("qwen3", precision=torch.bfloat16)
+    dtypes, learn = set(), _Held.learn
+
+    def noting(held):
+        learn(held)
+        dtypes.update(tensor.dtype for pair in held.keys.values() for tensor in pair)
+
+    monkeypatch.setattr(_Held, "learn", noting)
+    forest = to_forest(tiny.random_groups(1, SHAPES))
+    wanted = in_one_pass(model, forest)
+    assert_same(in_parts(model, forest, 25), wanted, outputs=0.1, grads=0.1)
+    assert dtypes == {torch.bfloat16}
+
+
+def test_gradients_of_many_parts_are_summed_in_float32():
+    """In bfloat16 256 + 1 is 256."""
+    key = torch.ones(1, 1, 2, 4, dtype=torch.bfloat16)
+    held = _Held({0: (key, key.clone())}, torch.zeros(1, 4))
+    held.learn()
+    leaf, _ = held.keys[0]
+    for _ in range(300):
+        leaf.sum().backward()
+    by_key, by_value = held.debts()[0]
+    assert by_key.eq(300).all()
+    assert by_value.eq(0).all()
+
+
+def test_what_fits_is_one_part():
+    (group,) = tiny.random_groups(1, [(4, [3] * 4)])
+    trees = to_forest([group]).trees
+    for budget, sizes in ((16, [16]), (15, [4, 12]), (6, [4, 6, 6]), (5, [4, 3, 3, 3, 3])):
+        parts = parts_of(trees, budget)
+        assert [sum(span.length for span in part.spans) for part in parts] == sizes
+
+
 def counted(model, monkeypatch):
     """The numbers of tokens of all passes from now on."""
     sizes, own = [], model.hidden_of_row
@@ -217,12 +253,15 @@ def test_a_chain_of_parts_may_be_longer_than_calls_may_nest():
     assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("units", [[[0, 1, 2]], [[0, 1], [2]]], ids=["all", "two"])
+@pytest.mark.parametrize(
+    "units",
+    [[[0, 1, 2], [3]], [[0, 1], [2], [3]], [[0], [1, 2, 3]]],
+    ids=["a tree", "two", "of two trees"],
+)
 def test_the_keys_and_values_of_one_path_are_in_memory(units, monkeypatch):
     """Also where a loss is of several completions, each of them longer than a part."""
     model = tiny.tiny_policy("llama", dtype=torch.float64)
     forest = to_forest(tiny.random_groups(1, [(40, [60, 70, 5]), (3, [9])]))
-    units = [*units, [3]]
     wanted = in_one_pass(model, forest)
     most, compute = [], _Work.compute
 

@@ -136,6 +136,24 @@ def test_every_replica_gets_its_share_of_the_tokens(two):
             assert len(batch) == 1 or sum(g.num_tokens for g in batch) <= two.batch_tokens
 
 
+def test_replicas_lay_out_what_groups_share_as_it_was_divided(alone, two, monkeypatch):
+    question = (Message("user", "the laurel grows by the western gate and by the old river"),)
+    groups = [group_of(question, [word], group_id=word) for word in WORDS[:8]]
+    sizes = []
+    for worker in two._group.workers:
+        model = worker._scorer.model
+        monkeypatch.setattr(
+            model,
+            "forward",
+            lambda batch, own=model.forward: sizes.append(len(batch.ids_T)) or own(batch),
+        )
+    found = two.score_now(groups)
+    for ours, theirs in zip(found, alone.score_now(groups), strict=True):
+        assert ours[0].value == pytest.approx(theirs[0].value, abs=5e-6)
+    assert max(sizes) <= scoring_groups.BATCH_TOKENS
+    assert sum(sizes) < 0.75 * sum(group.num_tokens for group in alone.encode(groups))
+
+
 def test_progress_is_told_of_all_groups_and_tokens(two):
     groups, told = groups_of([2, 1, 3]), []
     two.score_now(groups, lambda *done: told.append(done))

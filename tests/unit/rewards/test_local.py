@@ -191,11 +191,13 @@ def test_micro_batches_are_what_the_path_reads():
         ("padded", lambda batch: batch.ids_NL.numel()),
     ):
         model.path = path
-        parts = divide_into_micro_batches(model.path, groups, 300)
+        parts, least_shared = divide_into_micro_batches(model.path, groups, 300)
         assert sorted(i for part in parts for i in part) == list(range(6))
         assert len(parts) > 1
         for part in parts:
-            batch = model_batch(model, [groups[i] for i in part], pad_id=0)
+            batch = model_batch(
+                model, [groups[i] for i in part], pad_id=0, least_shared=least_shared
+            )
             assert size(batch) <= 300 or len(part) == 1
             assert batch.num_completions == sum(len(groups[i].branches_ids_G) for i in part)
 
@@ -224,6 +226,29 @@ def test_conversations_that_begin_alike_share_it_in_one_pass(batch_tokens, monke
     assert together == pytest.approx(alone, abs=1e-6)
     assert sum(computed) < 0.75 * sum(group.num_tokens for group in scorer.encode(groups))
     assert max(computed) <= batch_tokens
+
+
+def test_what_is_shared_is_decided_once_for_all_micro_batches(monkeypatch):
+    """One of them alone would not be worth it, and without it would exceed the budget."""
+    (alike,) = tiny.random_groups(1, [(200, [40] * 5)])
+    (long,) = tiny.random_groups(2, [(30, [485, 485])])
+    groups = [one.select([i]) for one in (alike, long) for i in range(len(one.branches_ids_G))]
+    model = tiny.tiny_reward_model("qwen3", dtype=torch.float64)
+    alone = [score_tokens(model, [one], batch_tokens=1000, pad_id=0) for one in groups]
+    sizes, forward, decided = [], model.forward, []
+    decide = scorer_module.least_worth_sharing
+    monkeypatch.setattr(
+        model, "forward", lambda batch: sizes.append(len(batch.ids_T)) or forward(batch)
+    )
+    monkeypatch.setattr(
+        scorer_module,
+        "least_worth_sharing",
+        lambda *given: decided.append(given) or decide(*given),
+    )
+    found_NK = score_tokens(model, groups, batch_tokens=1000, pad_id=0)
+    np.testing.assert_allclose(found_NK, np.concatenate(alone), rtol=0, atol=1e-6)
+    assert sorted(sizes) == [400, 1000]
+    assert len(decided) == 1
 
 
 @pytest.fixture

@@ -44,15 +44,31 @@ def some_labels(groups, *, used=True):
     return found
 
 
+def others_labels(groups, of_groups):
+    """The labels, with what other models say."""
+    rng = np.random.default_rng(4)
+
+    def drawn(group):
+        return tuple(-rng.random(len(ids)).astype(np.float32) for ids in group.branches_ids_G)
+
+    return [
+        replace(label, reference_GL=drawn(group), teacher_GL=drawn(group))
+        for group, label in zip(groups, of_groups, strict=True)
+    ]
+
+
 def gradients(batch, of_batch, *, path="forest", **changes):
     """The gradient of one optimizer step in float64, and the tokens that it counted."""
     gradient, _, count = step_of(batch, of_batch, path=path, **changes)
     return gradient, count
 
 
-def step_of(batch, of_batch, *, path="forest", in_parts=False, loss=None, **changes):
+def step_of(
+    batch, of_batch, *, path="forest", in_parts=False, loss=None, with_entropy=False, **changes
+):
     """The same, and its metrics; with `in_parts`, as a run in one process computes it."""
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64, path=path)
+    model.with_entropy = with_entropy
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
     batcher = Batcher(path, policy.batch_limits, pad_id=PAD, in_parts=in_parts)
@@ -139,31 +155,58 @@ def test_how_a_step_is_computed_does_not_change_it(changes):
     [
         {},
         {"token_level_loss": False, "sequence_level_importance_ratios": True},
+        {"reference_policy_kl_penalty": 0.1},
+        {"distillation": {"model_name": "a teacher", "weight": 0.7}},
     ],
-    ids=["tokens", "sequences"],
+    ids=["tokens", "sequences", "reference", "teacher"],
 )
 def test_a_group_larger_than_the_budget_is_computed_in_parts(budget, loss):
     """Those of 3 tokens cut prompts and completions, whose losses need all of their tokens."""
     groups = random_groups(2, SHAPES)
-    of_groups = some_labels(groups, used=False)
-    expected, metrics, _ = step_of(groups, of_groups, loss=loss_of(**loss))
+    of_groups = others_labels(groups, some_labels(groups, used=False))
+    options = {"loss": loss_of(**loss), "with_entropy": True}
+    expected, metrics, _ = step_of(groups, of_groups, **options)
+    assert "entropy" in metrics
     small = {"sequence_packing": {"train_mb_tokens": budget}}
-    found, same, _ = step_of(groups, of_groups, in_parts=True, loss=loss_of(**loss), **small)
+    found, same, _ = step_of(groups, of_groups, in_parts=True, **options, **small)
     assert_same(found, expected)
     assert same == pytest.approx(metrics, rel=1e-6)
 
 
 @pytest.mark.parametrize("budget", [3, 9])
-def test_log_probabilities_of_a_large_group_are_computed_in_parts(budget):
+def test_one_loss_of_several_parts_that_is_not_finite_fails_the_step(budget):
+    groups = random_groups(2, SHAPES)
+    model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
+    batcher = Batcher("forest", BatchLimits(forest_tokens=budget), pad_id=PAD, in_parts=True)
+    for place in (0, 2):
+        of_groups = some_labels(groups)
+        of_groups[1].old_GL[place][0] = np.nan
+        micro_batches = batcher.cut(*batcher.divide(groups, of_groups, PolicyLabels.subset))
+        assert learner.update(micro_batches, loss_of()).failure == "the loss is nan"
+        assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("budget", [3, 9])
+def test_log_probabilities_of_a_large_group_are_computed_in_parts(budget, monkeypatch):
     groups = random_groups(2, SHAPES)
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64)
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
-    found = []
+    sizes, compute, found = [], model.hidden_of_row, []
+    monkeypatch.setattr(
+        model,
+        "hidden_of_row",
+        lambda ids_T, *others: sizes.append(len(ids_T)) or compute(ids_T, *others),
+    )
     for tokens in (1000, budget):
+        sizes.clear()
         packing = {"train_mb_tokens": tokens}
         policy = GRPOPolicyConfig.model_validate({"sequence_packing": packing})
         batcher = Batcher("forest", policy.batch_limits, pad_id=PAD, in_parts=True)
         found.append(policy_logprobs(learner.outputs, groups, batcher))
+    assert len(sizes) > 1
+    assert max(sizes) <= budget
     for whole, cut in zip(*found, strict=True):
         for one, other in zip(whole, cut, strict=True):
             np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)

@@ -62,6 +62,21 @@ class _Undivided(Advantage):
         return undivided(settings)
 
 
+class _OfGroup(Advantage):
+    def check(self, settings: GRPOConfig) -> None:
+        """Refuse a deviation of the batch."""
+        given = settings.adv_estimator
+        if given.scale == "batch":
+            raise ValueError(
+                f"adv_estimator.scale=batch is not read by adv_estimator.name={given.name}, which "
+                "compares within groups; use group or none"
+            )
+
+    def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
+        """Return the keys about a deviation where nothing is divided by one."""
+        return undivided(settings)
+
+
 class Gpg(_Undivided):
     """GPG: against the group, undivided, and scaled up where groups have no signal."""
 
@@ -105,7 +120,7 @@ class PassAtKConfig(Section):
     """Completions of which the best one counts; null: all of the group. Default: as verl has it."""
 
 
-class PassAtK(Advantage):
+class PassAtK(_OfGroup):
     """Pass@k: what a completion adds to the best of k."""
 
     section = PassAtKConfig
@@ -120,15 +135,7 @@ class PassAtK(Advantage):
                 f"adv_estimator.{given.name}.k={k} is more than num_generations_per_prompt={size}: "
                 "no group has as many completions; use at most that"
             )
-        if given.scale == "batch":
-            raise ValueError(
-                f"adv_estimator.scale=batch is not read by adv_estimator.name={given.name}, which "
-                "compares within groups; use group or none"
-            )
-
-    def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
-        """Return the keys about a deviation where nothing is divided by one."""
-        return undivided(settings)
+        super().check(settings)
 
     def make(
         self, section: PassAtKConfig, settings: AdvantageRule
@@ -198,7 +205,7 @@ class TreeEstimatorConfig(Section):
     method's own."""
 
 
-class TreeAdvantage(Advantage):
+class TreeAdvantage(_OfGroup):
     """Against the group, and against those that branched from the same completion."""
 
     section = TreeEstimatorConfig
@@ -207,19 +214,6 @@ class TreeAdvantage(Advantage):
     def keys_of_tokens(self, section: TreeEstimatorConfig) -> list[str]:
         """Return `credit`, where it is that of segments."""
         return ["adv_estimator.tree.credit=segment"] if section.credit == "segment" else []
-
-    def check(self, settings: GRPOConfig) -> None:
-        """Refuse a deviation of the batch."""
-        given = settings.adv_estimator
-        if given.scale == "batch":
-            raise ValueError(
-                f"adv_estimator.scale=batch is not read by adv_estimator.name={given.name}, which "
-                "compares within groups; use group or none"
-            )
-
-    def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
-        """Return the keys about a deviation where nothing is divided by one."""
-        return undivided(settings)
 
     def make(
         self, section: TreeEstimatorConfig, settings: AdvantageRule

@@ -239,13 +239,13 @@ class _Work:
         self.readings: Readings = model.readings(forest)
         self.parts = parts_of(forest.trees, forest.part_tokens)
         self.children: list[list[int]] = [[] for _ in self.parts]
-        self.roots: list[int] = []
         num_tokens = len(forest.ids_T)
         self._part_T = torch.empty(num_tokens, dtype=torch.int64)
         self._local_T = torch.empty(num_tokens, dtype=torch.int64)
         self._rows: list[Tensor] = []
         for number, part in enumerate(self.parts):
-            (self.roots if part.parent < 0 else self.children[part.parent]).append(number)
+            if part.parent >= 0:
+                self.children[part.parent].append(number)
             rows = torch.cat([torch.arange(*span) for span in part.spans])
             self._rows.append(rows)
             self._part_T[rows], self._local_T[rows] = number, torch.arange(len(rows))
@@ -255,6 +255,7 @@ class _Work:
             if (above := self.parts[number].parent) >= 0:
                 self.ends[above] = max(self.ends[above], self.ends[number])
         self._ids_T, self._positions_T = forest.ids_T.long(), forest.positions_T
+        self._label_MN = torch.split(self.readings.label_M, list(self.readings.lengths_N))
         # The outputs of each part, by the place of their holders.
         self.part_X = self._part_T[self.readings.holder_X]
         self.reads: list[Tensor] = [
@@ -344,8 +345,7 @@ class _Work:
 
     def labels(self, completions: Sequence[int]) -> Tensor:
         """Return the index of the output of each label of some completions."""
-        pieces = torch.split(self.readings.label_M, list(self.readings.lengths_N))
-        return torch.cat([pieces[n] for n in completions])
+        return torch.cat([self._label_MN[n] for n in completions])
 
     def _store(self, reads_X: Tensor, found: Any) -> None:
         columns, self._shape_of = columns_of(found)
@@ -424,7 +424,7 @@ class _Training:
         if self._divided[-1]:
             work.read(range(len(work.parts)), keeps=True)
             self._learn_divided(range(len(self._divided)))
-        stack = [*work.roots]
+        stack = [number for number, part in enumerate(work.parts) if part.parent < 0]
         while stack:
             number = stack.pop()
             if number < 0:
