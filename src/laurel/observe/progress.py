@@ -82,9 +82,10 @@ class TrainingProgress:
     A terminal gets a live display. A file, a pipe or CI gets a line at most every 5 seconds, and at
     the first and the last step; a phase gets one for each tenth of its work. `live` overrides the
     choice. Rates are those of training, without phases; the time left includes everything but the
-    phases before the first step, which come once. It does not grow while a step goes on. `unit` names the rows of a step, `counted` the
-    steps, and `doing` the activity. Of steps of which `side_by_side` go on at the same time, the
-    first to end have had all the time, so the time left is unknown until so many are done.
+    phases before the first step, which come once, and does not grow while a step goes on. `unit`
+    names the rows of a step, `counted` the steps, and `doing` the activity. Of steps of which
+    `side_by_side` go on at the same time, the first to end have had all the time, so the time left
+    is unknown until so many are done.
 
     Example::
 
@@ -258,7 +259,7 @@ class TrainingProgress:
         is_known = done > 0 and (done >= self._side_by_side or not to_do)
         left = "?"
         if is_known:
-            # Between two steps the time left runs down by the seconds of one, and then stands still.
+            # Within a step the time left runs down by the seconds of one, then it stands still.
             of_a_step = (self._step_ended - self._started - self._seconds_before) / done
             since = self._clock() - self._step_ended
             left = _duration(max(0.0, of_a_step * to_do - min(since, of_a_step)))

@@ -124,7 +124,7 @@ def test_phases_do_not_slow_the_rate_but_count_for_the_time_left():
 
 def test_the_time_left_does_not_grow_while_a_step_goes_on():
     """In a step of 10 s, the second of 30, it had risen from 4:36 to 8:10."""
-    progress, clock, file = plain(4, live=True)
+    progress, clock, _ = plain(4, live=True)
     with progress:
         clock.now += 10.0
         progress.step(1, {}, pairs=10, tokens=100)
