@@ -500,17 +500,12 @@ def _batcher(context: RunContext[GRPORun], model: TrainedModel) -> Batcher:
     from laurel.training.batches import Batcher
 
     config = context.config
-    if model.facts.path == "forest" and not model.learner.computes_parts:
-        context.console.print(
-            "note    over ranks, a group larger than policy.sequence_packing.train_mb_tokens="
-            f"{config.policy.token_budget} is divided, and its prompt computed again in each part"
-        )
     return Batcher(
         model.facts.path,
         config.policy.batch_limits,
         pad_id=model.facts.tokenizer.pad_token_id or 0,
         dp_size=model.learner.dp_size,
-        in_parts=model.learner.computes_parts,
+        in_parts=True,
     )
 
 
