@@ -17,6 +17,7 @@ from laurel.planning.request import (
     RewardModelRequest,
     RoleName,
     RoleRequest,
+    ServedModelRequest,
     StepRequest,
     TrainingRequest,
     Workload,
@@ -64,6 +65,7 @@ def request_of(config: Run) -> ClusterRequest:
             RewardModelRequest(precision=judge.precision, compiles=judge.compile)
             for judge in config.env.reward_model.loaded
         ),
+        served=None if uses_reward_model(config) else _served(config),
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,
@@ -197,7 +199,8 @@ def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
     judges = loaded_judges(config)
     servers = [
         f"{served.replicas} x {served.model_name}: the run starts its servers in slots of the "
-        "reward model; their memory and their time are not estimated"
+        "reward model; their time is not estimated"
+        + ("" if served.resources.are_own else _how_they_share(config))
         for served in model_servers(config).values()
     ]
     if on_cluster:
@@ -211,6 +214,15 @@ def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
             for judge in judges.values()
         ),
     ]
+
+
+def _how_they_share(config: GRPORun) -> str:
+    if not config.grpo.max_staleness:
+        return ". On the policy's GPUs they sleep but for the scores"
+    return (
+        f". With grpo.max_staleness={config.grpo.max_staleness} they do not sleep, because "
+        "completions are always being sampled: on the policy's GPUs their memory is theirs alone"
+    )
 
 
 def sampling_notes(config: GRPORun) -> list[str]:
@@ -338,6 +350,21 @@ def _model_servers(config: GRPORun) -> list[RoleRequest]:
         )
         for at, served in model_servers(config).items()
     ]
+
+
+def _served(config: GRPORun) -> ServedModelRequest | None:
+    """Return what the first model that the run serves takes; a cluster has slots for no other."""
+    for section in model_servers(config).values():
+        engine = plugins.find(plugins.Engine, section.backend)
+        assert isinstance(engine, plugins.EngineThatServes), "the section has checked it"
+        needs = engine.served_needs(section)
+        return ServedModelRequest(
+            precision=needs.precision or "bfloat16",
+            memory_share=needs.memory_share,
+            replicas=section.replicas,
+            sleeps=config.grpo.max_staleness == 0,
+        )
+    return None
 
 
 def _greedy(config: GRPORun) -> int:
