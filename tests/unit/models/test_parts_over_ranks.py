@@ -24,7 +24,10 @@ pytestmark = pytest.mark.slow_parameters("tp=2", "cp=2")
 
 @pytest.mark.parametrize("sizes", CASES)
 def test_parts_over_ranks_are_one_pass_of_one_process(sizes):
-    """Of two ranks of the data one has a tree in parts, and the other has fewer, or none."""
+    """Of two ranks of the data one has a tree in parts, the other fewer, or a filler.
+
+    Some losses compute in float32.
+    """
     cases = CASES[sizes]
     mesh = {name: int(size) for name, size in (one.split("=") for one in sizes.split())}
     threads = torch.get_num_threads()
@@ -38,11 +41,11 @@ def test_parts_over_ranks_are_one_pass_of_one_process(sizes):
         for found in (rank[case] for rank in ranks):
             outputs, expected = found["outputs"]
             torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-11)
-            assert found["norm"] == pytest.approx(wanted["norm"], rel=1e-9)
+            assert found["norm"] == pytest.approx(wanted["norm"], rel=1e-6)
             assert found["gradients"].keys() == wanted["gradients"].keys()
             for name, gradient in wanted["gradients"].items():
                 error = (found["gradients"][name] - gradient).norm()
-                assert error <= 1e-9 * gradient.norm() + 1e-12, name
+                assert error <= 1e-6 * gradient.norm() + 1e-12, name
         losses = sum(ranks[rank][case]["loss"] for rank in range(0, len(ranks), _each(mesh)))
         assert losses == pytest.approx(wanted["loss"], rel=1e-6)
 
