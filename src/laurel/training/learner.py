@@ -540,7 +540,8 @@ class LocalLearner:
             else 1
             for batch in batches
         )
-        return max(self.ranks.gathered(own)) - own
+        most: int = max(self.ranks.gathered(own))
+        return most - own
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and values of the weights, as `Learner.named_weights` describes."""
