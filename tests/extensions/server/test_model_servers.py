@@ -249,7 +249,7 @@ def test_a_server_that_is_lost_while_it_sleeps_is_back_when_the_others_wake(star
 
 
 @pytest.mark.slow
-def test_a_server_that_starts_as_the_others_fall_asleep_does_so_too(started, tmp_path):
+def test_they_fall_asleep_when_one_that_is_being_started_is_there(started, tmp_path):
     servers = started(on_gpu=True)
     starts, sleeps = threading.Event(), threading.Event()
     start = servers._supervisor._make
@@ -263,12 +263,19 @@ def test_a_server_that_starts_as_the_others_fall_asleep_does_so_too(started, tmp
     servers._supervisor._make = slowly
     os.kill(child_of(process_of(servers).pid), signal.SIGKILL)
     assert starts.wait(30)
-    with servers.resting():
+
+    def rest():
+        with servers.resting():
+            assert sleeps.is_set()
+            assert asked(tmp_path) == ["/sleep?level=1"]
+
+    with ThreadPoolExecutor(1) as beside:
+        resting = beside.submit(rest)
+        with suppress(TimeoutError):
+            resting.result(0.3)
         assert not (tmp_path / "asked.txt").exists()
         sleeps.set()
-        wait_until(lambda: (tmp_path / "asked.txt").exists())
-        wait_until(servers._router.has_any)
-        assert asked(tmp_path) == ["/sleep?level=1"]
+        resting.result(30)
     assert asked(tmp_path)[1:] == ["/wake_up"]
 
 
