@@ -29,7 +29,7 @@ from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
     judge_notes,
     loaded_judges,
-    model_servers,
+    model_server,
     sampling_notes,
     uses_reward_model,
     why_not_validated,
@@ -219,12 +219,11 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
         MissingDependencyError: The package of a judge's engine is not installed.
         ConfigError: A judge would have no slot, or would take the GPU that the policy needs.
     """
-    servers = list(model_servers(config))
-    if on_cluster and servers and (len(servers) > 1 or uses_reward_model(config)):
+    if on_cluster and model_server(config) is not None and uses_reward_model(config):
         raise ConfigError(
-            f"{servers[0]}: a run on a cluster has slots for one such model, and for no reward "
-            "model beside it; serve the others yourself, and name their HOST:PORT in "
-            "function.router, or their addresses in urls"
+            "env.reward_model.server: a run on a cluster has slots for one such model, and for no "
+            "reward model beside it; serve one of them yourself, and name its HOST:PORT in "
+            "function.router, or its address in urls"
         )
     for where, judge in loaded_judges(config).items():
         if on_cluster:
@@ -503,7 +502,7 @@ def _parts(
         generator_rests=take_turns or devices is not None,
         learner_rests=take_turns,
         # Servers that the run starts know themselves whether they are on a GPU of the policy's.
-        judges_rest=(allocation.take_turns("reward_model") or bool(model_servers(config)))
+        judges_rest=(allocation.take_turns("reward_model") or model_server(config) is not None)
         and grpo.max_staleness == 0
         and devices is None,
         devices=devices,
@@ -537,17 +536,12 @@ def _batcher(context: RunContext[GRPORun], model: TrainedModel) -> Batcher:
     from laurel.training.batches import Batcher
 
     config = context.config
-    if model.facts.path == "forest" and not model.learner.computes_parts:
-        context.console.print(
-            "note    over ranks, a group larger than policy.sequence_packing.train_mb_tokens="
-            f"{config.policy.token_budget} is divided, and its prompt computed again in each part"
-        )
     return Batcher(
         model.facts.path,
         config.policy.batch_limits,
         pad_id=model.facts.tokenizer.pad_token_id or 0,
         dp_size=model.learner.dp_size,
-        in_parts=model.learner.computes_parts,
+        in_parts=True,
     )
 
 

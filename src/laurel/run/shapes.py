@@ -13,7 +13,7 @@ from laurel.errors import CheckpointError, ModelError, speaking
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shape
 from laurel.planning.request import RoleName
-from laurel.run.request import model_servers, uses_reward_model
+from laurel.run.request import model_server, uses_reward_model
 from laurel.run.specs import model_spec, teacher_spec
 
 
@@ -64,10 +64,9 @@ def read_shapes(
         except (ModelError, CheckpointError) as error:
             notes.append(f"the teacher is left out of memory: {error}")
     served: ModelShape | None = None
-    if isinstance(config, GRPORun) and not judges and (servers := model_servers(config)):
-        where, section = next(iter(servers.items()))
+    if isinstance(config, GRPORun) and not judges and (server := model_server(config)):
         try:
-            served = _served_shape(section.model_name, where, reward_shape)
+            served = _served_shape(server.model_name, "env.reward_model.server", reward_shape)
         except (ModelError, CheckpointError) as error:
             unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
     shapes = Shapes(policy=policy, reward_models=judges, served=served, teacher=teacher)

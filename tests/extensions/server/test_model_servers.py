@@ -420,12 +420,12 @@ def test_their_slots_are_those_of_a_reward_model():
 
 
 def test_a_run_on_a_cluster_has_slots_for_one_of_them():
-    served = "{name: b, mean: 0, std: 1, function: {path: a:b}, server: {model_name: m}}"
-    models = f"[{{name: a, model_name: rm}}, {served}]"
-    overrides = [f"env.reward_model={{enabled: true, models: {models}}}"]
+    asking = "{name: b, mean: 0, std: 1, function: {path: a:b}}"
+    models = f"models: [{{name: a, model_name: rm}}, {asking}], server: {{model_name: m}}"
+    overrides = [f"env.reward_model={{enabled: true, {models}}}"]
     config = load_config(GRPORun, None, overrides).config
     check_judges(config, on_cluster=False)
-    with pytest.raises(ConfigError, match=r"models\[1\].server.*function\.router"):
+    with pytest.raises(ConfigError, match=r"reward_model\.server.*function\.router"):
         check_judges(config, on_cluster=True)
     (note,) = judge_notes(load_config(GRPORun, None, [SERVED % ""]).config, on_cluster=True)
     assert "1 x m" in note
