@@ -66,9 +66,7 @@ def read_shapes(
     served: ModelShape | None = None
     if isinstance(config, GRPORun) and not judges and (server := model_server(config)):
         try:
-            served = _served_shape(
-                server.model_name, "env.reward_model.server", reward_shape
-            )
+            served = _served_shape(server.model_name, "env.reward_model.server", reward_shape)
         except (ModelError, CheckpointError) as error:
             unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
     shapes = Shapes(policy=policy, reward_models=judges, served=served, teacher=teacher)
