@@ -590,9 +590,11 @@ def load_tasks(
             default one does not fit the rows.
         DataError: A file or a row cannot be used, or no row of a set is left.
     """
-    # A wrong name is reported before the first file is read, which may take minutes.
-    for config in sets:
-        check_environment(_environment_of(config, default_environment), environments)
+    # A wrong name is reported before the first file is read, which may take minutes; that of
+    # `data.env_name` also where all sets name their own.
+    named = (_environment_of(config, default_environment) for config in sets)
+    for environment in dict.fromkeys([default_environment, *named]):
+        check_environment(environment, environments)
 
     def load(config: TaskSetConfig, label: str, most: int | None) -> tuple[list[Task], TaskReport]:
         environment = _environment_of(config, default_environment)
