@@ -320,8 +320,11 @@ def test_a_70b_reward_model_trains_on_4_nodes_of_8_x_80_gib():
     assert REWARD_70B.num_parameters == count
     assert parts["weights"] == parts["gradients"] == 4 * count // 32
     assert parts["optimizer"] == 8 * count // 32
-    # a pair of 2 x 8192 tokens: inputs of 80 layers in bfloat16, shared by 8, and one layer whole
-    tokens = 16384
+    # a part of a pair of 2 x 8192 tokens: inputs of 80 layers in bfloat16, shared by 8, and one
+    # layer whole; the path above it: keys and values of one of 8 heads in bfloat16, their
+    # gradients, and one layer's copy
+    tokens = 8192
+    assert parts["path"] == tokens * 80 * 2 * 128 * (2 + 4) + tokens * 2 * 128 * 2
     one = 4 * 8192 + 12 * 8192 // 8 + (2 * 2 * 72 * 128 + 4 * 64 + 4 * 2 * 28672) // 8
     assert parts["activations"] == 80 * tokens * 8192 * 2 // 8 + tokens * one
     # embedding and final norm with their gradients and sums in float32; two layers in bfloat16,
