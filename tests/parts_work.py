@@ -27,8 +27,8 @@ from laurel.training.policy_loss import (
 from laurel.types import Preference, group_of
 from policy_batches import labels, loss_of
 
-SHAPES = [(20, [15, 9, 1, 12]), (4, [3, 2]), (5, [2, 4]), (3, [2, 1])]
-"""Of groups: the first is larger than all passes, the others fit together into one."""
+SHAPES = [(20, [15, 9, 1, 12]), (4, [3, 2]), (5, [2, 4])]
+"""Of groups: of three preferences one of two ranks has two, the other one and a filler."""
 
 Case = tuple[str, str, dict[str, Any]]
 """Loss, architecture, and what else the model is."""
@@ -48,6 +48,11 @@ def build(kind: str, name: str, options: dict[str, Any]) -> Any:
     if options.get("recomputes"):
         recompute_activations(model.network)
     return model
+
+
+def numbers(outputs: Any) -> torch.Tensor:
+    """Scores, or log-probabilities."""
+    return torch.as_tensor(getattr(outputs, "logprobs_M", outputs)).flatten().clone()
 
 
 def labelled(kind: str) -> tuple[list[Any], list[Any], Any, Any]:
@@ -93,37 +98,42 @@ def computed(
 def _computed(shape: ParallelShape, mesh: Any, case: Case, budget: int | None) -> dict[str, Any]:
     kind, name, options = case
     model, ranks = build(kind, name, options), None
+    groups, of_groups, subset, loss = labelled(kind)
+    limits = BatchLimits(forest_tokens=budget or 1000)
+    batcher = Batcher("forest", limits, pad_id=0, dp_size=shape.dp, in_parts=budget is not None)
+    if subset is not None:
+        groups, of_groups = batcher.divide(groups, of_groups, subset)
+    batch = batcher.cut(groups, of_groups)
+    share = divide_micro_batches([one.num_tokens for one in batch], shape.dp)
+    place = 0 if mesh is None else dist.get_rank() // shape.each
+    own = [batch[-1] if i is None else batch[i] for i in share[place]]
+    fillers = [at for at, i in enumerate(share[place]) if i is None]
+    in_one_pass = [replace(one.inputs, part_tokens=None) for one in own]
+    with torch.no_grad():
+        wanted = [numbers(model.eval()(inputs)) for inputs in in_one_pass]
     if mesh is not None:
         shares = options.get("shares_tokens", False)
         parallelise(model, mesh, cp=shape.cp, sequence_parallel=shares)
         ranks = AcrossRanks(mesh, cp=shape.cp)
     sgd = NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0})
     learner = LocalLearner(model, optimizer=sgd, ranks=ranks)
-    groups, of_groups, subset, loss = labelled(kind)
-    limits = BatchLimits(forest_tokens=budget or 1000)
-    # All ranks but the first of the data have fewer parts, or none.
-    batcher = Batcher("forest", limits, pad_id=0, in_parts=budget is not None)
-    batch = batcher.cut(
-        *(batcher.divide(groups, of_groups, subset) if subset else (groups, of_groups))
-    )
-    share = divide_micro_batches([one.num_tokens for one in batch], shape.dp)
-    place = 0 if mesh is None else dist.get_rank() // shape.each
-    own = [batch[-1] if i is None else batch[i] for i in share[place]]
-    fillers = [at for at, i in enumerate(share[place]) if i is None]
-    said = {
-        index: getattr(found, "logprobs_M", found)
-        for index, found in zip(
-            share[place], learner.outputs([one.inputs for one in own]), strict=True
-        )
-    }
+    said = [numbers(found) for found in learner.outputs([one.inputs for one in own])]
     denominator = sum(loss.count(one.labels) for one in batch)
+    losses: list[torch.Tensor] = []
+    accumulate = learner._accumulate
+
+    def noted(*given: Any) -> list[torch.Tensor]:
+        losses.extend(accumulate(*given))
+        return losses
+
+    learner._accumulate = noted  # type: ignore[method-assign]
     step = learner.take_step(own, loss, denominator=denominator, fillers=fillers)
     assert step.failure is None, step.failure
     named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
     return {
-        "outputs": said,
+        "outputs": (torch.cat(said), torch.cat(wanted)),
         "norm": step.grad_norm,
         "gradients": {n: whole(p.grad).clone() for n, p in named},
-        "sums": step.sums,
+        "loss": float(torch.stack(losses).sum()),
         "in parts": [one.inputs.is_in_parts for one in own],
     }

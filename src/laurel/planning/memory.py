@@ -422,7 +422,9 @@ def training_memory(
     if path_tokens:
         # They are held with their gradients in float32, and every layer joins them with its own
         # for its backward pass.
-        each = key_value_bytes(shape, mesh, compute_bytes=1) * path_tokens
+        # Ranks of a context have all tokens of some heads, as those of tensor parallelism.
+        heads = replace(mesh, tp=mesh.tp * mesh.cp)
+        each = key_value_bytes(shape, heads, compute_bytes=1) * path_tokens
         joined = each // (shape.num_layers if training.recomputes else 1)
         parts["path"] = (width + MASTER_BYTES) * each + width * joined
     if mesh.cp > 1:

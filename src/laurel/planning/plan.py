@@ -120,7 +120,6 @@ def plan_run(request: ClusterRequest) -> Plan:
 def _plan_batches(request: ClusterRequest, roles: tuple[RolePlan, ...]) -> tuple[BatchPlan, ...]:
     """Return the batches of every placed role: of a training step, then of a validation."""
     dp = {role.name: role.mesh.dp for role in roles}
-    alone = {role.name for role in roles if role.mesh.size == 1}
     batches = []
     for role in request.roles:
         for batch in role.batches if role.name in dp else ():
@@ -128,9 +127,7 @@ def _plan_batches(request: ClusterRequest, roles: tuple[RolePlan, ...]) -> tuple
             if role.name == "generation":  # a share has no more completions under way than it has
                 tokens = min(tokens, -(-batch.size // dp[role.name]) * batch.longest)
             said = asdict(batch) | {"tokens": tokens}
-            if role.name not in alone or batch.part_tokens is None:
-                said |= {"part_tokens": None, "path_tokens": 0}
-            else:
+            if batch.part_tokens is not None:
                 said["tokens"] = batch.part_tokens
             batches.append(BatchPlan(role=role.name, num_shares=dp[role.name], **said))
     return tuple(sorted(batches, key=lambda batch: batch.is_validation))

@@ -35,7 +35,7 @@ class BatchRequest:
     tokens: int
     """Most tokens of one forward pass; for generation, of all running completions."""
     part_tokens: int | None = None
-    """Most tokens of one forward pass where one process computes a larger group in parts."""
+    """Most tokens of one forward pass where a larger group is computed in parts."""
     path_tokens: int = 0
     """Most tokens that a part attends to besides its own; 0: no group is larger than a pass."""
     updates: int = 1
@@ -252,6 +252,23 @@ class Workload:
         """
         together = max(1, (budget - self.prompt_tokens) // max(1, self.completion_tokens))
         return replace(self, copies=-(-self.per_prompt // together))
+
+    def computed_before(self, budget: int, *, joins_completions: bool) -> Workload | None:
+        """Return what is computed once more, without gradients, before the training passes.
+
+        Where a prompt and its completions do not fit into one part, these are the prompts, whose
+        keys and values the parts below need; and the completions, if a loss needs several parts.
+
+        Args:
+            budget: Most tokens of a part.
+            joins_completions: Whether all completions of a prompt have one loss.
+        """
+        together = -(-self.per_prompt // self.copies)
+        if self.prompt_tokens + together * self.completion_tokens <= budget:
+            return None
+        if joins_completions or self.completion_tokens > budget:
+            return self
+        return replace(self, per_prompt=self.copies, completion_tokens=0)
 
     @property
     def tokens(self) -> int:

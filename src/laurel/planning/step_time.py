@@ -201,7 +201,7 @@ def step_time(
     scorer = plan.role("reward_model")
     if scorer is not None and shapes.reward_models:
         sampled = _sampled(run, workload)
-        # A group that is larger than a pass is scored in one all the same.
+        # Parts of a group that is larger than a pass are computed once each.
         shared, padded = (
             _scoring(run, scorer, shapes, work)
             for work in (_on(scorer.mesh, sampled.shared()), sampled.padded())
@@ -382,13 +382,19 @@ def _of_policy(
     request, plan, _ = run
     step = request.step
     batch = plan.batch("policy")
-    # Where parts of a tree are computed, no prompt is computed in several passes.
-    is_whole = step is None or batch.part_tokens is not None
     tree = workload.shared()
-    divided = tree if is_whole else tree.divided(batch.tokens)
+    # A tree in parts is divided only where it exceeds what each rank has to compute.
+    budget = batch.tokens
+    if batch.part_tokens is not None:
+        budget = max(budget, -(-tree.tokens // policy.mesh.dp))
+    divided = tree if step is None else tree.divided(budget)
     works = (_on(policy.mesh, divided), workload.padded())
-    shared, padded = (_training(run, policy, shape, work) for work in works)
-    yield _phase("training", policy, shared, padded)
+    before = None
+    if batch.part_tokens is not None:
+        joins = not request.training.has_logits
+        before = works[0].computed_before(batch.part_tokens, joins_completions=joins)
+    shared = _training(run, policy, shape, works[0], before=before)
+    yield _phase("training", policy, shared, _training(run, policy, shape, works[1]))
     generation = plan.role("generation")
     if step is None or generation is None or request.drawing is None:
         return
@@ -471,21 +477,37 @@ def _elementwise(
     return (moved * width / 2 + casts) / mesh.size
 
 
-def _training(run: _Planned, role: RolePlan, shape: ModelShape, workload: Workload) -> Cost:
+def _training(
+    run: _Planned,
+    role: RolePlan,
+    shape: ModelShape,
+    workload: Workload,
+    *,
+    before: Workload | None = None,
+) -> Cost:
+    """Return the cost of training, and of what parts compute `before` without gradients."""
     request, plan, clock = run
     training, mesh, batch = request.training, role.mesh, plan.batch("policy")
     forward = forward_operations(shape, workload, has_logits=training.has_logits)
     width = COMPUTE_BYTES[training.precision]
     each = workload.tokens / mesh.dp
     passes = max(batch.updates, -(-each // batch.tokens))
+    flops, passes_before = training_operations(forward, training), 0.0
+    if before is not None:
+        has_logits = training.has_logits and before.completion_tokens > 0
+        flops += forward_operations(shape, before, has_logits=has_logits).total
+        # A part holds tokens of one group.
+        groups = before.num_prompts * before.copies
+        passes_before = groups / mesh.dp * -(-before.tokens // (groups * batch.tokens))
     # Shards are gathered for the forward and for the backward pass; gradients are summed in float32
     # while the products go on.
     shards = mesh.dp * mesh.cp
     held = shape.num_parameters / mesh.tp
-    sent = passes * held * (2 * width + MASTER_BYTES) * (shards - 1) / shards
+    sent = passes * (2 * width + MASTER_BYTES) + passes_before * width
+    sent *= held * (shards - 1) / shards
     products = clock.cost(
         training.precision,
-        flops=training_operations(forward, training) / mesh.size,
+        flops=flops / mesh.size,
         link_bytes=sent,
         rate=clock.rate(role),
     )

@@ -37,7 +37,7 @@ from laurel.models.checkpoint.export import save_policy, save_reward_model
 from laurel.models.checkpoint.state import load_training_state, save_training_state
 from laurel.models.checkpoint.store import Background
 from laurel.models.forest.decoder import PASSES, Offloader
-from laurel.models.forest.lockstep import BACKWARD, FORWARD, InStep, common_order, fill
+from laurel.models.forest.lockstep import BACKWARD, FORWARD, InStep, common_order, idle_pass
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.parts import (
     backward_in_parts,
@@ -527,7 +527,7 @@ class LocalLearner:
                     outputs = network(batch)
             yield outputs
         for _ in range(missing):
-            fill(network, FORWARD)
+            idle_pass(network, FORWARD)
         _reshard(network)
 
     def _missing_passes(self, network: Any, batches: Sequence[Inputs]) -> int:
@@ -540,7 +540,8 @@ class LocalLearner:
             else 1
             for batch in batches
         )
-        return max(self.ranks.gathered(own)) - own
+        most: int = max(self.ranks.gathered(own))
+        return most - own
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and values of the weights, as `Learner.named_weights` describes."""

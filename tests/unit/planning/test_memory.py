@@ -256,7 +256,7 @@ def test_gathered_weights():
 @pytest.mark.parametrize(
     ("generations", "budget", "nodes"), [(4, 512, 1), (4, 512, 2), (2, 4096, 1)]
 )
-def test_one_process_has_a_part_of_a_group_and_the_path_above_it(generations, budget, nodes):
+def test_a_rank_has_a_part_of_a_group_and_the_path_above_it(generations, budget, nodes):
     """Keys and values in bfloat16, their gradients in float32, and the copy that joins them."""
     config = load_config(
         GRPORun,
@@ -271,14 +271,17 @@ def test_one_process_has_a_part_of_a_group_and_the_path_above_it(generations, bu
     ).config
     fitted = fit(config, Shapes(policy=SMALL), device_memory=80 * GIB)
     parts = phase(fitted, "training").parts
-    if nodes == 1 and budget < 2048 * generations:
+    if budget < 2048 * generations:
         assert parts["path"] == 2048 * 16 * 2 * 8 * 64 * (2 + 4 + 2)
     else:
         assert "path" not in parts
     whole = activation_bytes(
         SMALL, tokens=1, tp=1, compute_bytes=2, recomputes=False, sequence_parallel=False
     )
-    assert parts["activations"] == whole * (budget if nodes == 1 else 2048)
+    assert parts["activations"] == whole * budget
+    mesh = Mesh(dp=1, cp=4, tp=2)  # of eight heads, each rank has one of all tokens
+    spread = training_memory(TrainingRequest(), SMALL, mesh, tokens=8, path_tokens=2048)
+    assert spread["path"] == 2048 * 16 * 2 * 1 * 64 * (2 + 4 + 2)
 
 
 @pytest.mark.slow_parameters("sizes0")

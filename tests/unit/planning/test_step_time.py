@@ -350,3 +350,25 @@ HEAD = decoder_shape(
     vocab_size=10,
     has_language_head=False,
 )
+
+
+def test_parts_of_a_group_compute_their_prompt_twice():
+    """A pass of 9 tokens has the prompt and one of two completions: 3 prompts of 5 tokens more."""
+    whole = phases(timed("policy.train_micro_batch_size=9"))["training"].shared
+    parts = phases(timed("policy.sequence_packing.train_mb_tokens=9"))["training"].shared
+    prompts = replace(WORK, per_prompt=1, completion_tokens=0)
+    again = forward_operations(SHAPE, prompts, has_logits=False).total
+    assert parts.flops == pytest.approx(whole.flops + again)
+    assert WORK.computed_before(13, joins_completions=False) is None
+    assert WORK.computed_before(12, joins_completions=False) == prompts
+    # All outputs first, where completions have one loss, or are longer than a part.
+    assert WORK.computed_before(12, joins_completions=True) == WORK
+    assert WORK.computed_before(3, joins_completions=False) == WORK
+
+
+def test_a_group_is_divided_where_it_exceeds_the_share_of_a_rank():
+    """Of 39 tokens over 6 ranks 7 are each one's: a completion with its prompt, in parts."""
+    budget = "policy.sequence_packing.train_mb_tokens=4"
+    few = phases(timed(budget, "cluster.gpus_per_node=3"))["training"].shared
+    many = phases(timed(budget, "cluster.gpus_per_node=6"))["training"].shared
+    assert few.flops * 3 < many.flops * 6

@@ -173,6 +173,17 @@ def test_a_group_larger_than_the_budget_is_computed_in_parts(budget, loss):
     assert same == pytest.approx(metrics, rel=1e-6)
 
 
+def test_a_group_in_parts_is_divided_where_one_rank_would_have_more_than_its_share():
+    groups = random_groups(2, [(40, [20] * 4), (10, [15] * 2)])  # 120 and 40 tokens
+    labels = [list(range(len(group.branches_ids_G))) for group in groups]
+    for dp_size, expected in ((1, [4, 2]), (2, [2, 2, 2]), (4, [1, 1, 1, 1, 2])):
+        limits = BatchLimits(forest_tokens=16)
+        batcher = Batcher("forest", limits, pad_id=PAD, dp_size=dp_size, in_parts=True)
+        divided, their = batcher.divide(groups, labels, lambda of, some: [of[i] for i in some])
+        assert [len(group.branches_ids_G) for group in divided] == expected
+        assert [len(some) for some in their] == expected
+
+
 @pytest.mark.parametrize("budget", [3, 9])
 def test_one_loss_of_several_parts_that_is_not_finite_fails_the_step(budget):
     groups = random_groups(2, SHAPES)

@@ -68,16 +68,16 @@ class InStep:
         for other in self._order:
             if other == kind:
                 return
-            fill(self._model, other)
+            idle_pass(self._model, other)
         raise AssertionError("a pass that the ranks did not agree on")
 
     def finish(self) -> None:
         """Make the passes of other ranks that are left."""
         for other in self._order:
-            fill(self._model, other)
+            idle_pass(self._model, other)
 
 
-def fill(model: ComputesRows, kind: str) -> None:
+def idle_pass(model: ComputesRows, kind: str) -> None:
     """Make a pass that changes nothing, because other ranks make one."""
 
     def compute() -> Tensor:
