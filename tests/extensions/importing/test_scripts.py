@@ -14,9 +14,8 @@ import pytest
 
 from imported_sources import imported
 from laurel.errors import ConfigError
-from laurel.extensions.importing import scripts
+from laurel.extensions.importing import scripts, shell
 from laurel.extensions.importing.rules import Imported
-from laurel.sandbox import shell
 from laurel.sandbox.zygote_process import SandboxStartError
 from reward_servers import wait_until
 
