@@ -19,14 +19,9 @@ from laurel.extensions.export.average import (
     facts_of_average,
     fill,
 )
+from laurel.extensions.export.plain import largest_difference, plain_logprobs, plain_scores
 from laurel.models.checkpoint.card import HERE, CardFacts, policy_card, reward_model_card
-from laurel.models.checkpoint.export import (
-    largest_difference,
-    plain_logprobs,
-    plain_scores,
-    save_policy,
-    save_reward_model,
-)
+from laurel.models.checkpoint.export import save_policy, save_reward_model
 from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy, make_probe
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import FORMAT, ScoringContract
