@@ -28,6 +28,7 @@ from laurel.evaluation.results import Evaluation
 from laurel.evaluation.statistics import Measured
 from laurel.extensions.evaluation.diagnostics import diagnostics_report
 from laurel.extensions.evaluation.results import check_output_directory, write_results
+from laurel.extensions.evaluation.served import asked_server
 from laurel.extensions.evaluation.tables import (
     print_compatibility,
     print_diagnostics,
@@ -50,7 +51,6 @@ from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import ScorerSpec
 from laurel.run.specs import (
     asked_scorer,
-    asked_server,
     check_judge,
     model_spec,
     open_asked,

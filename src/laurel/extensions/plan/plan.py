@@ -18,6 +18,7 @@ from laurel.config.load import load_config
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
 from laurel.extensions.plan.fit import FittedPlan, fit
 from laurel.extensions.plan.options import PlanOptions
+from laurel.extensions.plan.workload import workload_of
 from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
 from laurel.planning.larger import larger_micro_batch
@@ -37,7 +38,6 @@ from laurel.run.request import (
     judge_notes,
     request_of,
     sampling_notes,
-    workload_of,
 )
 from laurel.run.shapes import ReadShapes, read_shapes
 from laurel.run.train import check_selection
