@@ -75,19 +75,22 @@ def main() -> None:
     write_json(options.json, found)
 
 
-def read_options(about: str, kind: str, choices: Iterable[str]) -> argparse.Namespace:
+def read_options(
+    about: str, kind: str, choices: Iterable[str], default: Iterable[str] | None = None
+) -> argparse.Namespace:
     """Read the options of a program that trains for each seed with each of some choices.
 
     Args:
         about: Its docstring.
-        kind: The option that names choices; the program's results are of all unless it is given.
+        kind: The option that names choices.
         choices: What may be named.
+        default: What the program's results are of unless the option is given; None: of all.
     """
     name = Path(sys.argv[0]).stem
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    add(f"--{kind}", nargs="+", choices=choices, default=list(choices))
+    add(f"--{kind}", nargs="+", choices=choices, default=list(default or choices))
     add("--work", type=Path, default=Path("benchmark_results") / name)
     add("--json", type=Path, default=Path("benchmark_results") / f"{name}.json")
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs")
@@ -118,7 +121,8 @@ def train_all(
 
 def refuse_other_settings(work: Path, overrides: list[str]) -> None:
     """End the program if the folder has results of other settings, recipes or data."""
-    names = ("arithmetic_sft_cpu", "process_reward_cpu", "arithmetic_grpo_cpu")
+    names = ["arithmetic_sft_cpu", "process_reward_cpu", "arithmetic_grpo_cpu"]
+    names += ["tools_sft_cpu", "tools_cpu"]
     made_from = [ROOT / "examples/arithmetic_steps.py"]
     made_from += [ROOT / "recipes" / f"{name}.yaml" for name in names]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in made_from}
@@ -174,16 +178,16 @@ def train(reward: str, seed: int, work: Path, overrides: list[str]) -> Run:
 
 
 def run_recipe(
-    work: Path, name: str, overrides: Sequence[str]
+    work: Path, name: str, overrides: Sequence[str], recipe: str = "arithmetic_grpo_cpu"
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Run the recipe with some settings; return the seconds and the lines of metrics."""
+    """Run a recipe with some settings; return the seconds and the lines of metrics."""
     started = time.monotonic()
     call(
         work,
         *LAUREL,
         "grpo",
         "--config",
-        str(ROOT / "recipes" / "arithmetic_grpo_cpu.yaml"),
+        str(ROOT / "recipes" / f"{recipe}.yaml"),
         *(f"checkpointing.checkpoint_dir=results/{name}", f"logger.log_dir=logs/{name}"),
         "checkpointing.enabled=false",
         *overrides,

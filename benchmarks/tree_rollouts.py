@@ -1,6 +1,7 @@
-"""Drawn tokens of GRPO to 80 % accuracy: completions that branch (`grpo.tree`), beside chains.
+"""Drawn tokens of GRPO to an accuracy: completions that branch (`grpo.tree`), beside chains.
 
     python benchmarks/tree_rollouts.py --seeds 1 2 3
+    python benchmarks/tree_rollouts.py --seeds 1 2 3 --ways tools-chain tools-turn
 
 Makes the data by `examples/arithmetic_steps.py --careless` and the policy by
 `recipes/arithmetic_sft_cpu.yaml`, and then runs `recipes/arithmetic_grpo_cpu.yaml` for each seed
@@ -11,10 +12,16 @@ and each way of drawing in turn, with 1 for the right final answer as the reward
                 advantage is that of Tree-GRPO
     segment     the same, and the advantages of segments from Monte-Carlo values
 
+Those with `tools` run `recipes/tools_cpu.yaml`, where a policy learns to call a calculator, from
+the policy of `recipes/tools_sft_cpu.yaml` after fewer steps:
+
+    tools-chain 8 conversations of a prompt
+    tools-turn  6, and 6 that continue one of them after a call was answered (Tree-GRPO)
+
 All draw about as many tokens in a step. Accuracy is that of the final answer on held-out problems,
-measured every 5 steps; a run ends at the first validation with 0.8, or after 100 steps. Called
-again, it goes on where it was stopped: what is in the folder of `--work` is not made anew, and a
-folder of other settings or of other recipes is refused.
+measured every 5 steps (tools: 2); a run ends at the first validation with 0.8 (tools: 0.6), or
+after 100 steps (tools: 20). Called again, it goes on where it was stopped: what is in the folder of
+`--work` is not made anew, and a folder of other settings or of other recipes is refused.
 """
 
 from __future__ import annotations
@@ -22,26 +29,89 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from process_rewards import ACCURACY, prepare_policy, read_options, run_recipe, train_all
+from process_rewards import (
+    ACCURACY,
+    LAUREL,
+    ROOT,
+    call,
+    prepare_policy,
+    read_options,
+    run_recipe,
+    train_all,
+)
 from rounds import machine, table, write_json
 
-TARGET = 0.8
-NUM_STEPS = 100
-TREE = (
+CREDIT = "grpo.adv_estimator.tree.credit"
+SUMS_TREE = (
+    "grpo.adv_estimator.name=tree",
     'grpo.tree={initial: 6, branches: 4, rounds: 1, separator: "\\n\\n"}',
     "grpo.num_generations_per_prompt=10",
     "policy.train_global_batch_size=80",
-    "grpo.adv_estimator.name=tree",
 )
-WAYS = {
-    "chain": (),
-    "completion": (*TREE, "grpo.adv_estimator.tree.credit=completion"),
-    "segment": (*TREE, "grpo.adv_estimator.tree.credit=segment"),
+TOOLS_TREE = (
+    "grpo.adv_estimator.name=tree",
+    "grpo.tree={initial: 6, branches: 6, rounds: 1, at: turn}",
+    "grpo.num_generations_per_prompt=12",
+    "policy.train_global_batch_size=192",
+)
+TAUGHT_STEPS = 160
+"""Steps of the policy that learns to call; after the recipe's 400 it is better than the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is learned."""
+
+    recipe: str
+    metric: str
+    target: float
+    num_steps: int
+    prepare: Callable[[Path], None]
+    settings: tuple[str, ...]
+
+
+def teach_calls(work: Path) -> None:
+    """Make the policy that calls now and then, unless it is there."""
+    if not (work / f"results/tools_sft/step_{TAUGHT_STEPS}").is_dir():
+        recipe = str(ROOT / "recipes" / "tools_sft_cpu.yaml")
+        call(work, *LAUREL, "sft", "--config", recipe, f"sft.max_num_steps={TAUGHT_STEPS}")
+
+
+SUMS = Task(
+    recipe="arithmetic_grpo_cpu",
+    metric=ACCURACY,
+    target=0.8,
+    num_steps=100,
+    prepare=prepare_policy,
+    settings=(
+        "data.train.env_name=math",
+        "env.reward_model.enabled=false",
+        "grpo.adv_estimator.per_step=false",
+    ),
+)
+TOOLS = Task(
+    recipe="tools_cpu",
+    metric="validation/accuracy",
+    target=0.6,
+    num_steps=20,
+    prepare=teach_calls,
+    settings=(
+        f"policy.model_name=results/tools_sft/step_{TAUGHT_STEPS}",
+        "grpo.val_period=2",
+    ),
+)
+WAYS: dict[str, tuple[Task, tuple[str, ...]]] = {
+    "chain": (SUMS, ()),
+    "completion": (SUMS, (*SUMS_TREE, f"{CREDIT}=completion")),
+    "segment": (SUMS, (*SUMS_TREE, f"{CREDIT}=segment")),
+    "tools-chain": (TOOLS, ()),
+    "tools-turn": (TOOLS, (*TOOLS_TREE, f"{CREDIT}=completion")),
 }
 
 
@@ -55,21 +125,24 @@ class Trial:
     """By step."""
     drawn: dict[int, float]
     """Tokens that were drawn up to each of these steps."""
+    answered: dict[int, float]
+    """Turns that the environment answered up to then, such as calls."""
     shared: float
     """Share of the completions' tokens that were not drawn, but taken over from another."""
     seconds: float
 
     @property
-    def reached(self) -> float | None:
-        """The tokens drawn up to the first validation with the accuracy that is asked for."""
-        return next(
-            (self.drawn[step] for step, one in self.accuracy.items() if one >= TARGET), None
-        )
+    def reached(self) -> int | None:
+        """The first validated step with the accuracy that is asked for."""
+        target = WAYS[self.way][0].target
+        return next((step for step, one in self.accuracy.items() if one >= target), None)
 
 
 def main() -> None:
-    options = read_options(__doc__, "ways", WAYS)
-    prepare_policy(options.work)
+    options = read_options(__doc__, "ways", WAYS, default=["chain", "completion", "segment"])
+    for task in (SUMS, TOOLS):
+        if any(WAYS[way][0] is task for way in options.ways):
+            task.prepare(options.work)
     trials = train_all(options, options.ways, train)
     print(report(trials))
     found = {"machine": machine(), "trials": [asdict(trial) for trial in trials]}
@@ -82,26 +155,36 @@ def train(way: str, seed: int, work: Path, overrides: list[str]) -> Trial:
     done = work / f"{name}.json"
     if done.is_file():
         saved = json.loads(done.read_text())
-        for key in ("accuracy", "drawn"):
+        for key in ("accuracy", "drawn", "answered"):
             saved[key] = {int(step): value for step, value in saved[key].items()}
         return Trial(**saved)
-    settings = [f"grpo.seed={seed}", f"grpo.max_num_steps={NUM_STEPS}"]
-    settings += [f"grpo.stop_at_validation_threshold={TARGET}"]
-    settings += ["data.train.env_name=math", "env.reward_model.enabled=false"]
-    settings += ["grpo.adv_estimator.per_step=false", *WAYS[way], *overrides]
-    seconds, lines = run_recipe(work, name, settings)
-    accuracy, drawn, total, lengths = dict[int, float](), dict[int, float](), 0.0, 0.0
+    task, own = WAYS[way]
+    settings = [f"grpo.seed={seed}", f"grpo.max_num_steps={task.num_steps}"]
+    settings += [f"grpo.stop_at_validation_threshold={task.target}"]
+    seconds, lines = run_recipe(
+        work, name, [*settings, *task.settings, *own, *overrides], task.recipe
+    )
+    accuracy, drawn, answered = dict[int, float](), dict[int, float](), dict[int, float]()
+    tokens, calls, lengths = 0.0, 0.0, 0.0
     for line in lines:
         if "train/mean_gen_tokens_per_sample" in line:
-            # With one turn each, turns are completions.
-            written = line["train/mean_gen_tokens_per_sample"] * line["train/total_turns"]
-            total += line.get("train/tree/sampled_tokens", written)
+            turns = line["train/total_turns"]
+            completions = turns / line["train/avg_turns_per_sample"]
+            written = line["train/mean_gen_tokens_per_sample"] * completions
+            tokens += line.get("train/tree/sampled_tokens", written)
+            calls += line.get("train/tree/sampled_turns", turns) - completions
             lengths += written
-        if ACCURACY in line:
-            accuracy[int(line["step"])], drawn[int(line["step"])] = line[ACCURACY], total
-    shared = 1.0 - total / lengths
+        if task.metric in line:
+            step = int(line["step"])
+            accuracy[step], drawn[step], answered[step] = line[task.metric], tokens, calls
     trial = Trial(
-        way=way, seed=seed, accuracy=accuracy, drawn=drawn, shared=shared, seconds=seconds
+        way=way,
+        seed=seed,
+        accuracy=accuracy,
+        drawn=drawn,
+        answered=answered,
+        shared=1.0 - tokens / lengths,
+        seconds=seconds,
     )
     done.write_text(json.dumps(asdict(trial)))
     return trial
@@ -109,22 +192,28 @@ def train(way: str, seed: int, work: Path, overrides: list[str]) -> Trial:
 
 def report(trials: list[Trial]) -> str:
     rows = []
-    base = {trial.seed: trial.reached for trial in trials if trial.way == "chain"}
-    for way in WAYS:
+    for way, (task, _) in WAYS.items():
         own = [trial for trial in trials if trial.way == way]
         if not own:
             continue
+        base = next(name for name, (same, _) in WAYS.items() if same is task)
+        chains = {trial.seed: trial for trial in trials if trial.way == base}
         fewer = [
-            base[trial.seed] / trial.reached  # type: ignore[operator]
+            chains[trial.seed].drawn[chains[trial.seed].reached] / trial.drawn[trial.reached]
             for trial in own
-            if trial.reached and base.get(trial.seed)
+            if trial.reached and trial.seed in chains and chains[trial.seed].reached
+        ]
+        reached = [
+            f"{trial.drawn[trial.reached] / 1000:.1f}k, {trial.answered[trial.reached]:.0f}"
+            if trial.reached
+            else "not"
+            for trial in own
         ]
         rows.append(
             [
                 way,
-                ", ".join(
-                    f"{trial.reached / 1000:.0f}k" if trial.reached else "not" for trial in own
-                ),
+                f"{task.target:.0%}",
+                "; ".join(reached),
                 f"{statistics.geometric_mean(fewer):.2f}" if len(fewer) == len(own) else "",
                 f"{statistics.mean(trial.shared for trial in own):.2f}",
                 ", ".join(f"{max(trial.accuracy.values()):.2f}" for trial in own),
@@ -133,8 +222,9 @@ def report(trials: list[Trial]) -> str:
         )
     heads = [
         "drawn as",
-        f"tokens drawn to {TARGET:.0%}, by seed",
-        "times fewer than chains",
+        "accuracy",
+        "tokens drawn to it, turns answered, by seed",
+        "times fewer tokens than chains",
         "shared",
         "best accuracy",
         "seconds",

@@ -574,7 +574,7 @@ class ModelServerConfig(Section):
     tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """GPUs, or on a CPU processes, that one replica is spread over."""
     resources: Annotated[ResourcesConfig, MAY_CHANGE] = ResourcesConfig()
-    """Slots of their own. Null: they share those of the policy, and sleep while it trains."""
+    """Slots of their own. Null: they share those of the policy, and sleep but for the scores."""
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of the program, such as `--max-model-len=4096`."""
     hedge: Annotated[bool, MAY_CHANGE] = False

@@ -171,6 +171,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             has_state=True,
             gives_steps=self._separator is not None,
             components=None if self._names_components else (),
+            rests=getattr(scorer, "rests", False),
         )
         self._noise_probe = NoiseProbe()
         declared: float | None = getattr(scorer, "noise", None)

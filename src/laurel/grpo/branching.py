@@ -170,3 +170,9 @@ def tree_segments(rollouts_G: Sequence[Rollout]) -> list[tuple[Segment, ...]]:
 def num_sampled(rollout: Rollout) -> int:
     """Return how many tokens were sampled for a completion, without those that it took over."""
     return int(np.count_nonzero(rollout.mask_L[_own_start(rollout) :]))
+
+
+def num_sampled_turns(rollout: Rollout) -> int:
+    """Return how many turns were sampled for a completion, without those that it took over."""
+    taken_over = rollout.mask_L[: _own_start(rollout)].astype(np.int8)
+    return rollout.num_turns - int(np.count_nonzero(np.diff(taken_over) == -1))

@@ -20,7 +20,7 @@ import torch
 from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.interface import invalid_return, value_kind
 from laurel.errors import EnvironmentFailedError
-from laurel.grpo.branching import num_sampled
+from laurel.grpo.branching import num_sampled, num_sampled_turns
 from laurel.grpo.judging import RolloutStats, described
 from laurel.models.plain_contents import FOREIGN_MARK
 from laurel.observe.console import completion_text, shorten_middle
@@ -86,6 +86,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     if any(rollout.branch is not None for rollout in rollouts):
         sampled = sum(map(num_sampled, rollouts))
         figures["tree/sampled_tokens"] = sampled
+        figures["tree/sampled_turns"] = sum(map(num_sampled_turns, rollouts))
         figures["tree/shared_share"] = 1.0 - sampled / max(written.sum(), 1)
         figures["tree/branched_share"] = np.mean([r.branch is not None for r in rollouts])
     scored = [rollout for rollout in rollouts if rollout.reward is not None]

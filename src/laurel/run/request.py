@@ -16,6 +16,7 @@ from laurel.planning.request import (
     RewardModelRequest,
     RoleName,
     RoleRequest,
+    ServedModelRequest,
     StepRequest,
     TrainingRequest,
     optimizer_states,
@@ -62,6 +63,7 @@ def request_of(config: Run) -> ClusterRequest:
             RewardModelRequest(precision=judge.precision, compiles=judge.compile)
             for judge in config.env.reward_model.loaded
         ),
+        served=None if uses_reward_model(config) else _served(config),
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,
@@ -142,7 +144,8 @@ def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
         if served is None
         else [
             f"{served.replicas} x {served.model_name}: the run starts its servers in slots of the "
-            "reward model; their memory and their time are not estimated"
+            "reward model; their time is not estimated"
+            + ("" if served.resources.are_own else _how_they_share(config))
         ]
     )
     if on_cluster:
@@ -156,6 +159,15 @@ def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
             for judge in judges.values()
         ),
     ]
+
+
+def _how_they_share(config: GRPORun) -> str:
+    if not config.grpo.max_staleness:
+        return ". On the policy's GPUs they sleep but for the scores"
+    return (
+        f". With grpo.max_staleness={config.grpo.max_staleness} they do not sleep, because "
+        "completions are always being sampled: on the policy's GPUs their memory is theirs alone"
+    )
 
 
 def sampling_notes(config: GRPORun) -> list[str]:
@@ -280,6 +292,21 @@ def _model_server(config: GRPORun) -> RoleRequest | None:
         parallel_key=key,
         tp=served.tensor_parallel_size,
         own=_own_slots(f"{key}.resources", resources) if resources.are_own else None,
+    )
+
+
+def _served(config: GRPORun) -> ServedModelRequest | None:
+    """Return what the model that the run serves takes."""
+    if (section := model_server(config)) is None:
+        return None
+    engine = plugins.find(plugins.Engine, section.backend)
+    assert isinstance(engine, plugins.EngineThatServes), "the section has checked it"
+    needs = engine.served_needs(section)
+    return ServedModelRequest(
+        precision=needs.precision or "bfloat16",
+        memory_share=needs.memory_share,
+        replicas=section.replicas,
+        sleeps=config.grpo.max_staleness == 0,
     )
 
 

@@ -218,6 +218,23 @@ def test_they_sleep_while_the_policy_trains(started, tmp_path):
     assert len(asked(tmp_path)) == 4
 
 
+def test_requests_wait_while_they_sleep_and_none_is_under_way(started, tmp_path):
+    servers = started(on_gpu=True)
+    (server,) = servers._router._servers.values()
+    with ThreadPoolExecutor(2) as beside:
+        begun = beside.submit(ask, servers, content="x", seconds=0.6)
+        wait_until(lambda: server.num_waiting == 1)
+        with servers.resting():
+            # The server would end it with half an answer: it is asked again.
+            assert server.num_waiting == 0
+            late = beside.submit(ask, servers, content="y")
+            wait_until(lambda: len(servers._router._uvicorn.server_state.connections) == 2)
+            assert not begun.done()
+            assert not late.done()
+            assert server.num_waiting == 0
+        assert [one.result().json()["text"] for one in (begun, late)] == ["x", "y"]
+
+
 @pytest.mark.slow
 def test_a_server_that_is_lost_while_it_sleeps_is_back_when_the_others_wake(started, tmp_path):
     servers = started(on_gpu=True)

@@ -165,12 +165,8 @@ def test_turns_are_continued_with_what_the_environment_had_said(judges: Any) -> 
             assert one.mask_L[one.branch.length]
     # Turns that are shared are neither drawn nor judged again.
     num_judged = sum(map(len, judge.calls))
-    num_shared = sum(
-        int(np.sum(np.diff(one.mask_L[: one.branch.length].astype(int), prepend=0) == 1))
-        for one in group.rollouts_G
-        if one.branch is not None
-    )
-    assert num_judged == 8 * 3 - num_shared
+    assert 8 + 2 < num_judged < 8 * 3
+    assert rollout_metrics([group])["tree/sampled_turns"] == num_judged
     assert num_judged == sum(len(request.seeds_G) for request in generator.requests)
 
 
@@ -260,6 +256,8 @@ def test_a_validation_does_not_branch_and_figures_count_what_was_drawn() -> None
     )
     figures = rollout_metrics([group])
     assert figures["tree/sampled_tokens"] == 4 + 4 + 1
+    # A turn that went on after its beginning was sampled.
+    assert figures["tree/sampled_turns"] == 3
     assert figures["tree/shared_share"] == pytest.approx(2 / 11)
     assert not any("tree" in name for name in rollout_metrics([rollout_group(rollout("a", 1.0))]))
 
