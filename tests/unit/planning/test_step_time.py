@@ -10,7 +10,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
-from laurel.extensions.plan.workload import workload_of
+from laurel.extensions.plan.plan import workload_of
 from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.plan import plan_run
 from laurel.planning.request import AdapterRequest, TrainingRequest, Workload
