@@ -562,9 +562,8 @@ def alone(environments: Iterable[Environment]) -> list[Environment]:
     """Return environments and, in place of composites, all that they contain, each once."""
     found: dict[int, Environment] = {}
     for one in environments:
-        parts = alone(one.parts.values()) if isinstance(one, CompositeEnvironment) else (one,)
-        for part in parts:
-            found[id(part)] = part
+        parts = alone(one.parts.values()) if isinstance(one, CompositeEnvironment) else [one]
+        found |= {id(part): part for part in parts}
     return list(found.values())
 
 
