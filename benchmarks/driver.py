@@ -76,7 +76,6 @@ PROMPT, LENGTH, GROUP = 256, 4_096, 16
 FOREST_TOKENS = 8 * LENGTH
 VOCABULARY = 50_000
 
-
 class Answers:
     """A generator that has all completions before it is asked."""
 
@@ -100,7 +99,6 @@ class Answers:
 
     async def update_weights(self, weights: Weights) -> None: ...
 
-
 class Chance(EnvironmentInterface):
     """Rewards at random."""
 
@@ -118,7 +116,6 @@ class Chance(EnvironmentInterface):
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
         return batch, {}
 
-
 class Prompts:
     """Prompts of one length."""
 
@@ -130,7 +127,6 @@ class Prompts:
 
     def observation_ids(self, observation: Any, /, *, history: Any, turn_ids: Any) -> Any:
         raise AssertionError("conversations have one turn")
-
 
 class StubGroup(GroupCalls):
     """Workers that are sent what real ones would be, and answer without a model."""
@@ -174,7 +170,6 @@ class StubGroup(GroupCalls):
 
     def shutdown(self) -> None: ...
 
-
 class Silent:
     """Stands for what shows and logs."""
 
@@ -186,7 +181,6 @@ class Silent:
     @contextlib.contextmanager
     def phase(self, *args: Any, **kwargs: Any) -> Iterator[Silent]:
         yield self
-
 
 def loop_of(
     num_groups: int, group: StubGroup, shape: ParallelShape, run_dir: Path, *, writes: bool
@@ -235,7 +229,6 @@ def loop_of(
     services.stop = SimpleNamespace(signal=None, seconds=0.0)
     return GRPO(settings, services, parts)
 
-
 def measure(num_completions: int, mesh: Sequence[int], *, writes: bool) -> dict[str, Any]:
     """One step, in this process."""
     dp, tp, cp = mesh
@@ -267,10 +260,8 @@ def measure(num_completions: int, mesh: Sequence[int], *, writes: bool) -> dict[
         "num_sent": group.num_sent,
     }
 
-
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
 
 def main() -> None:
     options = read_options()
@@ -287,17 +278,15 @@ def main() -> None:
     print(report(rows, as_markdown=options.markdown))
     write_json(options.json, {"machine": machine(), "rows": rows})
 
-
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--completions", type=int, nargs="+", default=list(COMPLETIONS))
     add("--one", type=int, nargs=4, metavar=("N", "DP", "TP", "CP"), help="one row, as JSON")
     add("--write", action="store_true", help="write the file of the completions, too")
-    add("--markdown", action="store_true", help="print the table for docs/parallelism.md")
+    add("--markdown", action="store_true", help="print the table for a page")
     add("--json", type=Path, default=Path("benchmark_results/driver.json"))
     return parser.parse_args()
-
 
 def report(rows: Sequence[Mapping[str, Any]], *, as_markdown: bool) -> str:
     header = ["completions", "dp x tp x cp", "ranks", "seconds", "peak GB", "sent GB", "messages"]
@@ -323,7 +312,6 @@ def report(rows: Sequence[Mapping[str, Any]], *, as_markdown: bool) -> str:
             f"{size:.2f} GB (target {TARGET_GB:g})"
         )
     return text
-
 
 if __name__ == "__main__":
     main()
