@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "laurel"
+
+sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its path
+import site_commands  # noqa: E402
 
 INCLUDED = {
     "ARCHITECTURE.md": "architecture.md",
@@ -136,15 +140,19 @@ _PICTURE = re.compile(
     r"<picture>\s*<source [^>]*srcset=\"(?P<dark>[^\"]+)\">\s*"
     r"<img alt=\"(?P<alt>[^\"]*)\" src=\"(?P<light>[^\"]+)\">\s*</picture>"
 )
+_COMMANDS = "<!-- made for the site: commands -->"
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Notes to the tests become titles or vanish; links that leave docs/ become names of files.
 
+    Options of commands are listed where a page has the mark for them: help texts say them already.
     A picture follows the theme that the reader chose, not the system's alone.
     """
     name = page.file.src_uri
+    if _COMMANDS in markdown:
+        markdown = markdown.replace(_COMMANDS, site_commands.commands_text())
     folder = "" if name in INCLUDED.values() else posixpath.dirname(f"docs/{name}")
     markdown = _FENCE_NOTE.sub(_shown_note, markdown)
     markdown = _PICTURE.sub(_shown_picture, markdown)

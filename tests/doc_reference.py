@@ -1,4 +1,4 @@
-"""Parts of pages that are generated: options of commands, keys of a configuration, models.
+"""Parts of pages that are generated: keys of a configuration, models.
 
 A page holds such a part between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
 """
@@ -6,16 +6,12 @@ A page holds such a part between `<!-- generated: NAME -->` and `<!-- end of NAM
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
-import click
 from pydantic.fields import FieldInfo
 
-from command_tree import all_commands
 from doc_models import models_text
 from laurel.config.dump import entry, literal
 from laurel.config.plugged import all_fields
@@ -24,10 +20,6 @@ from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 
-COMMON = 3
-"""Commands that must share an option before it stands among the common ones."""
-MANY = 6
-"""Common options of a command that are not named again where another command has the same."""
 SHORT = 60
 """Characters of a meaning after which no further sentence is written, except what null means."""
 RESUMES = " \u21bb"
@@ -36,68 +28,8 @@ FEW = 3
 """Keys of a section that is written inside the section above it, at most."""
 
 
-_RANGE = r" \[x>=[01]\]|; x>=[01](?=\])"
-"""How a command's help says that an option is a number of things."""
 _OF_A_SET = r"See (?:the same key of a set|`(?:data\.train|DemonstrationSetConfig)\.\w+`)"
 """How the docstring of a key of `data` points to that of a data set."""
-
-
-def commands_text() -> str:
-    """Write the first sentence of every command, and each option once: common ones come first."""
-    options = {
-        path: [
-            record
-            for one in command.get_params(context)
-            if (record := one.get_help_record(context))
-        ]
-        for path, command, context in _commands()
-    }
-    common: dict[str, tuple[str, str]] = {}
-    for record, count in Counter(chain.from_iterable(options.values())).most_common():
-        if count >= COMMON:
-            common.setdefault(_name(record), record)
-    # Those that occur most often come first: `--json` and `--help`.
-    lines = ["### Common options", "", "Every command has the first two.", ""]
-    lines += map(_option, common.values())
-    first: dict[tuple[str, ...], str] = {}
-    places: dict[tuple[str, str], str] = {}
-    for path, command, _ in _commands():
-        own = [record for record in options[path] if record not in common.values()]
-        shared = [f"`{_name(one)}`" for one in options[path] if one in list(common.values())[2:]]
-        about, *_ = re.split(r"\n\s*\n", (command.help or "").strip())
-        lines += ["", f"### {path}", "", " ".join(about.split()), ""]
-        known: dict[str, list[str]] = {}
-        for record in own:
-            if (place := places.setdefault(record, path)) == path:
-                lines.append(_option(record))
-            else:
-                known.setdefault(place, []).append(f"`{_name(record)}`")
-        lines += [f"- As of `{place}`: {', '.join(names)}" for place, names in known.items()]
-        like, names = next(
-            ((one, names) for names, one in first.items() if {*shared} <= {*names}), (path, ())
-        )
-        first.setdefault(tuple(shared), path)
-        if len(shared) > MANY and like != path:
-            without = ", ".join(name for name in names if name not in shared)
-            lines.append(f"- Common: as of `{like}`" + (f", without {without}" if without else ""))
-        elif shared:
-            lines.append(f"- Common: {', '.join(shared)}")
-    return "\n".join(lines)
-
-
-def _commands() -> Iterator[tuple[str, click.Command, click.Context]]:
-    for path, command, context in all_commands():
-        yield " ".join(("laurel", *path)), command, context
-
-
-def _name(record: tuple[str, str]) -> str:
-    words = record[0].split()
-    return next((word for word in words if word.startswith("--")), words[0])
-
-
-def _option(record: tuple[str, str]) -> str:
-    name = re.sub(r" <(?:str|path|(?:int|float)(?: range)?|list\[\w+\])>", "", record[0])
-    return f"- `{name}` {re.sub(_RANGE, '', ' '.join(record[1].split()))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +169,6 @@ def _short(text: str | None) -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
-    "commands": commands_text,
     "options": options_text,
     "models": models_text,
 }

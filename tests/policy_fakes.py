@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -247,12 +248,15 @@ def rollout_group(
     )
 
 
+OF_ROLLOUTS = ("seed", "per_step", "tree", "devices")
+
+
 def rollouts_of(generator: ScriptedGenerator, **options: Any) -> Rollouts:
     """With one environment called `judge`, unless `environments` are given."""
     judge = options.pop("judge", None)
     environments = options.pop("environments", None) or {"judge": judge or Judge()}
     chat = options.pop("chat", None) or ByteChat()
-    whole = {"seed": 7} | {k: options.pop(k) for k in ("seed", "per_step", "tree") if k in options}
+    whole = {"seed": 7} | {k: options.pop(k) for k in OF_ROLLOUTS if k in options}
     limits = RolloutLimits(**({"max_turns": 1, "max_length": 64} | options))
     return Rollouts(generator, environments, chat, limits, **whole)
 
@@ -275,6 +279,28 @@ class Matches(Judge):
         super().__init__(
             verdict, noise=noise, before=lambda texts: HOOKS.get("judge", lambda: None)()
         )
+
+
+class Served(Matches):
+    """As if a model that has the policy's devices judged; `EVENTS` are all that happens to it."""
+
+    EVENTS: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spec = replace(self.spec, rests=True)
+        self.before = lambda texts: self.EVENTS.append("score")
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        self.EVENTS.append("models sleep")
+        try:
+            yield
+        finally:
+            self.EVENTS.append("models wake")
+
+    def shutdown(self) -> None:
+        self.EVENTS.append("models end")
 
 
 class HookedAdamW(torch.optim.AdamW):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from command_tree import all_commands
 from laurel.environments.registry import built_in
+from site_commands import all_commands
 
 TESTS = Path(__file__).parent
 

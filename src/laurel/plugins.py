@@ -462,12 +462,22 @@ class EngineThatServes(Engine):
             rests: Whether it is asked to free its GPU's memory: `POST /sleep?level=1`, `/wake_up`.
         """
 
+    def served_needs(self, section: Any) -> EngineNeeds:
+        """Return what one server takes of its devices, by default a tenth less than all.
+
+        Args:
+            section: A `config.environments.ModelServerConfig`.
+        """
+        return EngineNeeds(tensor_parallel_size=section.tensor_parallel_size)
+
 
 class ModelEndpoint(Protocol):
     """The servers of a model that the run serves, behind one address."""
 
     section: Any
     """Its `config.environments.ModelServerConfig`."""
+    rests: bool
+    """Whether a server has GPUs of the policy's, and frees their memory for it."""
 
     @property
     def address(self) -> str:

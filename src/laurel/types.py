@@ -586,6 +586,9 @@ class EnvironmentSpec:
     components: tuple[str, ...] | None = None
     """Names of the components of its rewards; empty: it gives one number. None: its first rewards
     tell."""
+    rests: bool = False
+    """Whether models that it asks have the policy's devices, and free them (`Environment.resting`)
+    while it does not score."""
 
     def __post_init__(self) -> None:
         if self.judges not in get_args(JudgingUnit):

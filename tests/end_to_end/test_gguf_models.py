@@ -8,7 +8,6 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from command_tree import all_commands
 from eval_rows import pair_rows, write
 from gguf_files import write_tiny
 from laurel.cli.main import app
@@ -18,6 +17,7 @@ from laurel.models.checkpoint.card import CardFacts
 from laurel.models.gguf import CACHE_VARIABLE, local_files
 from policy_runs import TINY_GRPO, TINY_SFT, sums
 from runs import LOADED, pairs, save_model, write_rows
+from site_commands import all_commands
 
 TOLD = "quantised as Q8_0; they were dequantised to float32"
 RM = [*LOADED, "rm.max_num_steps=2", "data.dataset_name=BinaryPreferenceDataset"]

@@ -2,13 +2,16 @@
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from rich.console import Console
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
+from laurel.generation.transformers.engine import TransformersEngine
 from laurel.run.grpo import assemble
+from policy_fakes import Served
 from policy_runs import MATCHES, grpo_settings, metrics_of
 
 
@@ -102,3 +105,54 @@ def test_the_generator_wakes_also_where_the_learner_fails(tmp_path):
     with pytest.raises(KeyError, match="no luck"):
         run(tmp_path, change, "grpo.max_num_steps=1", "grpo.val_period=0")
     assert generator.said == ["sleep", "wake"]
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens to the generator and to models on its device, in order."""
+    Served.EVENTS.clear()
+
+    def noting(name, event):
+        method = getattr(TransformersEngine, name)
+
+        def noted(self, *arguments):
+            Served.EVENTS.append(event)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(TransformersEngine, name, noted)
+
+    noting("generate", "draw")
+    noting("sleep", "generator sleeps")
+    noting("wake", "generator wakes")
+    noting("update_weights", "new weights")
+    return Served.EVENTS
+
+
+SERVED = "env.custom.matches.name=policy_fakes.Served"
+
+
+def test_served_models_sleep_but_for_the_scores(tmp_path, events):
+    run(tmp_path, lambda parts: parts, "grpo.max_num_steps=2", "grpo.val_period=1", SERVED)
+    drawn = ["draw", "generator sleeps", "models wake", "score", "models sleep"]
+    step = [*drawn, "generator wakes", "new weights"]
+    validation = [*drawn, "generator wakes"]  # for the next step
+    whole = ["models sleep", *step, *validation, *step, *drawn]
+    assert [event for event, _ in groupby(events)] == [
+        *whole,
+        "models end",
+        "models wake",
+        "models end",
+    ]
+
+
+def test_a_generator_that_is_never_idle_shares_with_models_that_are_awake(tmp_path, events):
+    run(
+        tmp_path,
+        lambda parts: parts,
+        "grpo.max_num_steps=1",
+        "grpo.val_period=0",
+        "grpo.max_staleness=1",
+        "loss_fn.use_importance_sampling_correction=true",
+        SERVED,
+    )
+    assert not {"models sleep", "models wake", "generator sleeps"} & set(events)

@@ -181,10 +181,15 @@ def test_a_model_that_a_run_serves_is_on_another_node_and_comes_back(
 
 def ensemble(judges):
     parts = [
-        {"name": name, "model_name": judge, "precision": "float32"}
+        {"name": name, "model_name": judge}
         for name, judge in zip(("kind", "wise"), judges, strict=True)
     ]
-    return {"models": parts, "combine": "mean_minus_std", "uncertainty_penalty": 0.5}
+    return {
+        "models": parts,
+        "precision": "float32",
+        "combine": "mean_minus_std",
+        "uncertainty_penalty": 0.5,
+    }
 
 
 @pytest.fixture(scope="module")

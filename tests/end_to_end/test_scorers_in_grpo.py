@@ -160,11 +160,12 @@ def test_a_judge_in_this_process_compares_the_completions_of_a_group(tmp_path, m
 @pytest.mark.slow
 def test_two_models_give_the_rewards(tmp_path, model, reward_models):
     parts = [
-        {"name": "kind", "model_name": reward_models["first"], "precision": "float32"},
-        {"name": "wise", "model_name": reward_models["second"], "precision": "float32"},
+        {"name": "kind", "model_name": reward_models["first"]},
+        {"name": "wise", "model_name": reward_models["second"]},
     ]
     rewards = {
         "models": parts,
+        "precision": "float32",
         "combine": "mean_minus_std",
         "uncertainty_penalty": 0.5,
     }

@@ -16,7 +16,7 @@ from laurel.sandbox.detection import detect, small_world
 from laurel.sandbox.inside.monitor import ARMED
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.sandbox.zygote_process import ZygoteProcess
-from sandbox_processes import is_gone, named
+from sandbox_processes import END, is_gone, named
 
 PROGRAMS = {program.name: program for program in hostile_suite.read_programs()}
 QUICK = {program.claim: name for name, program in reversed(PROGRAMS.items())}  # one of each claim
@@ -48,10 +48,10 @@ def place(request, world):
     found = named(zygote.pid)
     children = [one for one, _ in found]
     # Those that wait for a job are not left by one.
-    left = psutil.wait_procs([one for one, name in found if name != ARMED], timeout=30)[1]
+    left = psutil.wait_procs([one for one, name in found if name != ARMED], timeout=END)[1]
     left = [one for one in left if not is_gone(one.pid)]  # a zombie is, until its parent ends
     zygote.close()
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=END)[1] == []
     assert neighbour.poll() is None
     neighbour.kill()
     neighbour.wait()

@@ -201,20 +201,11 @@ def _shown(url: str) -> str:
     return ascii(address.rpartition("@")[2])
 
 
-class AskingConfig(Section):
-    """Requests to servers that this run did not start."""
+class KeyedConfig(Section):
+    """Servers that may ask for an API key."""
 
     api_key_env: Annotated[str | None, MAY_CHANGE] = None
     """Name of the environment variable with the API key; never the key itself."""
-    request_timeout: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0)
-    """Seconds for a score, all tries together; then the completion has failed."""
-    attempt_timeout: Annotated[float, MAY_CHANGE] = Field(default=30.0, gt=0)
-    """Seconds of one try."""
-    hedge: Annotated[bool, MAY_CHANGE] = False
-    """Ask a second server as well where an answer takes unusually long. Default: it doubles some of
-    the work."""
-    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=0)
-    """Seconds to wait at the start for a server that does not answer yet."""
 
     @field_validator("api_key_env")
     @classmethod
@@ -227,6 +218,20 @@ class AskingConfig(Section):
                 "into a configuration"
             )
         return name
+
+
+class AskingConfig(KeyedConfig):
+    """Requests to servers that this run did not start."""
+
+    request_timeout: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0)
+    """Seconds for a score, all tries together; then the completion has failed."""
+    attempt_timeout: Annotated[float, MAY_CHANGE] = Field(default=30.0, gt=0)
+    """Seconds of one try."""
+    hedge: Annotated[bool, MAY_CHANGE] = False
+    """Ask a second server as well where an answer takes unusually long. Default: it doubles some of
+    the work."""
+    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=0)
+    """Seconds to wait at the start for a server that does not answer yet."""
 
     @model_validator(mode="after")
     def _times_fit(self) -> AskingConfig:
@@ -569,7 +574,7 @@ class ModelServerConfig(Section):
     tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """GPUs, or on a CPU processes, that one replica is spread over."""
     resources: Annotated[ResourcesConfig, MAY_CHANGE] = ResourcesConfig()
-    """Slots of their own. Null: they share those of the policy, and sleep while it trains."""
+    """Slots of their own. Null: they share those of the policy, and sleep but for the scores."""
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of the program, such as `--max-model-len=4096`."""
     hedge: Annotated[bool, MAY_CHANGE] = False
@@ -595,7 +600,7 @@ class ModelServerConfig(Section):
         return self
 
 
-class ScorerSource(AskingConfig, OpenSection):
+class SourceConfig(KeyedConfig, OpenSection):
     """The source of scores: exactly one of a loaded model, servers, a judge and a function."""
 
     kind_of_plugin: ClassVar[str] = "dialects"
@@ -608,25 +613,10 @@ class ScorerSource(AskingConfig, OpenSection):
     """Directory whose weights are used instead of those of `model_name`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Null names are those of the model."""
-    precision: Precision = "bfloat16"
-    """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
-    Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
-    compile: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
-    """Compile the model's layers, as `policy.compile` does."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens, for a model without a scoring contract; null is 8192, or the
     model's positions if fewer. Longer ones are truncated and counted."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
-    safetensors_only: bool = True
-    """Refuse pickled weights."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
-    batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
-    """Token budget of one forward pass. A larger group is computed in parts; over several ranks, in
-    one pass."""
-    batch_timeout: Annotated[float, MAY_CHANGE] = Field(default=300.0, gt=0)
-    """Seconds of one forward pass in a process of its own. A slower replica is restarted, and
-    others score its completions."""
     urls: Annotated[list[str] | None, MAY_CHANGE] = None
     """Servers of one reward model, which this run does not start; any may fail."""
     url_protocol: Annotated[str, NameOf("dialects")] = "laurel"
@@ -643,11 +633,9 @@ class ScorerSource(AskingConfig, OpenSection):
     """A language model that is asked for a score."""
     function: FunctionConfig | None = None
     """A Python function that scores."""
-    server: ModelServerConfig | None = None
-    """A model that the run serves for `function`, which gets its address and tokenizer."""
 
     @model_validator(mode="after")
-    def _is_one_source(self) -> ScorerSource:
+    def _is_one_source(self) -> SourceConfig:
         if self.urls is not None:
             if not self.urls:
                 raise ValueError("urls is empty: name a server, or leave the key out")
@@ -661,25 +649,17 @@ class ScorerSource(AskingConfig, OpenSection):
                 users = " or ".join(plugins.readers(plugins.ServerDialect, "reward_key"))
                 raise ValueError(f"reward_key is for url_protocol={users}, not {self.url_protocol}")
             self._dialect.check(self)
-            if self.hedge and len(self.urls) < 2:
-                raise ValueError("hedge asks a second server, and urls has only one")
         else:
-            for key in ("url_model", "reward_key", "model_version", "hedge", "api_key_env"):
+            for key in ("url_model", "reward_key", "model_version", "api_key_env"):
                 if _is_set(self, key):
                     where = "; a judge has its own" if self.judge is not None else ""
                     raise ValueError(f"{key} says how urls are asked, and there are none{where}")
-        if self.server is not None and (self.function is None or self.function.router):
-            raise ValueError(
-                "server is for a function that asks it: set function.path, and leave "
-                "function.router out"
-            )
         if len(self._sources()) > 1:
             raise ValueError(
                 f"{' and '.join(self._sources())} cannot both give the score; keep one"
             )
-        for key in _OF_A_MODEL if self.judge is not None else ():
-            # `dtensor_cfg` is no key of one of several models.
-            if key in type(self).model_fields and _is_set(self, key):
+        for key in ("tokenizer", "max_model_len") if self.judge is not None else ():
+            if _is_set(self, key):
                 raise ValueError(f"{key} is for a reward model, and a judge has its own keys")
         return self
 
@@ -750,20 +730,76 @@ class ScorerSource(AskingConfig, OpenSection):
         return self.loads_model or renders_for_servers or self.function is not None
 
     @property
+    def asks_served_model(self) -> bool:
+        """Report whether a function asks the model that the run serves."""
+        return self.function is not None and self.function.router is None
+
+    @property
     def judges_groups(self) -> bool:
         """Report whether all completions of a prompt must be scored in one call."""
         compares = self.judge is not None and self.judge.compares
         return compares or (self.function is not None and self.function.group)
 
 
+class ScorerSource(AskingConfig, SourceConfig):
+    """A source of scores, and how it is loaded and asked."""
+
+    precision: Precision = "bfloat16"
+    """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
+    Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
+    compile: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
+    """Compile the model's layers, as `policy.compile` does."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    safetensors_only: bool = True
+    """Refuse pickled weights."""
+    batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
+    """Token budget of one forward pass. A larger group is computed in parts; over several ranks, in
+    one pass."""
+    batch_timeout: Annotated[float, MAY_CHANGE] = Field(default=300.0, gt=0)
+    """Seconds of one forward pass in a process of its own. A slower replica is restarted, and
+    others score its completions."""
+    server: ModelServerConfig | None = None
+    """A model that the run serves for `function`, which gets its address and tokenizer."""
+
+    @property
+    def sources(self) -> Sequence[ScorerSource]:
+        """Return what gives the scores."""
+        return [self]
+
+    @model_validator(mode="after")
+    def _fits_the_sources(self) -> ScorerSource:
+        urls = [source.urls for source in self.sources if source.urls is not None]
+        if self.hedge and not any(len(servers) > 1 for servers in urls):
+            why = "urls has only one" if urls else "there are no urls"
+            where = "; a judge has its own" if self.judge is not None else ""
+            raise ValueError(f"hedge asks a second server, and {why}{where}")
+        if self.server is not None and sum(one.asks_served_model for one in self.sources) != 1:
+            raise ValueError(
+                "server is for a function that asks it, and for one alone: set function.path, and "
+                "leave function.router out"
+            )
+        if all(source.judge is not None for source in self.sources):
+            for key in _OF_A_MODEL:
+                # `dtensor_cfg` is no key of a source outside of a run.
+                if key in type(self).model_fields and _is_set(self, key):
+                    raise ValueError(f"{key} is for a reward model, and a judge has its own keys")
+        return self
+
+
 _OF_A_MODEL = (
-    *("tokenizer", "precision", "compile", "max_model_len", "trust_remote_code"),
-    *("safetensors_only", "batch_tokens", "batch_timeout", "dtensor_cfg"),
+    *("precision", "compile", "trust_remote_code", "safetensors_only"),
+    *("batch_tokens", "batch_timeout", "dtensor_cfg"),
 )
 
 
-class EnsemblePart(ScorerSource):
+class EnsemblePart(SourceConfig):
     """One of several reward models that score the same conversation."""
+
+    removed: ClassVar[Mapping[str, Removed]] = {
+        **removed("ScorerSource"),
+        **removed("EnsemblePart"),
+    }
 
     name: str = Field(pattern=r"^[A-Za-z][\w.-]*$")
     """The name of its scores in metrics."""
@@ -898,8 +934,8 @@ class RewardModelEnvironmentConfig(ScorerSource):
     """Benchmarks of the reward model before the first step of `laurel grpo`, by names of your own.
     Logged as `reward_model/<Name>_...`."""
     models: list[EnsemblePart] | None = Field(default=None, min_length=2)
-    """Several sources of scores instead of one. On Ray each loaded model has replicas on all slots
-    of `resources`."""
+    """Several sources of scores instead of one; the keys of this section that they do not have hold
+    for all. On Ray each loaded model has replicas on all slots of `resources`."""
     combine: Literal["weighted_sum", "min", "mean_minus_std"] = "weighted_sum"
     """How several scores become one. `mean_minus_std` penalises disagreement. A failure of any of
     them is a failure of the completion."""
@@ -953,6 +989,9 @@ class RewardModelEnvironmentConfig(ScorerSource):
     def _check_models(self, models: Sequence[EnsemblePart]) -> None:
         if self._sources():
             raise ValueError(f"models and {self._sources()[0]} cannot both give the score")
+        for key in SourceConfig.model_fields:
+            if _is_set(self, key):
+                raise ValueError(f"{key}: each of the models has its own; set it there")
         names = [part.name for part in models]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -983,8 +1022,15 @@ class RewardModelEnvironmentConfig(ScorerSource):
 
     @property
     def sources(self) -> Sequence[ScorerSource]:
-        """Return what gives the scores: the environment itself, or its `models`."""
-        return [self] if self.models is None else self.models
+        """Return what gives the scores: the environment itself, or its `models`.
+
+        The models have the environment's settings for what they have none of their own for.
+        """
+        if self.models is None:
+            return [self]
+        shared = ScorerSource.model_fields.keys() - SourceConfig.model_fields.keys()
+        of_all = {key: self[key] for key in shared}
+        return [ScorerSource.model_construct(**of_all, **dict(part)) for part in self.models]
 
     @property
     def loaded(self) -> list[ScorerSource]:

@@ -11,8 +11,18 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from laurel.config.environments import ScorerSource, SourceConfig
 from laurel.config.schema_info import KeyInfo, Kinds, says_nothing, sections_of, step_into
-from laurel.config.yaml_tree import KeyPath, MayChange, Section, YamlNode, dotted
+from laurel.config.yaml_tree import (
+    KeyPath,
+    MayChange,
+    Section,
+    YamlNode,
+    dotted,
+    find_node,
+    plain_values,
+    with_key,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +74,22 @@ def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[tuple[s
                 yield from gone(info.kinds, child, (*path, key))
             elif key in removed and not says_nothing(removed[key], child):
                 yield dotted((*path, key)), removed[key].instead
+
+
+def with_settings_of_all_models(before: YamlNode) -> YamlNode:
+    """Return a saved configuration with what its reward models agree on said once for all of them.
+
+    Each of `env.reward_model.models` once had those settings for itself.
+    """
+    of_all = ScorerSource.model_fields.keys() - SourceConfig.model_fields.keys()
+    section = ("env", "reward_model")
+    models = find_node(before, (*section, "models"))
+    for key in of_all if models is not None and isinstance(models.value, list) else ():
+        found = [find_node(one, (key,)) for one in models.value]
+        values = [plain_values(node) for node in found if node is not None]
+        if found[0] is not None and values == values[:1] * len(found):
+            before = with_key(before, (*section, key), found[0])
+    return before
 
 
 def mark_of(field: FieldInfo) -> MayChange | None:

@@ -104,6 +104,7 @@ class CompositeEnvironment(EnvironmentInterface):
             stop_strings=tuple(dict.fromkeys(text for one in specs for text in one.stop_strings)),
             noise_floor=None,
             has_state=any(one.has_state for one in specs),
+            rests=any(one.rests for one in specs),
             tools=tuple(tool for one in specs for tool in one.tools),
             components=self._names_of_components(),
         )

@@ -171,6 +171,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             has_state=True,
             gives_steps=self._separator is not None,
             components=None if self._names_components else (),
+            rests=getattr(scorer, "rests", False),
         )
         self._noise_probe = NoiseProbe()
         declared: float | None = getattr(scorer, "noise", None)
@@ -928,13 +929,13 @@ def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> S
     shared = RewardModelEnvironmentConfig.model_fields.keys() - EnsemblePart.model_fields.keys()
     its_own = {f"{WHERE}.{key}": f"{WHERE}.{key}" for key in shared}
     members = []
-    for index, part in enumerate(config.models):
+    for index, (part, source) in enumerate(zip(config.models, config.sources, strict=True)):
         names = {WHERE: f"{WHERE}.models[{index}]", **its_own}
         is_plain = part.normalize == "none"
         members.append(
             MemberSpec(
                 name=part.name,
-                spec=_of_source(part, config, device, (names,)),
+                spec=_of_source(source, config, device, (names,)),
                 weight=part.weight,
                 mean=0.0 if is_plain else part.mean,
                 std=1.0 if is_plain else part.std,
@@ -957,6 +958,7 @@ def _of_source(
     model_name = {**IN_THE_SECTION, "policy.model_name": f"{WHERE}.{key}"}
     # Files usually repeat the name of the model in the block of the tokenizer.
     is_repeated = source.tokenizer.name in (source.model_name, source.checkpoint_path)
+    server = source.server if source.asks_served_model else None
     engine = None
     if config.engine is not None and config.generation is not None:
         plugin, section = config.engine
@@ -983,7 +985,7 @@ def _of_source(
         device=device,
         engine=engine,
         servers=source if source.urls is not None else None,
-        source=None if source.named is None else NamedSource(*source.named, source.server),
+        source=None if source.named is None else NamedSource(*source.named, server),
         num_replicas=config.num_replicas,
         in_loop=config.use_reward_loop,
         num_workers=config.num_workers if source.uses_workers else 0,

@@ -558,6 +558,16 @@ def keeps_conversations(environment: Environment) -> bool:
     return method is not None and getattr(method, "__func__", method) is not no_op
 
 
+def alone(environments: Iterable[Environment]) -> list[Environment]:
+    """Return environments and, in place of composites, all that they contain, each once."""
+    found: dict[int, Environment] = {}
+    for one in environments:
+        is_composite = isinstance(one, CompositeEnvironment)
+        for part in alone(one.parts.values()) if is_composite else (one,):
+            found[id(part)] = part
+    return list(found.values())
+
+
 def parts_to_judge(
     environment: Environment, rollouts: Sequence[RolloutInProgress]
 ) -> list[list[RolloutInProgress]]:

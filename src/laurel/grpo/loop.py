@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from laurel.grpo.advantages import (
     subtract_divergences,
 )
 from laurel.grpo.branching import tree_segments
+from laurel.grpo.judging import alone
 from laurel.grpo.metrics import (
     HealthWatch,
     control_token_metrics,
@@ -48,6 +49,7 @@ from laurel.grpo.metrics import (
     unended_metrics,
     unended_note,
 )
+from laurel.grpo.shared_devices import SharedDevices
 from laurel.grpo.source import Batch, RolloutSource
 from laurel.grpo.state import GRPORunState, write_bad_rollouts
 from laurel.grpo.validation import PolicyValidation, validation_metrics
@@ -465,6 +467,9 @@ class PolicyParts:
     """Whether the learner releases device memory while the generator samples."""
     judges_rest: bool = False
     """Whether reward models release device memory during optimizer steps."""
+    devices: SharedDevices | None = None
+    """The devices that the generator shares with models which sleep whenever they do not score;
+    None: there are none."""
 
     @property
     def noise(self) -> float:
@@ -492,23 +497,31 @@ class PolicyParts:
         if not self.generator_rests:
             yield
             return
+        rests = self.devices or self.generator
         with timers.time("training_prep"):
-            self.source.wait_for(self.generator.sleep())
+            self.source.wait_for(rests.sleep())
         try:
             yield
         finally:
             with timers.time("prepare_for_generation/wake"):
-                self.source.wait_for(self.generator.wake())
+                self.source.wait_for(rests.wake())
 
-    def learner_at_rest(self) -> AbstractContextManager[None]:
-        """Free the learner's device memory while the context is open, if `learner_rests`."""
-        return self.learner.resting() if self.learner_rests else nullcontext()
+    @contextmanager
+    def learner_at_rest(self) -> Iterator[None]:
+        """Free the learner's device memory while the context is open, if `learner_rests`.
+
+        It takes the memory again when models that share the devices have freed it.
+        """
+        with self.learner.resting() if self.learner_rests else nullcontext():
+            yield
+            if self.devices is not None:
+                self.source.wait_for(self.devices.sleep())
 
     @contextmanager
     def judges_at_rest(self) -> Iterator[None]:
         """Free reward models' device memory while the context is open, if `judges_rest`."""
         with ExitStack() as stack:
-            for environment in self.environments.values() if self.judges_rest else ():
+            for environment in alone(self.environments.values()) if self.judges_rest else ():
                 stack.enter_context(environment.resting())
             yield
 

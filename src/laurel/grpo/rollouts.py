@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -38,6 +38,7 @@ from laurel.grpo.judging import (
     together,
     worth_separate_call,
 )
+from laurel.grpo.shared_devices import SharedDevices, Use
 from laurel.protocols import Environment, Generator
 from laurel.types import (
     Conversation,
@@ -200,6 +201,7 @@ class Rollouts:
         seed: int,
         per_step: bool = False,
         tree: TreeConfig | None = None,
+        devices: SharedDevices | None = None,
     ) -> None:
         """Set the components and limits that stay the same during a run.
 
@@ -212,6 +214,8 @@ class Rollouts:
                 numbers of the batch, task, completion and turn.
             per_step: Whether rollouts get the rewards of their steps.
             tree: The section `grpo.tree`; validations do without.
+            devices: Those that the generator shares with environments that rest; None: it has its
+                own.
 
         Raises:
             ConfigError: An environment's conversations, or its answers, cannot branch.
@@ -220,6 +224,7 @@ class Rollouts:
             for name, environment in environments.items():
                 _check_branches(name, environment, tree)
         self.tree = tree
+        self._devices = devices
         self.generator = generator
         self.environments = environments
         self.chat = chat
@@ -546,31 +551,40 @@ class Rollouts:
             branch_of=f"{context.group_id}-{first.branch.of}" if first.branch is not None else "",
         )
         missing = set(range(len(rollouts)))
-        batch.num_open += 1
-        batch.last_news = time.monotonic()
-        try:
-            async with aclosing(self.generator.generate(request)) as completions:
-                async for generated in completions:
-                    batch.last_news = batch.last_completion = time.monotonic()
-                    if generated.index not in missing or not len(generated.ids_L):
-                        raise EngineError(
-                            f"the generator answered request {request.id} with "
-                            f"{len(generated.ids_L)} tokens for completion {generated.index}, "
-                            f"while it owed {sorted(missing)}"
-                        )
-                    missing.remove(generated.index)
-                    batch.calls.stats.num_tokens += len(generated.ids_L)
-                    if is_later:
-                        batch.calls.stats.num_repeated += len(so_far)
-                        batch.calls.stats.num_cached += generated.num_cached
-                    rollouts[generated.index].add_turn(generated, self.chat.text_of)
-                    yield rollouts[generated.index]
-        finally:
-            batch.num_open -= 1
+        async with (
+            self._under_way(batch),
+            aclosing(self.generator.generate(request)) as completions,
+        ):
+            async for generated in completions:
+                batch.last_news = batch.last_completion = time.monotonic()
+                if generated.index not in missing or not len(generated.ids_L):
+                    raise EngineError(
+                        f"the generator answered request {request.id} with "
+                        f"{len(generated.ids_L)} tokens for completion {generated.index}, "
+                        f"while it owed {sorted(missing)}"
+                    )
+                missing.remove(generated.index)
+                batch.calls.stats.num_tokens += len(generated.ids_L)
+                if is_later:
+                    batch.calls.stats.num_repeated += len(so_far)
+                    batch.calls.stats.num_cached += generated.num_cached
+                rollouts[generated.index].add_turn(generated, self.chat.text_of)
+                yield rollouts[generated.index]
         if missing:
             raise EngineError(
                 f"the generator ended request {request.id} without completions {sorted(missing)}"
             )
+
+    @asynccontextmanager
+    async def _under_way(self, batch: _Batch) -> AsyncIterator[None]:
+        # What waits for devices is not under way: `_watch` does not count its seconds.
+        async with self._taken_for("generating"):
+            batch.num_open += 1
+            batch.last_news = time.monotonic()
+            try:
+                yield
+            finally:
+                batch.num_open -= 1
 
     def _continue(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
         if rollout.is_over:
@@ -617,9 +631,13 @@ class Rollouts:
     async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
         # The conversations may be of several tasks.
         num_groups = -(-len(pending) // context.batch.num_generations)
-        await self._judges.judge(
-            context.environment, pending, context.batch.calls, num_groups=num_groups
-        )
+        async with self._taken_for("scoring") if context.environment.spec.rests else nullcontext():
+            await self._judges.judge(
+                context.environment, pending, context.batch.calls, num_groups=num_groups
+            )
+
+    def _taken_for(self, use: Use) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if self._devices is None else self._devices.taken_for(use)
 
     def check_failures(self, groups: Sequence[RolloutGroup]) -> None:
         """Check that no environment failed on more than `max_failed_share` of its completions.

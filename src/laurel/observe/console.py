@@ -139,9 +139,7 @@ class _Screen(Console):
             except BrokenPipeError:
                 self.on_broken_pipe()
             return
-        if options.get("soft_wrap"):
-            objects = tuple(_fitted(one, self.width) for one in objects)
-        super().print(*objects, **options)
+        super().print(*(_fitted(one, self.width) for one in objects), **options)
 
     @property
     def is_for_file(self) -> bool:
@@ -166,7 +164,7 @@ def is_unbroken(console: Console) -> bool:
 def _fitted(shown: Any, width: int) -> Any:
     if isinstance(shown, str):
         return wrapped(shown, width)
-    if isinstance(shown, Text) and not shown.no_wrap:
+    if isinstance(shown, Text) and not shown.no_wrap and not shown.spans:
         return Text(wrapped(shown.plain, width), style=shown.style)
     return shown
 
@@ -256,6 +254,8 @@ def message_console(*, stderr: bool = True) -> Console:
 
 def print_urgent(console: Console, text: str) -> None:
     """Print a line even if the command was started with `--quiet`."""
+    if isinstance(console, _Screen) and not console.is_for_file:
+        text = wrapped(text, console.width)
     Console.print(console, text, markup=False, highlight=False, soft_wrap=True)
 
 

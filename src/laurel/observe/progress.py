@@ -82,9 +82,10 @@ class TrainingProgress:
     A terminal gets a live display. A file, a pipe or CI gets a line at most every 5 seconds, and at
     the first and the last step; a phase gets one for each tenth of its work. `live` overrides the
     choice. Rates are those of training, without phases; the time left includes everything but the
-    phases before the first step, which come once. `unit` names the rows of a step, `counted` the
-    steps, and `doing` the activity. Of steps of which `side_by_side` go on at the same time, the
-    first to end have had all the time, so the time left is unknown until so many are done.
+    phases before the first step, which come once, and does not grow while a step goes on. `unit`
+    names the rows of a step, `counted` the steps, and `doing` the activity. Of steps of which
+    `side_by_side` go on at the same time, the first to end have had all the time, so the time left
+    is unknown until so many are done.
 
     Example::
 
@@ -117,7 +118,7 @@ class TrainingProgress:
         self._phase_seconds = 0.0
         self._seconds_before = 0.0
         self._history: deque[_Work] = deque(maxlen=_RATE_STEPS + 1)
-        self._started = clock()
+        self._started = self._step_ended = clock()
         self._last_line: float | None = None
         self._printed_step = start_step
         if live is None:
@@ -153,7 +154,8 @@ class TrainingProgress:
         short_names = {name.rpartition("/")[2]: value for name, value in metrics.items()}
         self._metrics = {k: float(v) for k, v in short_names.items() if k in _SHOWN}
         before = self._history[-1] if self._history else _Work(0.0, 0, 0)
-        seconds = self._clock() - self._started - self._phase_seconds
+        self._step_ended = self._clock()
+        seconds = self._step_ended - self._started - self._phase_seconds
         self._history.append(_Work(seconds, before.pairs + pairs, before.tokens + tokens))
         if self._live is None and (step >= self._total_steps or self._is_line_due()):
             self._print_line(self._step_line())
@@ -255,7 +257,12 @@ class TrainingProgress:
         done = self._step - self._start_step
         to_do = max(0, self._total_steps - self._step)
         is_known = done > 0 and (done >= self._side_by_side or not to_do)
-        left = _duration((elapsed - self._seconds_before) / done * to_do) if is_known else "?"
+        left = "?"
+        if is_known:
+            # Within a step the time left runs down by the seconds of one, then it stands still.
+            of_a_step = (self._step_ended - self._started - self._seconds_before) / done
+            since = self._clock() - self._step_ended
+            left = _duration(max(0.0, of_a_step * to_do - min(since, of_a_step)))
         return f"elapsed {_duration(elapsed)}  left {left}"
 
     def _percentage(self) -> str:

@@ -268,6 +268,8 @@ class Shapes:
     policy: ModelShape | None = None
     reward_models: tuple[ModelShape, ...] = ()
     """Shapes of the loaded reward models, in order; empty if any of them is unknown."""
+    served: ModelShape | None = None
+    """That of the model that the run serves for a function."""
     teacher: ModelShape | None = None
     """That of the model from which the policy learns besides."""
 
@@ -318,7 +320,11 @@ def _on_policy(
     if shapes.teacher is not None:
         own["teacher"] = MASTER_BYTES * shapes.teacher.num_parameters // role.mesh.size
     scorer = _scoring(request, plan, shapes, shares_with="policy")
+    served = _serving(request, plan, shapes, device_memory, shares_with="policy")
+    awake, asleep = {**served, **_runtime(request, served)}, _runtime(request, served)
     guest = {"reward model": scorer["weights"]} if scorer else {}
+    sleeps = request.served is not None and request.served.sleeps
+    guest |= asleep if sleeps else awake
     yield MemoryPhase(name="training", slots_of="policy", parts={**own, **guest})
     stays = {
         n: size for n, size in own.items() if n in ("weights", "optimizer", "reference", "teacher")
@@ -338,13 +344,19 @@ def _on_policy(
         yield MemoryPhase(
             name="judging", slots_of="policy", parts={**stays, **guest, **activations}
         )
+    if served and sleeps:
+        if taken and drawing is not None and drawing.has_own_weights:  # the learner rests as well
+            stays = {n: size for n, size in stays.items() if n == "weights"}
+        yield MemoryPhase(name="judging", slots_of="policy", parts={**stays, **awake})
 
 
 def _on_own_slots(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int | None
 ) -> Iterator[MemoryPhase]:
     scorer = _scoring(request, plan, shapes, shares_with="generation")
+    served = _serving(request, plan, shapes, device_memory, shares_with="generation")
     guest = {"reward model": scorer["weights"]} if scorer else {}
+    guest |= {**served, **_runtime(request, served)}
     if taken := _drawing(request, plan, shapes, device_memory, shares_with=None):
         yield MemoryPhase(name="generation", slots_of="generation", parts={**taken, **guest})
         if scorer:
@@ -353,6 +365,8 @@ def _on_own_slots(
             yield MemoryPhase(name="judging", slots_of="generation", parts=parts)
     if taken := _scoring(request, plan, shapes, shares_with=None):
         yield MemoryPhase(name="judging", slots_of="reward_model", parts=taken)
+    if served := _serving(request, plan, shapes, device_memory, shares_with=None):
+        yield MemoryPhase(name="judging", slots_of="reward_model", parts=served)
 
 
 def training_memory(
@@ -464,6 +478,36 @@ def _scoring(
         for scorer, shape in zip(request.reward_models, shapes.reward_models, strict=True)
     ]
     return {name: sum(parts[name] for parts in found) for name in found[0]}
+
+
+def _serving(
+    request: ClusterRequest,
+    plan: Plan,
+    shapes: Shapes,
+    device_memory: int | None,
+    *,
+    shares_with: RoleName | None,
+) -> dict[str, int]:
+    """Return the bytes that servers take on one such slot while they are awake, by kind.
+
+    They fill their share of the device; of one whose size is unknown, only the weights count.
+    """
+    role, served, shape = plan.role("reward_model"), request.served, shapes.served
+    if role is None or served is None or role.shares_with != shares_with:
+        return {}
+    weights = 0 if shape is None else COMPUTE_BYTES[served.precision] * shape.num_parameters
+    weights //= role.mesh.group_size
+    pool = int(served.memory_share * (device_memory or 0))
+    each = {"served model": weights, "its keys and values": max(0, pool - weights)}
+    number = -(-served.replicas // role.mesh.dp)
+    return {name: number * size for name, size in each.items() if size}
+
+
+def _runtime(request: ClusterRequest, served: Mapping[str, int]) -> dict[str, int]:
+    """Return what servers beside another role keep of a GPU, asleep or awake."""
+    if not served or request.device == "cpu":
+        return {}
+    return {"served model's runtime": RUNTIME_BYTES}
 
 
 def _drawing(

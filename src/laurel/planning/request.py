@@ -165,6 +165,21 @@ class RewardModelRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModelRequest:
+    """The servers of a model that a function asks, in the slots of the reward model."""
+
+    precision: Precision
+    """Dtype of its weights."""
+    memory_share: float
+    """Fraction of the device's memory that a server takes for weights, and keys and values."""
+    replicas: int
+    """Servers, which go round the groups of slots."""
+    sleeps: bool
+    """Whether those in the policy's slots free that memory while it trains, and while a generator
+    in the same slots samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest:
     """The roles of a run, the needs of each, and the size of the cluster."""
 
@@ -177,6 +192,8 @@ class ClusterRequest:
     """How completions are generated; None if the run generates none."""
     reward_models: tuple[RewardModelRequest, ...] = ()
     """The settings of each loaded reward model."""
+    served: ServedModelRequest | None = None
+    """The model that the run serves in place of a loaded one."""
     step: StepRequest | None = None
     """Completions of a training step, to be divided evenly; None if there is no such constraint."""
     placement: Mapping[RoleName, RolePlacement] | None = None

@@ -62,6 +62,7 @@ class EnsembleScorer:
         scorers = [member.scorer for member in members]
         self.reads_metadata = any(getattr(one, "reads_metadata", False) for one in scorers)
         self.judges_groups = any(getattr(one, "judges_groups", False) for one in scorers)
+        self.rests = any(getattr(one, "rests", False) for one in scorers)
         declared = [noise for one in scorers if (noise := getattr(one, "noise", None)) is not None]
         # Members that declare no noise could only be measured together with the others.
         self.noise: float | None = max(declared, default=None)

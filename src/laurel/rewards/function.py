@@ -86,6 +86,7 @@ class FunctionScorer:
             config = config.model_copy(update=update)
         self.config = config
         self._servers = servers
+        self.rests = servers is not None and servers.rests
         self.judges_groups = config.group
         self._processes: ProcessPool | None = None
         self._hung = 0

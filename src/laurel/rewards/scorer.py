@@ -346,7 +346,7 @@ def score_tokens(
 ) -> np.ndarray:
     """Score tokenised groups, without gradients, in token-budget batches.
 
-    A larger group is computed in parts of this size, or in one pass over several ranks.
+    A larger group is computed in parts of this size.
 
     Returns:
         float32 `[N, K]`, in the order of the groups whatever the batches were.
@@ -385,8 +385,8 @@ def score_batches(
         pad_id: The padding token, for padded rows.
         least_shared: The fewest tokens that sequences share beyond prompts, with which the
             micro-batches were divided (`divide_into_micro_batches`).
-        part_tokens: Most tokens of one pass, where the model is whole and reads forests; a group
-            with more is computed in parts. None: any number.
+        part_tokens: Most tokens of one pass, where the model reads forests; a group with more is
+            computed in parts. None: any number.
         on_batch: Called after each micro-batch with the number of its groups and of its tokens.
 
     Returns:
@@ -507,7 +507,7 @@ def model_batch(
     if model.path == "padded":
         return to_padded(groups, pad_id=pad_id)
     forest = to_forest(groups, least_shared=least_shared)
-    if part_tokens is None or model.mesh is not None:
+    if part_tokens is None:
         return forest
     return replace(forest, part_tokens=max(part_tokens, LEAST_PART))
 

@@ -29,7 +29,7 @@ from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
     judge_notes,
     loaded_judges,
-    model_servers,
+    model_server,
     sampling_notes,
     uses_reward_model,
     why_not_validated,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.grpo.loop import GRPO, PolicyParts
+    from laurel.grpo.shared_devices import SharedDevices
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, Generator
     from laurel.run.model import TrainedModel
@@ -218,12 +219,11 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
         MissingDependencyError: The package of a judge's engine is not installed.
         ConfigError: A judge would have no slot, or would take the GPU that the policy needs.
     """
-    servers = list(model_servers(config))
-    if on_cluster and servers and (len(servers) > 1 or uses_reward_model(config)):
+    if on_cluster and model_server(config) is not None and uses_reward_model(config):
         raise ConfigError(
-            f"{servers[0]}: a run on a cluster has slots for one such model, and for no reward "
-            "model beside it; serve the others yourself, and name their HOST:PORT in "
-            "function.router, or their addresses in urls"
+            "env.reward_model.server: a run on a cluster has slots for one such model, and for no "
+            "reward model beside it; serve one of them yourself, and name its HOST:PORT in "
+            "function.router, or its address in urls"
         )
     for where, judge in loaded_judges(config).items():
         if on_cluster:
@@ -297,6 +297,7 @@ def load_policy_bundle(
 
     config = context.config
     texts = texts if config.policy.scratch is not None else ()
+    devices = _shared_devices(context, environments)
     model = load_policy_to_train(
         context,
         seed=config.grpo.seed,
@@ -318,7 +319,9 @@ def load_policy_bundle(
     num_steps = grpo_total_steps(config, len(data.endless or data.train))
     generator = make_generator(context, model, chat, texts)
     context.stack.callback(generator.close)
-    parts = _parts(context, data, environments, model, chat, generator, num_steps)
+    if devices is not None:
+        devices.attach(generator)
+    parts = _parts(context, data, environments, model, chat, generator, devices, num_steps)
     return PolicyBundle(model=model, chat=chat, parts=parts, num_steps=num_steps)
 
 
@@ -431,6 +434,7 @@ def _parts(
     model: TrainedModel,
     chat: ChatFormat,
     generator: Generator,
+    devices: SharedDevices | None,
     num_steps: int,
 ) -> PolicyParts:
     from laurel.grpo.loop import PolicyParts
@@ -456,7 +460,14 @@ def _parts(
     )
     per_step = grpo.adv_estimator.per_step
     rollouts = Rollouts(
-        generator, environments, chat, limits, seed=grpo.seed, per_step=per_step, tree=grpo.tree
+        generator,
+        environments,
+        chat,
+        limits,
+        seed=grpo.seed,
+        per_step=per_step,
+        tree=grpo.tree,
+        devices=devices,
     )
     source = RolloutSource(
         rollouts,
@@ -488,29 +499,49 @@ def _parts(
         environments=environments,
         noise_floor_of=noise_floor_of,
         validation=validation,
-        generator_rests=take_turns,
+        generator_rests=take_turns or devices is not None,
         learner_rests=take_turns,
         # Servers that the run starts know themselves whether they are on a GPU of the policy's.
-        judges_rest=(allocation.take_turns("reward_model") or bool(model_servers(config)))
-        and grpo.max_staleness == 0,
+        judges_rest=(allocation.take_turns("reward_model") or model_server(config) is not None)
+        and grpo.max_staleness == 0
+        and devices is None,
+        devices=devices,
     )
+
+
+def _shared_devices(
+    context: RunContext[GRPORun], environments: Mapping[str, Environment]
+) -> SharedDevices | None:
+    """Put models to sleep whose devices the generator gets, and return these devices.
+
+    They are those of models that the run serves, and only where the generator frees its memory for
+    others, too: with slots of its own it does not, and with `max_staleness` it is never idle.
+    """
+    from laurel.grpo.judging import alone
+    from laurel.grpo.shared_devices import SharedDevices
+
+    allocation = context.allocation
+    resting = [one for one in alone(environments.values()) if one.spec.rests]
+    share = not allocation.are_remote or (
+        allocation.take_turns("generation") and allocation.take_turns("reward_model")
+    )
+    if not resting or not share or context.config.grpo.max_staleness > 0:
+        return None
+    devices = SharedDevices(resting)
+    context.stack.callback(devices.close)
+    return devices
 
 
 def _batcher(context: RunContext[GRPORun], model: TrainedModel) -> Batcher:
     from laurel.training.batches import Batcher
 
     config = context.config
-    if model.facts.path == "forest" and not model.learner.computes_parts:
-        context.console.print(
-            "note    over ranks, a group larger than policy.sequence_packing.train_mb_tokens="
-            f"{config.policy.token_budget} is divided, and its prompt computed again in each part"
-        )
     return Batcher(
         model.facts.path,
         config.policy.batch_limits,
         pad_id=model.facts.tokenizer.pad_token_id or 0,
         dp_size=model.learner.dp_size,
-        in_parts=model.learner.computes_parts,
+        in_parts=True,
     )
 
 

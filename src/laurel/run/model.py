@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.config.load import to_yaml, translated
-from laurel.config.resuming import changes, gone
+from laurel.config.resuming import changes, gone, with_settings_of_all_models
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError, speaking
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
@@ -138,7 +138,7 @@ def settings_of(directory: Path, schema: type[Section]) -> YamlNode:
     path = directory / CONFIG
     try:
         saved = read_document(path.read_text(encoding="utf-8"), str(path))
-        return translated(schema, saved)
+        return with_settings_of_all_models(translated(schema, saved))
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

@@ -17,6 +17,7 @@ from laurel.planning.request import (
     RewardModelRequest,
     RoleName,
     RoleRequest,
+    ServedModelRequest,
     StepRequest,
     TrainingRequest,
     Workload,
@@ -51,10 +52,10 @@ def request_of(config: Run) -> ClusterRequest:
     )
     if config.command != "grpo":
         return request
-    judges = [_reward_model(config)] if uses_reward_model(config) else _model_servers(config)
+    judge = _reward_model(config) if uses_reward_model(config) else _model_server(config)
     return replace(
         request,
-        roles=(*request.roles, _generation(config), *judges[:1]),
+        roles=(*request.roles, _generation(config), *([judge] if judge is not None else [])),
         training=replace(
             request.training,
             keeps_reference=config.loss_fn.reference_policy_kl_penalty > 0,
@@ -64,6 +65,7 @@ def request_of(config: Run) -> ClusterRequest:
             RewardModelRequest(precision=judge.precision, compiles=judge.compile)
             for judge in config.env.reward_model.loaded
         ),
+        served=None if uses_reward_model(config) else _served(config),
         step=StepRequest(
             num_prompts=config.grpo.num_prompts_per_step,
             per_prompt=config.grpo.num_generations_per_prompt,
@@ -154,13 +156,9 @@ def loaded_judges(config: GRPORun) -> dict[str, JudgeConfig]:
     }
 
 
-def model_servers(config: GRPORun) -> dict[str, ModelServerConfig]:
-    """Return the models that the run serves for a function, by section."""
-    return {
-        f"{at}.server": source.server
-        for at, source in _scorer_sources(config)
-        if source.server is not None
-    }
+def model_server(config: GRPORun) -> ModelServerConfig | None:
+    """Return the model that the run serves for a function; None if there is none."""
+    return config.env.reward_model.server if _names_reward_model(config) else None
 
 
 def _scorer_sources(config: GRPORun) -> list[tuple[str, ScorerSource]]:
@@ -170,7 +168,7 @@ def _scorer_sources(config: GRPORun) -> list[tuple[str, ScorerSource]]:
         return []
     if section.models is None:
         return [(key, section)]
-    return [(f"{key}.models[{index}]", source) for index, source in enumerate(section.models)]
+    return [(f"{key}.models[{index}]", source) for index, source in enumerate(section.sources)]
 
 
 def why_not_validated(config: Run, *, has_sets: bool) -> str:
@@ -195,11 +193,16 @@ def section_of(config: Run) -> tuple[Kind, RewardTrainingConfig | SFTConfig | GR
 def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
     """Say which judges are beside the policy without being counted, or that they cannot be."""
     judges = loaded_judges(config)
-    servers = [
-        f"{served.replicas} x {served.model_name}: the run starts its servers in slots of the "
-        "reward model; their memory and their time are not estimated"
-        for served in model_servers(config).values()
-    ]
+    served = model_server(config)
+    servers = (
+        []
+        if served is None
+        else [
+            f"{served.replicas} x {served.model_name}: the run starts its servers in slots of the "
+            "reward model; their time is not estimated"
+            + ("" if served.resources.are_own else _how_they_share(config))
+        ]
+    )
     if on_cluster:
         refused = [f"the run is refused. {one.lacks_slot(at)}" for at, one in judges.items()]
         return [*servers, *refused]
@@ -211,6 +214,15 @@ def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
             for judge in judges.values()
         ),
     ]
+
+
+def _how_they_share(config: GRPORun) -> str:
+    if not config.grpo.max_staleness:
+        return ". On the policy's GPUs they sleep but for the scores"
+    return (
+        f". With grpo.max_staleness={config.grpo.max_staleness} they do not sleep, because "
+        "completions are always being sampled: on the policy's GPUs their memory is theirs alone"
+    )
 
 
 def sampling_notes(config: GRPORun) -> list[str]:
@@ -325,19 +337,32 @@ def _reward_model(config: GRPORun) -> RoleRequest:
     )
 
 
-def _model_servers(config: GRPORun) -> list[RoleRequest]:
-    # They have the slots of a reward model; what they compute is not known.
-    return [
-        RoleRequest(
-            name="reward_model",
-            parallel_key=at,
-            tp=served.tensor_parallel_size,
-            own=_own_slots(f"{at}.resources", served.resources)
-            if served.resources.are_own
-            else None,
-        )
-        for at, served in model_servers(config).items()
-    ]
+def _model_server(config: GRPORun) -> RoleRequest | None:
+    # Its replicas have the slots of a reward model; what they compute is not known.
+    if (served := model_server(config)) is None:
+        return None
+    key, resources = "env.reward_model.server", served.resources
+    return RoleRequest(
+        name="reward_model",
+        parallel_key=key,
+        tp=served.tensor_parallel_size,
+        own=_own_slots(f"{key}.resources", resources) if resources.are_own else None,
+    )
+
+
+def _served(config: GRPORun) -> ServedModelRequest | None:
+    """Return what the model that the run serves takes."""
+    if (section := model_server(config)) is None:
+        return None
+    engine = plugins.find(plugins.Engine, section.backend)
+    assert isinstance(engine, plugins.EngineThatServes), "the section has checked it"
+    needs = engine.served_needs(section)
+    return ServedModelRequest(
+        precision=needs.precision or "bfloat16",
+        memory_share=needs.memory_share,
+        replicas=section.replicas,
+        sleeps=config.grpo.max_staleness == 0,
+    )
 
 
 def _greedy(config: GRPORun) -> int:

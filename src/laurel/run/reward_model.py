@@ -351,7 +351,7 @@ def _batching(
         limits,
         pad_id=contract.rules.pad_id or 0,
         dp_size=model.learner.dp_size,
-        in_parts=model.learner.computes_parts,
+        in_parts=True,
     )
     return batcher, units
 

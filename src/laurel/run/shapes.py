@@ -13,7 +13,7 @@ from laurel.errors import CheckpointError, ModelError, speaking
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shape
 from laurel.planning.request import RoleName
-from laurel.run.request import uses_reward_model
+from laurel.run.request import model_server, uses_reward_model
 from laurel.run.specs import model_spec, teacher_spec
 
 
@@ -63,7 +63,13 @@ def read_shapes(
             )
         except (ModelError, CheckpointError) as error:
             notes.append(f"the teacher is left out of memory: {error}")
-    shapes = Shapes(policy=policy, reward_models=judges, teacher=teacher)
+    served: ModelShape | None = None
+    if isinstance(config, GRPORun) and not judges and (server := model_server(config)):
+        try:
+            served = _served_shape(server.model_name, "env.reward_model.server", reward_shape)
+        except (ModelError, CheckpointError) as error:
+            unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
+    shapes = Shapes(policy=policy, reward_models=judges, served=served, teacher=teacher)
     return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
 
 
@@ -109,6 +115,15 @@ def _judge_shape(
             parallel_plan=split.custom_parallel_plan,
         )
         return _read(spec, False)
+
+
+def _served_shape(name: str, where: str, written: str | None) -> ModelShape:
+    if written is not None:
+        return parse_shape(written, has_language_head=True)
+    from laurel.run.model import found_name
+
+    with speaking({"policy": where, "policy.model_name": f"{where}.model_name"}):
+        return _read(ModelSpec(name=found_name(name, say=lambda _: None)), True)
 
 
 def _read(spec: ModelSpec, has_head: bool) -> ModelShape:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from laurel.config.environments import (
     CodeEnvironmentConfig,
     CompositeEnvironmentConfig,
     CompositePart,
     EnvironmentsConfig,
-    ScorerSource,
+    SourceConfig,
 )
 from laurel.config.grpo_run import GRPORun
 from laurel.data.reading import encoded
@@ -24,7 +24,7 @@ from laurel.errors import DataError, UserError
 from laurel.observe.forks import ForkGuard
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
-from laurel.run.request import model_servers, uses_reward_model
+from laurel.run.request import model_server, uses_reward_model
 from laurel.types import RejectedTask
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from laurel.rewards.open import ScorerPlacement
     from laurel.types import Task, TokenIds, ToolSchemas
 
+S = TypeVar("S", bound=SourceConfig)
 
 NUM_CHECKED = 2000
 """The number of tasks whose known answers are checked before a run, which takes up to a minute."""
@@ -98,7 +99,7 @@ def dated(config: EnvironmentsConfig, day: date) -> EnvironmentsConfig:
     scores would differ from day to day.
     """
 
-    def given(source: ScorerSource) -> ScorerSource:
+    def given(source: S) -> S:
         changed: dict[str, Any] = {"tokenizer": source.tokenizer.on(day)}
         if source.judge is not None:
             tokenizer = source.judge.tokenizer.on(day)
@@ -316,7 +317,8 @@ def _server_slots(context: RunContext[GRPORun]) -> Callable[[int], Callable[...,
     allocation = context.allocation
 
     def make(index: int) -> Callable[..., WorkerGroup]:
-        (section,) = model_servers(context.config).values()
+        section = model_server(context.config)
+        assert section is not None
         each = section.tensor_parallel_size
         groups = allocation.num_slots("reward_model") // each
         first = index % groups * each

@@ -47,7 +47,7 @@ class Batcher:
             pad_id: The padding token, for padded rows.
             dp_size: The number of data-parallel ranks, `Learner.dp_size`.
             in_parts: Whether a group larger than the budget stays whole, as a forest that is
-                computed in parts (`Learner.computes_parts`).
+                computed in parts.
         """
         self.path: Literal["forest", "padded"] = path
         self.limits = limits
@@ -131,20 +131,22 @@ class Batcher:
         """Divide groups into smaller ones, for losses in which completions are independent.
 
         A group that exceeds the budget of a forest is divided into several, in which fewer
-        completions share the prompt, unless it is computed in parts. Without prompt sharing, and
-        for padded rows, each completion becomes a group.
+        completions share the prompt. Computed in parts, it is divided only if it also exceeds the
+        share of a data-parallel rank, for whose end the others would wait. Without prompt sharing,
+        and for padded rows, each completion becomes a group.
 
         Args:
             tokens: The groups.
             labels: The label of each group.
             subset: Returns the label of some completions of a group.
         """
-        if self._is_forest and self._in_parts:
-            return list(tokens), list(labels)
         parts: list[TokenGroup] = []
         their_labels: list[Label] = []
         shares_prompt = self._is_forest and self.limits.share_prompts
         budget = self.limits.forest_tokens if shares_prompt else None
+        if budget is not None and self._in_parts:
+            total = sum(group.num_tokens for group in tokens)
+            budget = max(budget, -(-total // self._dp_size))
         for group, label in zip(tokens, labels, strict=True):
             for indices in shares(group, budget=budget):
                 parts.append(select_completions(group, indices))

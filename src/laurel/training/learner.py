@@ -16,7 +16,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, SupportsFloat, TypeVar, runtime_checkable
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    Protocol,
+    SupportsFloat,
+    TypeVar,
+    cast,
+    runtime_checkable,
+)
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +37,13 @@ from laurel.models.checkpoint.export import save_policy, save_reward_model
 from laurel.models.checkpoint.state import load_training_state, save_training_state
 from laurel.models.checkpoint.store import Background
 from laurel.models.forest.decoder import PASSES, Offloader
+from laurel.models.forest.lockstep import BACKWARD, FORWARD, InStep, common_order, fill
 from laurel.models.forest.outputs import TokenOutputs
-from laurel.models.forest.parts import backward_in_parts
+from laurel.models.forest.parts import (
+    backward_in_parts,
+    passes_of_backward,
+    passes_of_outputs,
+)
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.parallel.mesh import AcrossRanks
 from laurel.models.parallel.weights import saved_weights
@@ -126,10 +140,6 @@ class Learner(Protocol):
     @property
     def dp_size(self) -> int:
         """The number of micro-batches that are computed concurrently."""
-
-    @property
-    def computes_parts(self) -> bool:
-        """Whether a micro-batch may be larger than one pass, and is then computed in parts."""
 
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step.
@@ -342,11 +352,6 @@ class LocalLearner:
         """The number of micro-batches computed concurrently, which is 1 for a single process."""
         return 1
 
-    @property
-    def computes_parts(self) -> bool:
-        """Whether a micro-batch may be larger than one pass: not over ranks."""
-        return self.ranks is None
-
     def update(self, batch: Sequence[MicroBatch[Label]], loss: LossFunction[Label]) -> Update:
         """Take one optimizer step, as `Learner.update` describes."""
         denominator = denominator_of(batch, loss)
@@ -415,14 +420,20 @@ class LocalLearner:
         # Continues after a loss that is not finite: to check, the host would have to wait for the
         # device in every micro-batch, and other ranks wait for this one in every pass.
         losses: list[Tensor] = []
+        in_step = self._in_step(batch, fillers)
         matmul = self.matmul(self.model) if self.matmul else nullcontext()
         with PASSES.under_way(), matmul:  # backward passes, too
             for number, micro_batch in enumerate(batch):
-                if isinstance(micro_batch.inputs, TokenForest) and micro_batch.inputs.is_in_parts:
-                    for result in self._backward_in_parts(micro_batch, loss, denominator):
+                if in_step is not None and number in fillers:
+                    continue  # its passes are among those that are made for others
+                if _is_in_parts(micro_batch.inputs):
+                    results = self._backward_in_parts(micro_batch, loss, denominator, in_step)
+                    for result in results:
                         losses.append(result.loss.detach())
                         add_up(sums, result.sums)
                     continue
+                if in_step is not None:
+                    in_step.before(BACKWARD)
                 outputs = self.model(micro_batch.inputs)
                 result = loss(outputs, micro_batch.labels, num_groups=denominator)
                 losses.append(result.loss.detach())
@@ -432,10 +443,36 @@ class LocalLearner:
                     continue
                 result.loss.backward()  # type: ignore[no-untyped-call]
                 add_up(sums, result.sums)
+            if in_step is not None:
+                in_step.finish()
+        if not losses:
+            losses.append(torch.zeros((), device=cast(Any, self.model).device))
         return losses
 
+    def _in_step(self, batch: Sequence[MicroBatch[Any]], fillers: Collection[int]) -> InStep | None:
+        """Agree with the other ranks on the passes of a step; None if no rank computes parts."""
+        if self.ranks is None or not _may_be_in_parts([one.inputs for one in batch]):
+            return None
+        model: Any = self.model
+        own = [one for number, one in enumerate(batch) if number not in fillers]
+        passes = [
+            passes_of_backward(model, one.inputs, _units_of(one))
+            if isinstance(one.inputs, TokenForest) and one.inputs.is_in_parts
+            else BACKWARD
+            for one in own
+        ]
+        said = (any(_is_in_parts(one.inputs) for one in own), "".join(passes))
+        everyone = self.ranks.gathered(said)
+        if not any(is_in_parts for is_in_parts, _ in everyone):
+            return None
+        return InStep(model, common_order([order for _, order in everyone]))
+
     def _backward_in_parts(
-        self, micro_batch: MicroBatch[Any], loss: LossFunction[Any], denominator: float
+        self,
+        micro_batch: MicroBatch[Any],
+        loss: LossFunction[Any],
+        denominator: float,
+        in_step: InStep | None,
     ) -> list[LossOutput]:
         model: Any = self.model
         labels, forest = micro_batch.labels, micro_batch.inputs
@@ -445,9 +482,10 @@ class LocalLearner:
             result = loss(outputs, some, num_groups=denominator)
             return result.loss, result
 
-        if not all(isinstance(label, DivisibleLabel) for label in labels):
+        units = _units_of(micro_batch)
+        if units is None:
             return backward_in_parts(
-                model, forest, None, lambda outputs, _: loss_of(outputs, labels)
+                model, forest, None, lambda outputs, _: loss_of(outputs, labels), in_step=in_step
             )
         # A completion that has a loss of its own needs no others beside it.
         whose = [(g, i) for g, label in enumerate(labels) for i in range(label.num_completions)]
@@ -458,10 +496,7 @@ class LocalLearner:
                 chosen.setdefault(group, []).append(index)
             return loss_of(outputs, [labels[g].subset(own) for g, own in chosen.items()])
 
-        units = micro_batch.branches_of_N or [
-            range(n, n + 1) for n in range(forest.num_completions)
-        ]
-        return backward_in_parts(model, forest, units, loss_of_units)
+        return backward_in_parts(model, forest, units, loss_of_units, in_step=in_step)
 
     def outputs(
         self,
@@ -475,6 +510,7 @@ class LocalLearner:
         model: Any = getattr(self, role)
         assert model is not None, f"this run has no {role}"
         network: Any = model.model if isinstance(model, Reference) else model
+        missing = self._missing_passes(network, batches)
         for batch in batches:
             # No context stays open between two batches, because other code computes then.
             with ExitStack() as stack:
@@ -490,7 +526,21 @@ class LocalLearner:
                     stack.enter_context(evaluating(network))
                     outputs = network(batch)
             yield outputs
+        for _ in range(missing):
+            fill(network, FORWARD)
         _reshard(network)
+
+    def _missing_passes(self, network: Any, batches: Sequence[Inputs]) -> int:
+        """Return how many passes more than this rank others need for their batches."""
+        if self.ranks is None or not _may_be_in_parts(batches):
+            return 0
+        own = sum(
+            len(passes_of_outputs(network, batch))
+            if isinstance(batch, TokenForest) and batch.is_in_parts
+            else 1
+            for batch in batches
+        )
+        return max(self.ranks.gathered(own)) - own
 
     def named_weights(self, *, changing_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and values of the weights, as `Learner.named_weights` describes."""
@@ -561,6 +611,24 @@ class LocalLearner:
     @property
     def _mesh(self) -> DeviceMesh | None:
         return None if self.ranks is None else self.ranks.mesh
+
+
+def _is_in_parts(inputs: Inputs) -> bool:
+    return isinstance(inputs, TokenForest) and inputs.is_in_parts
+
+
+def _may_be_in_parts(batches: Sequence[Inputs]) -> bool:
+    # The same on all ranks: a `Batcher` gives all of its forests a size of parts, or none.
+    return any(isinstance(one, TokenForest) and one.part_tokens is not None for one in batches)
+
+
+def _units_of(micro_batch: MicroBatch[Any]) -> Sequence[Sequence[int]] | None:
+    """Return the sequences of each loss that needs no others beside it; None: there is one loss."""
+    if not all(isinstance(label, DivisibleLabel) for label in micro_batch.labels):
+        return None
+    assert isinstance(micro_batch.inputs, TokenForest)
+    singles = [range(n, n + 1) for n in range(micro_batch.inputs.num_completions)]
+    return micro_batch.branches_of_N or singles
 
 
 def _reshard(model: nn.Module) -> None:

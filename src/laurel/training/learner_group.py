@@ -97,11 +97,6 @@ class LearnerGroup:
         """The number of micro-batches that are computed concurrently."""
         return self.shape.dp
 
-    @property
-    def computes_parts(self) -> bool:
-        """Whether a micro-batch may be larger than one pass: not over ranks."""
-        return self.shape.num_ranks == 1
-
     def held_bytes(self) -> list[int]:
         """Return the number of bytes of weights that each rank holds."""
         return self.group.call("held_bytes")

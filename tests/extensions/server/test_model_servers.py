@@ -218,6 +218,23 @@ def test_they_sleep_while_the_policy_trains(started, tmp_path):
     assert len(asked(tmp_path)) == 4
 
 
+def test_requests_wait_while_they_sleep_and_none_is_under_way(started, tmp_path):
+    servers = started(on_gpu=True)
+    (server,) = servers._router._servers.values()
+    with ThreadPoolExecutor(2) as beside:
+        begun = beside.submit(ask, servers, content="x", seconds=0.6)
+        wait_until(lambda: server.num_waiting == 1)
+        with servers.resting():
+            # The server would end it with half an answer: it is asked again.
+            assert server.num_waiting == 0
+            late = beside.submit(ask, servers, content="y")
+            wait_until(lambda: len(servers._router._uvicorn.server_state.connections) == 2)
+            assert not begun.done()
+            assert not late.done()
+            assert server.num_waiting == 0
+        assert [one.result().json()["text"] for one in (begun, late)] == ["x", "y"]
+
+
 @pytest.mark.slow
 def test_a_server_that_is_lost_while_it_sleeps_is_back_when_the_others_wake(started, tmp_path):
     servers = started(on_gpu=True)
@@ -396,12 +413,12 @@ def test_their_slots_are_those_of_a_reward_model():
 
 
 def test_a_run_on_a_cluster_has_slots_for_one_of_them():
-    served = "{name: b, mean: 0, std: 1, function: {path: a:b}, server: {model_name: m}}"
-    models = f"[{{name: a, model_name: rm}}, {served}]"
-    overrides = [f"env.reward_model={{enabled: true, models: {models}}}"]
+    asking = "{name: b, mean: 0, std: 1, function: {path: a:b}}"
+    models = f"models: [{{name: a, model_name: rm}}, {asking}], server: {{model_name: m}}"
+    overrides = [f"env.reward_model={{enabled: true, {models}}}"]
     config = load_config(GRPORun, None, overrides).config
     check_judges(config, on_cluster=False)
-    with pytest.raises(ConfigError, match=r"models\[1\].server.*function\.router"):
+    with pytest.raises(ConfigError, match=r"reward_model\.server.*function\.router"):
         check_judges(config, on_cluster=True)
     (note,) = judge_notes(load_config(GRPORun, None, [SERVED % ""]).config, on_cluster=True)
     assert "1 x m" in note

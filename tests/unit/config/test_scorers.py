@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from laurel.config.environments import JudgeConfig, RewardModelEnvironmentConfig, ScorerSource
+from laurel.config.environments import (
+    EnsemblePart,
+    JudgeConfig,
+    RewardModelEnvironmentConfig,
+    ScorerSource,
+)
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
+from laurel.environments.reward_model_environment import scorer_spec_of
 from laurel.errors import ConfigError
 from laurel.run.request import request_of, uses_reward_model
 
@@ -62,6 +68,16 @@ def settings(**changes: Any) -> RewardModelEnvironmentConfig:
         ({"models": TWO, "transform": {"normalize": "stored"}}, "each is normalised by its own"),
         ({"model_name": "x", "combine": "min"}, "combine=min is for several models"),
         ({"models": TWO, "uncertainty_penalty": 2.0}, "uncertainty_penalty is for combine=mean"),
+        ({"models": TWO, "max_model_len": 9}, "max_model_len: each of the models has its own"),
+        ({"models": TWO, "hedge": True}, "hedge asks a second server, and there are no urls"),
+        (
+            {
+                "models": [SERVED, SERVED | {"name": "b"}],
+                "batch_tokens": 9,
+                "server": {"model_name": "m"},
+            },
+            "server is for a function",
+        ),
         ({"models": TWO, "num_replicas": 2}, "num_replicas=2 is for one model that this run"),
         ({"urls": [URL], "num_replicas": 2}, "num_replicas=2 is for one model that this run"),
         ({"enabled": True}, "model_name is missing: which reward model?"),
@@ -168,3 +184,37 @@ def test_slots_are_taken_for_models_that_are_loaded(changes, loads, groups):
 
 def test_every_key_of_a_source_is_one_of_the_environment():
     assert set(ScorerSource.model_fields) < set(RewardModelEnvironmentConfig.model_fields)
+
+
+def test_what_members_have_no_key_for_is_said_once_for_all_of_them():
+    """Each key of a source is a member's own or the environment's, and reaches every member."""
+    of_all = {
+        "precision": "float32",
+        "compile": False,
+        "trust_remote_code": True,
+        "safetensors_only": False,
+        "batch_tokens": 9,
+        "batch_timeout": 8.0,
+        "request_timeout": 7.0,
+        "attempt_timeout": 6.0,
+        "hedge": True,
+        "connect_patience": 5.0,
+        "server": {"model_name": "m"},
+    }
+    own = set(EnsemblePart.model_fields)
+    assert set(ScorerSource.model_fields) - own == set(of_all)
+    function = {"name": "c", "function": FUNCTION, "normalize": "none"}
+    servers = SERVED | {"urls": [URL, "http://127.0.0.1:8001"], "api_key_env": "KEY"}
+    found = settings(models=[TWO[0], servers, function], **of_all)
+    for source, part in zip(found.sources, found.models, strict=True):
+        assert {key: source[key] for key in of_all} == {key: found[key] for key in of_all}
+        assert {key: source[key] for key in own & set(ScorerSource.model_fields)} == {
+            key: part[key] for key in own & set(ScorerSource.model_fields)
+        }
+    spec = scorer_spec_of(found, device="cpu")
+    assert {member.spec.precision for member in spec.members} == {"float32"}
+    assert [one.spec.source and one.spec.source.server for one in spec.members] == [
+        None,
+        None,
+        found.server,
+    ]

@@ -22,6 +22,7 @@ from laurel.observe.console import (
     print_metrics,
     print_pairs,
     print_scores,
+    print_urgent,
     set_verbosity,
     shorten_middle,
     visible,
@@ -193,6 +194,30 @@ def test_in_a_notebook_lines_end_between_words(monkeypatch):
     assert len(lines) == 3
     assert max(map(len, lines)) <= 92
     assert " ".join(lines).split() == words
+
+
+def _on_a_terminal(line):
+    make_console().print(line)
+
+
+def _urgent_on_a_terminal(line):
+    print_urgent(make_console(), line)
+
+
+@pytest.mark.parametrize("printed", [_on_a_terminal, _urgent_on_a_terminal])
+def test_on_a_terminal_a_line_goes_on_below_its_text_however_it_is_printed(printed, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    printed("model   Qwen3 from demo/checkpoints/sft/step_250: 0.2M parameters, float32 on cpu")
+    printed("look: " + "one word after another " * 4)
+    lines = sys.stdout.getvalue().splitlines()
+    assert [len(line) - len(line.lstrip()) for line in lines] == [0, 8, 0, 2]
+    assert not [line for line in lines if len(line) > 60]
 
 
 @pytest.mark.parametrize("columns", [None, "60"])

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from command_tree import all_commands
 from laurel.cli.app import App
 from laurel.cli.main import app
 from laurel.observe.console import set_verbosity
 from laurel.observe.json_output import json_stream, json_text, stdout_for_json, write_json
 from laurel.run.options import JsonOption
 from runs import settings
+from site_commands import all_commands
 
 NOISY = """
 import os, subprocess, sys

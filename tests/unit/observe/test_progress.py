@@ -122,6 +122,21 @@ def test_phases_do_not_slow_the_rate_but_count_for_the_time_left():
     assert lines[2] == "step 3/4 (75%)  3 pairs/s  30 tokens/s  elapsed 0:00:16  left 0:00:05"
 
 
+def test_the_time_left_does_not_grow_while_a_step_goes_on():
+    """In a step of 10 s, the second of 30, it had risen from 4:36 to 8:10."""
+    progress, clock, _ = plain(4, live=True)
+    with progress:
+        clock.now += 10.0
+        progress.step(1, {}, pairs=10, tokens=100)
+        left = []
+        for _ in range(4):
+            shown = Console(width=80, file=io.StringIO(), force_terminal=False)
+            shown.print(progress)
+            left.append(shown.file.getvalue().split("left ")[1].strip())
+            clock.now += 4.0
+    assert left == ["0:00:30", "0:00:26", "0:00:22", "0:00:20"]
+
+
 def test_a_validation_before_the_first_step_is_not_counted_for_each_step_that_is_left():
     progress, clock, file = plain(4)
     with progress:

@@ -29,6 +29,7 @@ from laurel.planning.memory import (
 )
 from laurel.planning.request import TrainingRequest
 from laurel.planning.roles import Mesh
+from laurel.run.shapes import read_shapes
 from laurel.types import TokenGroup
 from parallel_runs import together
 from planned import fitted as fit
@@ -446,6 +447,49 @@ def test_colocated_roles_take_turns():
     # vLLM takes 0.6 of the device for its weights and its keys and values together
     taken = generation.parts["engine's weights"] + generation.parts["keys and values"]
     assert taken == int(0.6 * 80 * GIB)
+
+
+def served(*overrides):
+    server = "{model_name: m, arguments: [--gpu-memory-utilization=0.3, --dtype, float32]}"
+    section = f"env.reward_model={{enabled: true, function: {{path: a:b}}, server: {server}}}"
+    config = load_config(GRPORun, None, [section, *overrides]).config
+    fitted = fit(config, Shapes(policy=SMALL, served=SMALL), device_memory=80 * GIB)
+    return {(one.name, one.slots_of): one.parts for one in fitted.phases}
+
+
+def test_a_served_model_takes_its_share_while_it_is_awake():
+    weights = 4 * SMALL.num_parameters
+    awake = {"served model": weights, "its keys and values": int(0.3 * 80 * GIB) - weights}
+    beside = {"served model's runtime": RUNTIME_BYTES}
+
+    def of_served(parts):
+        return {n: size for n, size in parts.items() if n in awake or n in beside}
+
+    parts = served("policy.generation.backend=vllm")
+    assert [name for name, _ in parts] == ["training", "generation", "judging"]
+    for name, expected in (("training", {}), ("generation", {}), ("judging", awake)):
+        assert of_served(parts[name, "policy"]) == {**expected, **beside}
+    # Nothing of the engine that samples, which sleeps, and of the learner what it hands over.
+    assert set(parts["judging", "policy"]) == {"weights", "runtime", *awake, *beside}
+    correction = "loss_fn.use_importance_sampling_correction=true"
+    ahead = served("grpo.max_staleness=1", correction)
+    assert {name for name, _ in ahead} == {"training", "generation"}
+    assert all(of_served(one) == {**awake, **beside} for one in ahead.values())
+    own = served("env.reward_model.server.resources.gpus_per_node=1", "cluster.gpus_per_node=2")
+    assert own["judging", "reward_model"] == {**awake, "runtime": RUNTIME_BYTES}
+    assert not of_served(own["training", "policy"])
+
+
+def test_of_a_served_model_of_unknown_size_the_share_counts():
+    section = "{enabled: true, function: {path: a:b}, server: {model_name: none/there}}"
+    config = load_config(GRPORun, None, [f"env.reward_model={section}"]).config
+    read = read_shapes(config, policy_shape=LLAMA_70B)
+    assert "env.reward_model.server.model_name" in read.unknown["reward_model"]
+    fitted = fit(config, read.shapes, device_memory=80 * GIB)
+    assert phase(fitted, "judging").parts["its keys and values"] == int(0.9 * 80 * GIB)
+    told = read_shapes(config, policy_shape=LLAMA_70B, reward_shape=LLAMA_70B)
+    assert told.shapes.served == POLICY_70B
+    assert not told.unknown
 
 
 def test_a_teacher_is_kept_in_float32_divided_as_the_policy():

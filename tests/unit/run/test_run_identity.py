@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 
 from laurel.config.load import load_config, to_yaml
 from laurel.config.plugged import all_fields
@@ -184,21 +185,35 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
 
     (tmp_path / "config.yaml").write_text(to_yaml(run_of()), encoding="utf-8")
     check_same_settings(tmp_path, run_of("grpo.max_num_steps=7"))
-    moved = json.dumps([models[0], models[1] | {"urls": [OTHER], "hedge": False}])
+    moved = json.dumps([models[0], models[1] | {"urls": [OTHER]}])
     check_same_settings(tmp_path, run_of(f"{ENV}.models={moved}"))
     other = json.dumps([models[0], models[1] | {"reward_key": "score"}])
     with pytest.raises(CheckpointError, match=r"models\[1\]\.reward_key: '' then, 'score' now"):
         check_same_settings(tmp_path, run_of(f"{ENV}.models={other}"))
+    head = {"attributes": ["a", "b"], "attribute_weights": [0, -100]}
+    headed = json.dumps([models[0] | {"reward_model_cfg": head}, models[1]])
     with pytest.raises(CheckpointError, match="attribute_weights: None then, "):
-        check_same_settings(
-            tmp_path,
-            run_of(
-                f"{ENV}.reward_model_cfg.attributes=[a, b]",
-                f"{ENV}.reward_model_cfg.attribute_weights=[0, -100]",
-            ),
-        )
+        check_same_settings(tmp_path, run_of(f"{ENV}.models={headed}"))
     with pytest.raises(CheckpointError, match=r"env\.custom\.mine: None then, \{"):
         check_same_settings(tmp_path, run_of("+env.custom.mine.name=m.C"))
+
+
+def test_a_checkpoint_whose_models_had_settings_of_their_own_resumes_with_one_for_all(tmp_path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
+    models = [{"name": name, "model_name": name} for name in "ab"]
+
+    def run_of(*overrides):
+        return load_config(SCHEMAS[GRPO], None, [f"{ENV}.models={json.dumps(models)}", *overrides])
+
+    saved = yaml.safe_load(to_yaml(run_of().config))
+    for one in saved["env"]["reward_model"]["models"]:
+        one |= {"precision": "float32", "batch_tokens": 8192}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
+    (told,) = check_same_settings(tmp_path, run_of(f"{ENV}.precision=float32").config)
+    assert "models[1].precision" in told
+    with pytest.raises(CheckpointError, match=r"env\.reward_model\.precision: 'float32' then"):
+        check_same_settings(tmp_path, run_of().config)
 
 
 def dumped(config):

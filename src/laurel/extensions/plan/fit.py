@@ -54,7 +54,7 @@ def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = 
 def _models(shapes: Shapes, name: RoleName) -> tuple[ModelShape, ...]:
     """Return the models of a role whose shapes are known."""
     if name == "reward_model":
-        return shapes.reward_models
+        return shapes.reward_models or tuple(filter(None, (shapes.served,)))
     return () if shapes.policy is None else (shapes.policy,)
 
 
@@ -62,7 +62,7 @@ def _indivisible(key: str, role: RolePlan, shape: ModelShape) -> Iterator[Confli
     """Yield a conflict for heads and layers that the ranks of a group cannot share evenly."""
     tp, cp, pp = role.mesh.tp, role.mesh.cp, role.mesh.pp
     # vLLM, which alone generates on groups of ranks, splits models in its own way.
-    generates = role.name == "generation"
+    generates = role.name == "generation" or key.endswith(".server")
     if tp > 1 and shape.refuses_tensor_parallel and not generates:
         yield Conflict(
             problem=f"{key}.tensor_parallel_size={tp} is refused when the model of {role.name} is "

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from laurel.generation.waiting import BackgroundLoop, cancel_others
+from laurel.generation.waiting import BackgroundLoop, cancel_others, end_all
 from laurel.workers.rendezvous import LOOPBACK
 
 _MOST_BYTES = 64 << 20
@@ -56,6 +56,7 @@ class _LostError(Exception):
 class RequestRouter:
     """Passes requests on, in an event loop in a thread of its own.
 
+    While the servers sleep requests wait, and what they had not answered is asked again.
     A request whose server is lost goes to another one, or waits until there is one: a lost server
     is an outage, and never an answer. With the third server it is refused, alone. Requests are
     repeated, so they must change nothing.
@@ -66,13 +67,15 @@ class RequestRouter:
         self._patience = patience
         self._hedges = hedge
         self._servers: dict[int, _Server] = {}
+        self._asking: set[asyncio.Task[Response]] = set()
         self._seconds: deque[float] = deque(maxlen=_KEPT)
         self._failed: str | None = None
         self._background = BackgroundLoop("laurel-model-router")
         self.address = self._background.wait_for(self._open())
 
     async def _open(self) -> str:
-        self._changed = asyncio.Condition()
+        self._changed, self._awake = asyncio.Condition(), asyncio.Event()
+        self._awake.set()
         # Servers such as vLLM's close a connection that was idle for five seconds; a request that
         # meets that end would be taken for lost.
         limits = httpx2.Limits(
@@ -102,6 +105,21 @@ class RequestRouter:
     def remove(self, index: int) -> None:
         """Ask a server no more."""
         self._background.wait_for(self._set(index, None))
+
+    def pause(self) -> None:
+        """Ask nothing from now on; return when no server has a request."""
+        self._background.wait_for(self._paused())
+
+    async def _paused(self) -> None:
+        self._awake.clear()
+        await end_all(self._asking)
+
+    def resume(self) -> None:
+        """Ask again what waits."""
+        self._background.wait_for(self._resumed())
+
+    async def _resumed(self) -> None:
+        self._awake.set()
 
     def has_any(self) -> bool:
         """Report whether there is a server."""
@@ -144,13 +162,22 @@ class RequestRouter:
             return _refused("the request cannot be passed on: its path does not begin with /", 400)
         tried: list[_Server] = []
         losses = 0
+        asking = asyncio.current_task()
+        assert asking is not None
         try:
-            async with asyncio.timeout(self._patience) as clock:
+            async with asyncio.timeout(None) as clock:
                 while True:
+                    await self._awake.wait()
+                    clock.reschedule(asyncio.get_running_loop().time() + self._patience)
                     server = await self._free(tried)
                     clock.reschedule(None)  # it has been found; the answer may take its time
+                    if not self._awake.is_set():
+                        continue
                     try:
                         return await self._hedged(server, asked)
+                    except asyncio.CancelledError:
+                        if self._awake.is_set() or asking.cancelling():
+                            raise
                     except _LostError as error:
                         losses += error.had_it
                         if losses == _MOST_LOSSES:
@@ -158,8 +185,7 @@ class RequestRouter:
                                 f"{losses} servers were lost while they had this request: {error}",
                                 502,
                             )
-                    tried.append(server)
-                    clock.reschedule(asyncio.get_running_loop().time() + self._patience)
+                        tried.append(server)
         except TimeoutError:
             return _refused(f"no server answered within {self._patience:g} s")
         except _NoneLeftError as error:
@@ -201,9 +227,11 @@ class RequestRouter:
         """Begin to ask a server, which has the request from now on until the answer."""
         server.num_waiting += 1
         asking = asyncio.create_task(self._asked(server, asked))
+        self._asking.add(asking)
 
         def ended(_: object) -> None:
             server.num_waiting -= 1
+            self._asking.discard(asking)
 
         asking.add_done_callback(ended)
         return asking

@@ -284,14 +284,30 @@ class ModelServers:
                 replica.last_failure = None
                 self._router.add(replica.index, replica.value.address)
 
+    @property
+    def rests(self) -> bool:
+        """Whether a server has GPUs of the policy's, and frees their memory for it."""
+        return any(one.value.rests for one in self._supervisor.replicas)
+
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Free the servers' memory of devices while the context is open, if they have a way."""
-        self._ask_all("/sleep?level=1", awake=False)
+        """Free the servers' memory of devices while the context is open, if they have a way.
+
+        Requests wait meanwhile: a server that slept would break off or lose what it computes.
+        """
+        if not self.rests:
+            yield
+            return
         try:
+            self._router.pause()
+            self._ask_all("/sleep?level=1", awake=False)
             yield
         finally:
-            self._ask_all("/wake_up", awake=True)
+            if not self._closing.is_set():
+                try:
+                    self._ask_all("/wake_up", awake=True)
+                finally:
+                    self._router.resume()
 
     def _ask_all(self, path: str, *, awake: bool) -> None:
         with self._turn:

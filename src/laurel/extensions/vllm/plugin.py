@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, get_args
 
+from laurel.config.policy import Precision
 from laurel.extensions.vllm.sections import (
     COLDEST,
     HOTTEST,
@@ -120,6 +124,20 @@ class Vllm(EngineThatScores, EngineThatServes):
             *(f"--{key}={value}" for key, value in options.items()),
             *section.arguments,
         ], added
+
+    def served_needs(self, section: ModelServerConfig) -> EngineNeeds:
+        """Return what a server takes of its devices, as its arguments say."""
+        words = " ".join(section.arguments).replace("=", " ").split()
+        given = dict(pairwise(words))  # the last of a name counts, as for vLLM
+        dtype = given.get("--dtype", "")
+        dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+        needs = EngineNeeds(
+            tensor_parallel_size=section.tensor_parallel_size,
+            precision=dtype if dtype in get_args(Precision) else None,
+        )
+        with suppress(KeyError, ValueError):
+            return replace(needs, memory_share=float(given["--gpu-memory-utilization"]))
+        return needs
 
 
 _SERVE = (

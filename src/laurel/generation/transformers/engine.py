@@ -200,9 +200,7 @@ class TransformersEngine:
             with model.at_temperature(1.0):
                 for part in bin_pack([group.num_tokens for group in groups], batch_tokens):
                     chosen = [groups[index] for index in part]
-                    forest = to_forest(chosen)
-                    if model.mesh is None:
-                        forest = replace(forest, part_tokens=batch_tokens)
+                    forest = replace(to_forest(chosen), part_tokens=batch_tokens)
                     logprobs = iter(model.logprobs(forest).cpu().tolist())
                     for index, group in zip(part, chosen, strict=True):
                         sums[index] = [

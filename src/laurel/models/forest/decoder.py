@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from laurel.models.forest.parts import Readings, outputs_in_parts
 from laurel.types import PaddedRows, TokenForest
 
 Path = Literal["forest", "padded"]
+Batch = TokenForest | PaddedRows | Callable[[], Any]
 
 
 class Passes:
@@ -103,10 +104,28 @@ class Decoder(nn.Module):
         """Whether the last layer may skip tokens whose hidden states are not read. Ranks that
         divide a layer or its tokens compute all of them."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute `forward`, while no other thread captures a CUDA graph."""
+    def __call__(self, batch: Batch) -> Any:
+        """Compute the outputs of a micro-batch, while no other thread captures a CUDA graph.
+
+        Args:
+            batch: The inputs, in parts if they are larger than a pass; or a function that computes
+                with the model, whose hooks, such as those that gather its weights, run around it.
+
+        Returns:
+            What `outputs` returns, or the function.
+        """
         with PASSES.under_way():
-            return super().__call__(*args, **kwargs)
+            if isinstance(batch, TokenForest) and batch.is_in_parts:
+                return outputs_in_parts(self, batch)
+            return super().__call__(batch)
+
+    def forward(self, batch: Batch) -> Any:
+        """Compute what `__call__` describes, in one pass."""
+        return batch() if callable(batch) else self.outputs(batch)
+
+    @abstractmethod
+    def outputs(self, batch: TokenForest | PaddedRows) -> Any:
+        """Compute the outputs of a micro-batch in one pass."""
 
     @property
     @abstractmethod
@@ -272,15 +291,13 @@ class RewardModel(Decoder):
         """The number of outputs of the head, K."""
         return int(self.classifier.config.num_labels)
 
-    def forward(self, batch: TokenForest | PaddedRows) -> Tensor:
+    def outputs(self, batch: TokenForest | PaddedRows) -> Tensor:
         """Score every completion of a micro-batch.
 
         Returns:
             float32 `[N, K]` (float64 if the weights are): K outputs of the head for each of the N
             completions, in the order of the batch; or for each token in the `reads` of the batch.
         """
-        if isinstance(batch, TokenForest) and batch.is_in_parts:
-            return cast(Tensor, outputs_in_parts(self, batch))
         if self.head_name is None:
             assert isinstance(batch, PaddedRows)
             with self.autocast():

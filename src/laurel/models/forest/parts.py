@@ -15,24 +15,36 @@ completions of a prompt, are computed once.
 The loss of some completions is computed from all their tokens at once. Completions within one part
 have theirs with the outputs of this part. The outputs of others, such as answers that are longer
 than a part, are computed without gradients first; their loss gives the gradients by these outputs.
+
+The order of passes depends on the forest alone. Ranks that share a model, each with forests of its
+own, agree on an order that contains those of all (`models/forest/lockstep.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.models.forest.attention import (
     AttentionOptions,
-    AttentionPlan,
     ForestPlan,
     as_computed,
+)
+from laurel.models.forest.lockstep import (
+    BACKWARD,
+    FORWARD,
+    ComputesRows,
+    InStep,
+    anchor_of,
+    columns_of,
 )
 from laurel.models.forest.tree_parts import Part, parts_of
 from laurel.types import TokenForest
@@ -40,6 +52,8 @@ from laurel.types import TokenForest
 Result = TypeVar("Result")
 KeysValues = tuple[Tensor, Tensor]
 """The keys `[1, H_kv, T, D]` and the values `[1, H_kv, T, D_v]` of a layer."""
+Action = tuple[str, Callable[[], object]]
+"""A pass, or what is done between passes, whose kind is empty; and the function that does it."""
 
 
 class Readings(NamedTuple):
@@ -58,27 +72,15 @@ class Readings(NamedTuple):
     each of them."""
 
 
-class ComputesParts(Protocol):
+class ComputesParts(ComputesRows, Protocol):
     """A model whose forests may be computed in parts, such as a `Decoder`."""
 
     training: bool
     skips_unread: bool
-
-    @property
-    def device(self) -> torch.device:
-        """The device that computes."""
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the layers compute."""
-
-    def hidden_of_row(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan) -> Tensor:
-        """Compute the hidden states `[T, D]` of one row of tokens."""
+    mesh: DeviceMesh | None
 
     def readings(self, forest: TokenForest) -> Readings:
         """Return which hidden states of a forest the head reads."""
-
-    def read(self, hidden_XD: Tensor, targets_X: Tensor) -> Any:
-        """Apply the head to hidden states, which predict the tokens `targets_X`."""
 
 
 def outputs_in_parts(model: ComputesParts, forest: TokenForest) -> Any:
@@ -90,8 +92,23 @@ def outputs_in_parts(model: ComputesParts, forest: TokenForest) -> Any:
     """
     assert not torch.is_grad_enabled(), "gradients of parts need backward_in_parts"
     work = _Work(model, forest)
-    work.read(range(len(work.parts)))
+    for _, act in work.reading(range(len(work.parts)), set()):
+        act()
     return work.outputs(range(len(work.readings.lengths_N)))
+
+
+def passes_of_outputs(model: ComputesParts, forest: TokenForest) -> str:
+    """Return the passes of `outputs_in_parts`, in order."""
+    work = _Work(model, forest)
+    return "".join(kind for kind, _ in work.reading(range(len(work.parts)), set()))
+
+
+def passes_of_backward(
+    model: ComputesParts, forest: TokenForest, units: Sequence[Sequence[int]] | None
+) -> str:
+    """Return the passes of `backward_in_parts`, in order."""
+    work = _Work(model, forest)
+    return "".join(kind for kind, _ in _Training(work, units, _no_loss).actions())
 
 
 def backward_in_parts(
@@ -99,6 +116,8 @@ def backward_in_parts(
     forest: TokenForest,
     units: Sequence[Sequence[int]] | None,
     loss_of: Callable[[Any, list[int]], tuple[Tensor, Result]],
+    *,
+    in_step: InStep | None = None,
 ) -> list[Result]:
     """Compute a loss and add its gradients to those of the parameters.
 
@@ -109,14 +128,21 @@ def backward_in_parts(
             the loss of the forest is one.
         loss_of: Computes the sum of the losses of some units, given the outputs of the model for
             their completions and their indices; and what is returned of it.
+        in_step: The passes that the ranks of a sharded model agreed on; None: no other ranks.
 
     Returns:
         What `loss_of` returned with each loss.
     """
-    work = _Work(model, forest)
-    training = _Training(work, units or [range(len(work.readings.lengths_N))], loss_of)
-    training.run()
+    training = _Training(_Work(model, forest), units, loss_of)
+    for kind, act in training.actions():
+        if kind and in_step is not None:
+            in_step.before(kind)
+        act()
     return training.results
+
+
+def _no_loss(_outputs: Any, _units: list[int]) -> tuple[Tensor, Any]:
+    raise AssertionError("the passes are only counted")
 
 
 class _Owed(torch.autograd.Function):
@@ -272,29 +298,41 @@ class _Work:
         """The outputs [X, ...] that were computed without gradients, as far as they were."""
         self._shape_of: Any = None
 
-    def read(self, parts: range, *, keeps: bool = False) -> None:
-        """Compute the outputs of a part and all below it, or of all parts, without gradients.
+    def reading(self, parts: range, held: set[int], *, keeps: bool = False) -> Iterator[Action]:
+        """Yield what computes the outputs of a part and all below it, without gradients.
 
-        `keeps` says whether the keys and values of the last path are kept.
+        Args:
+            parts: The part and all below it, or all parts.
+            held: The parts that are held, as far as the actions so far were done; updated.
+            keeps: Whether the keys and values of the last path are kept.
         """
         path: list[int] = []
         for number in parts:
             while path and path[-1] != self.parts[number].parent:
-                self.held.pop(path.pop(), None)
-            self.compute_without_gradient(number)
+                yield from self._dropping(path.pop(), held)
+            yield from self.reading_one(number, held)
             path.append(number)
         if not keeps:
             for number in path:
-                self.held.pop(number, None)
+                yield from self._dropping(number, held)
 
-    def compute_without_gradient(self, number: int) -> None:
-        """Compute a part's outputs, and what the parts below it need of it."""
+    def reading_one(self, number: int, held: set[int]) -> Iterator[Action]:
+        """Yield what computes a part's outputs, and what the parts below it need of it."""
+        if self.children[number]:
+            held.add(number)
+        if self.children[number] or len(self.reads[number]):
+            yield FORWARD, partial(self._compute_without_gradient, number)
+
+    def _dropping(self, number: int, held: set[int]) -> Iterator[Action]:
+        if number in held:
+            held.remove(number)
+            yield "", partial(self.held.pop, number)
+
+    def _compute_without_gradient(self, number: int) -> None:
         children, reads_X = self.children[number], self.reads[number]
-        if not children and not len(reads_X):
-            return
         kept: dict[int, KeysValues] | None = {} if children else None
         with torch.no_grad():
-            hidden, found = self.compute(number, kept=kept)
+            hidden, found, _ = self.compute(number, kept=kept)
         if kept is not None:
             self.held[number] = _Held(kept, hidden)
         if found is not None:
@@ -306,37 +344,49 @@ class _Work:
         *,
         kept: dict[int, KeysValues] | None = None,
         owed: Mapping[int, KeysValues] | None = None,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Any, Tensor | None]:
         """Compute a part.
 
         Returns:
-            The hidden states of its tokens that parts hang below, and its outputs; None if it has
-            none.
+            The hidden states of its tokens that parts hang below; its outputs, None if it has none;
+            and with gradients over several ranks what `anchor_of` describes.
         """
         part, rows, reads_X = self.parts[number], self._rows[number], self.reads[number]
         index_X = self.readings.index_X[reads_X]
         is_own_X = self._part_T[index_X] == number
         own_X = self._local_T[index_X]
-        read_X = torch.unique(torch.cat((own_X[is_own_X], self._hung[number])))
+        wanted = [own_X[is_own_X], self._hung[number]]
+        has_anchor = self.model.mesh is not None and torch.is_grad_enabled()
+        if has_anchor:
+            wanted.append(torch.zeros(1, dtype=torch.int64))
         plan = PartPlan(
             part,
-            read_X=read_X if self.model.skips_unread else None,
+            read_X=torch.unique(torch.cat(wanted)) if self.model.skips_unread else None,
             given=lambda layer: self._path_in(part, layer),
             kept=kept,
             owed=owed or {},
         )
-        with self._same_noise(number), self.model.autocast():
-            hidden_TD = self.model.hidden_of_row(self._ids_T[rows], self._positions_T[rows], plan)
-        hung_XD = hidden_TD[self._there(self._hung[number])]
-        if not len(reads_X):
-            return hung_XD, None
-        if part.path:
-            # The last token of the path predicts the first tokens of all subtrees.
-            above, place = part.parent, part.path[-1].span.end - 1
-            row = int((self._hung[above] == place).nonzero())
-            hidden_TD = torch.cat((hidden_TD, self.held[above].hidden_XD[row : row + 1]))
-        hidden_XD = hidden_TD[self._there(own_X.where(is_own_X, len(rows)))]
-        return hung_XD, self.model.read(hidden_XD, self.readings.targets_X[reads_X])
+
+        def forward() -> tuple[Tensor, Any, Tensor | None]:
+            with self.model.autocast():
+                hidden_TD = self.model.hidden_of_row(
+                    self._ids_T[rows], self._positions_T[rows], plan
+                )
+            anchor = anchor_of(self.model, hidden_TD) if has_anchor else None
+            hung_XD = hidden_TD[self._there(self._hung[number])]
+            if not len(reads_X):
+                return hung_XD, None, anchor
+            if part.path:
+                # The last token of the path predicts the first tokens of all subtrees.
+                above, place = part.parent, part.path[-1].span.end - 1
+                row = int((self._hung[above] == place).nonzero())
+                hidden_TD = torch.cat((hidden_TD, self.held[above].hidden_XD[row : row + 1]))
+            hidden_XD = hidden_TD[self._there(own_X.where(is_own_X, len(rows)))]
+            return hung_XD, self.model.read(hidden_XD, self.readings.targets_X[reads_X]), anchor
+
+        with self._same_noise(number):
+            found: tuple[Tensor, Any, Tensor | None] = self.model(forward)
+        return found
 
     def outputs(self, completions: Sequence[int]) -> Any:
         """Return the outputs of all labels of some completions, computed without gradients."""
@@ -398,11 +448,11 @@ class _Training:
     def __init__(
         self,
         work: _Work,
-        units: Sequence[Sequence[int]],
+        units: Sequence[Sequence[int]] | None,
         loss_of: Callable[[Any, list[int]], tuple[Tensor, Any]],
     ) -> None:
         self._work = work
-        self._units = units
+        self._units = units = units or [range(len(work.readings.lengths_N))]
         self._loss_of = loss_of
         self.results: list[Any] = []
         # Units whose labels are in one part, by the part; others by the last part above them all,
@@ -418,41 +468,56 @@ class _Training:
         self._by_X: Tensor | None = None
         """The gradients by the outputs of divided units."""
 
-    def run(self) -> None:
-        """Compute all losses, and the gradients of the parameters."""
-        work = self._work
-        if self._divided[-1]:
-            work.read(range(len(work.parts)), keeps=True)
-            self._learn_divided(range(len(self._divided)))
+    def actions(self) -> Iterator[Action]:
+        """Yield what computes all losses, and the gradients of the parameters.
+
+        Kinds and order depend on the parts alone, whether the actions are done or not.
+        """
+        work, held = self._work, set[int]()
+        divided = [list(some) for some in self._divided]
+
+        def learning(parts: range) -> Iterator[Action]:
+            yield from work.reading(
+                range(parts.start, min(parts.stop, len(work.parts))), held, keeps=True
+            )
+            units = sorted(unit for part in parts for unit in divided[part])
+            for part in parts:
+                divided[part] = []
+            yield "", partial(self._learn_divided, units)
+
+        if divided[-1]:
+            yield from learning(range(len(divided)))
         stack = [number for number, part in enumerate(work.parts) if part.parent < 0]
         while stack:
             number = stack.pop()
             if number < 0:
-                self._backward(~number, work.held.pop(~number, None))
+                held.discard(~number)
+                if work.children[~number] or len(work.reads[~number]):
+                    yield BACKWARD, partial(self._backward, ~number)
                 continue
-            self._prepare(number)
+            # What the parts below need.
+            if divided[number]:
+                yield from learning(range(number, work.ends[number]))
+            if work.children[number] and number not in held:
+                yield from work.reading_one(number, held)
+            if number in held:
+                yield "", partial(self._make_leaves, number)
             # Its last child is next: reading keeps the last path.
             stack += [~number, *work.children[number]]
 
-    def _prepare(self, number: int) -> None:
-        # Computes what the parts below a part need.
-        work = self._work
-        if self._divided[number]:
-            below = range(number, work.ends[number])
-            work.read(below, keeps=True)
-            self._learn_divided(below)
-        if work.children[number] and number not in work.held:
-            work.compute_without_gradient(number)
-        if number in work.held:
-            work.held[number].learn()
+    def _make_leaves(self, number: int) -> None:
+        self._work.held[number].learn()
 
-    def _backward(self, number: int, held: _Held | None) -> None:
+    def _backward(self, number: int) -> None:
         work, reads_X = self._work, self._work.reads[number]
-        if held is None and not len(reads_X):
-            return
-        hung_XD, found = work.compute(number, owed=None if held is None else held.debts())
+        held = work.held.pop(number, None)
+        owed = None if held is None else held.debts()
+        hung_XD, found, anchor = work.compute(number, owed=owed)
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
+        if anchor is not None:
+            roots.append(anchor)
+            gradients.append(torch.zeros_like(anchor))
         if held is not None:
             by_hidden = held.hidden_XD.grad
             roots.append(hung_XD)
@@ -475,12 +540,9 @@ class _Training:
                 gradients.append(self._by_X[reads_X.to(self._by_X.device)])
         torch.autograd.backward(roots, gradients)
 
-    def _learn_divided(self, parts: range) -> None:
-        # The parts have been read.
+    def _learn_divided(self, units: list[int]) -> None:
+        # Their parts have been read.
         work = self._work
-        units = sorted(unit for part in parts for unit in self._divided[part])
-        for part in parts:
-            self._divided[part] = []
         completions = [n for unit in units for n in self._units[unit]]
         outputs = work.outputs(completions)
         columns, shape_of = columns_of(outputs)
@@ -502,13 +564,3 @@ class _Training:
         while above >= 0 and max(holders) >= self._work.ends[above]:
             above = self._work.parts[above].parent
         return above
-
-
-def columns_of(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the tensors of a model's outputs, and how they are put together again.
-
-    The first has gradients; others may be None.
-    """
-    if isinstance(outputs, tuple):  # of a policy
-        return list(outputs), lambda columns: type(outputs)(*columns)
-    return [outputs], lambda columns: columns[0]

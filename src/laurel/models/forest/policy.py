@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from laurel.models.forest.outputs import (
     predictors,
     token_logprobs,
 )
-from laurel.models.forest.parts import Readings, outputs_in_parts
+from laurel.models.forest.parts import Readings
 from laurel.models.loading.adapters import adapted_layers, without_adapters
 from laurel.models.parallel.mesh import local
 from laurel.models.parallel.weights import saved_weights
@@ -89,14 +89,12 @@ class PolicyModel(Decoder):
         """The number of logits per token, V, which may exceed the tokenizer's number of tokens."""
         return int(self.head.weight.shape[0])
 
-    def forward(self, batch: TokenForest | PaddedRows) -> TokenOutputs:
+    def outputs(self, batch: TokenForest | PaddedRows) -> TokenOutputs:
         """Compute the log-probabilities of all completion tokens of a micro-batch.
 
         Raises:
             DataError: A completion has no prompt.
         """
-        if isinstance(batch, TokenForest) and batch.is_in_parts:
-            return cast(TokenOutputs, outputs_in_parts(self, batch))
         index_M, targets_M = predictors(batch)
         label_M: Tensor | None = None
         if isinstance(batch, TokenForest) and batch.ends is not None:

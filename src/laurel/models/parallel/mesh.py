@@ -343,6 +343,12 @@ class AcrossRanks:
                 dist.all_reduce(value, group=self.mesh.get_group(dimension))
         return (value / self._cp).to(home)
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Return what each rank brings, a small value that can be pickled, in order of ranks."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
         """Clip the gradients of the whole model by their norm, and return the norm before clipping.
 
