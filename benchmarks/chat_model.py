@@ -54,8 +54,8 @@ class Pairs:
 
 
 PAIRS = {
-    "ukp": Pairs("ukp_convarg1/", tokens=256),
-    "hh": Pairs("hh_rlhf_harmless/", tokens=160),
+    "ukp": Pairs("ukp_convarg1/", tokens=256, steps=160),
+    "hh": Pairs("hh_rlhf_harmless/", tokens=160, steps=100),
     "ultrafeedback": Pairs("ultrafeedback_1k/", tokens=384),
     "gsm8k": Pairs("gsm8k_model_solutions/pairs_", tokens=384, steps=100),
 }
@@ -463,6 +463,7 @@ def pushed_row(options: argparse.Namespace) -> None:
             f"data.train_data_path={number_pairs(problems, 'tasks', 320)}",
             f"data.val_data_path={number_pairs(problems, 'tasks_test', 64)}",
             "policy.max_total_sequence_length=96",
+            "policy.precision=float32",
             "rm.max_num_steps=20",
         )
     for name, rate in (("rate", 1e-5), ("ten times the rate", 1e-4)):
@@ -557,6 +558,7 @@ def rates_row(options: argparse.Namespace) -> None:
             options,
             "ukp",
             "~policy.scheduler",
+            "policy.precision=float32",
             "rm.max_num_steps=20",
             f"policy.optimizer.kwargs.lr={rate}",
             run_name=f"rate_{rate:g}",

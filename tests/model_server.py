@@ -44,6 +44,8 @@ class Handler(JSONHandler):
             time.sleep(0.5)
             os._exit(0)
         time.sleep(asked.get("seconds", 0))
+        while "until" in asked and not (FOLDER / asked["until"]).exists():
+            time.sleep(0.02)
         status, text = asked.get("status", 200), asked.get("content", "")
         if text == "gpus":
             text = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -476,8 +476,10 @@ class ModelEndpoint(Protocol):
 
     section: Any
     """Its `config.environments.ModelServerConfig`."""
-    rests: bool
-    """Whether a server has GPUs of the policy's, and frees their memory for it."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether a server has GPUs of the policy's, and frees their memory for it."""
 
     @property
     def address(self) -> str:

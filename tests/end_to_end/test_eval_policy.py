@@ -105,7 +105,10 @@ def test_bad_input(model, tasks, tmp_path):
         run_eval(None, [], EvalPolicyOptions(data_path=str(tasks)))
     with pytest.raises(ConfigError, match="which tasks"):
         run_eval(None, SETTINGS, EvalPolicyOptions(model=str(model)))
-    with pytest.raises(ConfigError, match=r"no environment of that name\. Did you mean code"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^--environment \w+: there is no environment of that name\. Did you mean code",
+    ):
         run_eval(
             None,
             SETTINGS,

@@ -590,9 +590,11 @@ def load_tasks(
             default one does not fit the rows.
         DataError: A file or a row cannot be used, or no row of a set is left.
     """
-    # A wrong name is reported before the first file is read, which may take minutes.
-    for config in sets:
-        check_environment(_environment_of(config, default_environment), environments)
+    # A wrong name is reported before the first file is read, which may take minutes; that of
+    # `data.env_name` also where all sets name their own.
+    named = (_environment_of(config, default_environment) for config in sets)
+    for environment in dict.fromkeys([default_environment, *named]):
+        check_environment(environment, environments)
 
     def load(config: TaskSetConfig, label: str, most: int | None) -> tuple[list[Task], TaskReport]:
         environment = _environment_of(config, default_environment)
@@ -631,8 +633,15 @@ def _environment_of(config: TaskSetConfig, default: str) -> str:
     return config.env_name or (known.environment if known is not None else None) or default
 
 
-def check_environment(environment: str, environments: Sequence[str]) -> None:
+def check_environment(
+    environment: str, environments: Sequence[str], *, named_by: str = "data.env_name="
+) -> None:
     """Check that an environment is among those that exist.
+
+    Args:
+        environment: The name.
+        environments: Those that exist.
+        named_by: The key or the option that names it, as it is written before the name.
 
     Raises:
         ConfigError: There is no environment of that name.
@@ -642,7 +651,7 @@ def check_environment(environment: str, environments: Sequence[str]) -> None:
     near = nearest(environment, environments)
     hint = f" Did you mean {near}?" if near else ""
     raise ConfigError(
-        f"data.env_name={environment}: there is no environment of that name.{hint} There are: "
+        f"{named_by}{environment}: there is no environment of that name.{hint} There are: "
         f"{', '.join(environments)}. One of your own is named by "
         f"+env.custom.{environment}.name=MODULE.CLASS"
     )

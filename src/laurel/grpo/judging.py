@@ -562,9 +562,8 @@ def alone(environments: Iterable[Environment]) -> list[Environment]:
     """Return environments and, in place of composites, all that they contain, each once."""
     found: dict[int, Environment] = {}
     for one in environments:
-        is_composite = isinstance(one, CompositeEnvironment)
-        for part in alone(one.parts.values()) if is_composite else (one,):
-            found[id(part)] = part
+        parts = alone(one.parts.values()) if isinstance(one, CompositeEnvironment) else [one]
+        found |= {id(part): part for part in parts}
     return list(found.values())
 
 

@@ -129,6 +129,10 @@ class _Screen(Console):
             return
         # A file's lines stay whole, to be searched. A terminal would break them within words, and
         # so would a notebook, which has no end of a line to wrap at.
+        if is_unbroken(self) and all(isinstance(one, str | Text) for one in objects):
+            options = {"soft_wrap": True, **options}
+        else:
+            objects = tuple(_fitted(one, self.width) for one in objects)
         if self.is_for_file:
             with self.capture() as captured:
                 super().print(*objects, **{"crop": not is_unbroken(self), **options})
@@ -139,7 +143,7 @@ class _Screen(Console):
             except BrokenPipeError:
                 self.on_broken_pipe()
             return
-        super().print(*(_fitted(one, self.width) for one in objects), **options)
+        super().print(*objects, **options)
 
     @property
     def is_for_file(self) -> bool:

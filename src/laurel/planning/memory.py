@@ -220,6 +220,8 @@ times and adds to their gradient once, so that small chunks move more bytes than
 LOGITS_BYTES = 3 * 4
 """Bytes for each logit that is in memory: the logit, its exponential and its gradient, in
 float32."""
+SERVED = ("served model", "its keys and values")
+"""The kinds of bytes that a served model takes while it is awake."""
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -498,7 +500,7 @@ def _serving(
     weights = 0 if shape is None else COMPUTE_BYTES[served.precision] * shape.num_parameters
     weights //= role.mesh.group_size
     pool = int(served.memory_share * (device_memory or 0))
-    each = {"served model": weights, "its keys and values": max(0, pool - weights)}
+    each = dict(zip(SERVED, (weights, max(0, pool - weights)), strict=True))
     number = -(-served.replicas // role.mesh.dp)
     return {name: number * size for name, size in each.items() if size}
 

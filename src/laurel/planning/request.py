@@ -174,6 +174,8 @@ class ServedModelRequest:
     """Fraction of the device's memory that a server takes for weights, and keys and values."""
     replicas: int
     """Servers, which go round the groups of slots."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of their program that the configuration gives."""
     sleeps: bool
     """Whether those in the policy's slots free that memory while it trains, and while a generator
     in the same slots samples."""

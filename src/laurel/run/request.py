@@ -362,6 +362,7 @@ def _served(config: GRPORun) -> ServedModelRequest | None:
         memory_share=needs.memory_share,
         replicas=section.replicas,
         sleeps=config.grpo.max_staleness == 0,
+        arguments=tuple(section.arguments),
     )
 
 

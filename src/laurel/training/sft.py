@@ -67,5 +67,12 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
         self, name: str, samples: Sequence[Demonstration], validation: Validation, *, step: int
     ) -> None:
         """Print the results of validating on a set."""
-        shown = "  ".join(f"{k} {v:.4f}" for k, v in validation.metrics.items())
-        self.services.progress.message(f"step {step}  validation-{name}  {shown}", is_routine=True)
+        figures = validation.metrics
+        shown = [f"{k} {v:.4f}" for k, v in figures.items() if not k.startswith("num_")]
+        shown.append(
+            f"of {figures['num_valid_tokens']:,.0f} tokens in "
+            f"{figures['num_valid_samples']:,.0f} conversations"
+        )
+        self.services.progress.message(
+            f"step {step}  validation-{name}  {'  '.join(shown)}", is_routine=True
+        )

@@ -94,24 +94,28 @@ def ask(servers, path="/v1/chat/completions", **asked):
     return httpx2.post(f"http://{servers.address}{path}", json=asked, timeout=60)
 
 
-def test_requests_go_to_the_server_with_the_fewest(started):
+def test_requests_go_to_the_server_with_the_fewest(started, tmp_path):
     servers = started(replicas=2)
 
-    async def all_of_them():
-        async with httpx2.AsyncClient(timeout=60) as client:
-            url = f"http://{servers.address}/classify"
-            calls = [client.post(url, json={"seconds": 0.3, "content": "x"}) for _ in range(4)]
-            return await asyncio.gather(*calls)
+    def num_waiting():
+        return sum(one.num_waiting for one in servers._router._servers.values())
 
-    replies = asyncio.run(all_of_them())
+    with ThreadPoolExecutor(4) as beside:
+        asked = [
+            beside.submit(ask, servers, "/classify", content="x", until="all") for _ in range(4)
+        ]
+        wait_until(lambda: num_waiting() == 4)
+        (tmp_path / "all").touch()
+        replies = [one.result() for one in asked]
     found = [reply.json()["server"] for reply in replies]
     assert sorted(map(found.count, set(found))) == [2, 2]
     assert {reply.json()["path"] for reply in replies} == {"/classify"}
     # In turns is not enough: one of them is busy, and the other gets all that comes.
     with ThreadPoolExecutor(1) as beside:
-        slow = beside.submit(ask, servers, content="x", seconds=1.5)
-        wait_until(lambda: any(one.num_waiting for one in servers._router._servers.values()))
+        slow = beside.submit(ask, servers, content="x", until="others")
+        wait_until(lambda: num_waiting() == 1)
         others = {ask(servers, content="x").json()["server"] for _ in range(4)}
+        (tmp_path / "others").touch()
         assert len(others) == 1
         assert slow.result().json()["server"] not in others
     # What a server says of a request is passed on.
@@ -222,7 +226,7 @@ def test_requests_wait_while_they_sleep_and_none_is_under_way(started, tmp_path)
     servers = started(on_gpu=True)
     (server,) = servers._router._servers.values()
     with ThreadPoolExecutor(2) as beside:
-        begun = beside.submit(ask, servers, content="x", seconds=0.6)
+        begun = beside.submit(ask, servers, content="x", until="awake")
         wait_until(lambda: server.num_waiting == 1)
         with servers.resting():
             # The server would end it with half an answer: it is asked again.
@@ -232,6 +236,7 @@ def test_requests_wait_while_they_sleep_and_none_is_under_way(started, tmp_path)
             assert not begun.done()
             assert not late.done()
             assert server.num_waiting == 0
+        (tmp_path / "awake").touch()
         assert [one.result().json()["text"] for one in (begun, late)] == ["x", "y"]
 
 
@@ -249,7 +254,7 @@ def test_a_server_that_is_lost_while_it_sleeps_is_back_when_the_others_wake(star
 
 
 @pytest.mark.slow
-def test_a_server_that_starts_as_the_others_fall_asleep_does_so_too(started, tmp_path):
+def test_they_fall_asleep_when_one_that_is_being_started_is_there(started, tmp_path):
     servers = started(on_gpu=True)
     starts, sleeps = threading.Event(), threading.Event()
     start = servers._supervisor._make
@@ -263,12 +268,19 @@ def test_a_server_that_starts_as_the_others_fall_asleep_does_so_too(started, tmp
     servers._supervisor._make = slowly
     os.kill(child_of(process_of(servers).pid), signal.SIGKILL)
     assert starts.wait(30)
-    with servers.resting():
+
+    def rest():
+        with servers.resting():
+            assert sleeps.is_set()
+            assert asked(tmp_path) == ["/sleep?level=1"]
+
+    with ThreadPoolExecutor(1) as beside:
+        resting = beside.submit(rest)
+        with suppress(TimeoutError):
+            resting.result(0.3)
         assert not (tmp_path / "asked.txt").exists()
         sleeps.set()
-        wait_until(lambda: (tmp_path / "asked.txt").exists())
-        wait_until(servers._router.has_any)
-        assert asked(tmp_path) == ["/sleep?level=1"]
+        resting.result(30)
     assert asked(tmp_path)[1:] == ["/wake_up"]
 
 

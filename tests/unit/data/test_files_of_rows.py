@@ -366,7 +366,7 @@ def test_every_row_of_a_file_is_kept_or_counted_with_a_reason(tmp_path, form, se
 
     def grpo():
         sets = [TaskSetConfig(data_path=path, env_name="reward_model")]
-        names = {"default_environment": "math", "environments": ["reward_model"]}
+        names = {"default_environment": "math", "environments": ["math", "reward_model"]}
         return load_tasks(sets, **settings, **names)
 
     for read in (rm, sft, grpo):

@@ -410,7 +410,7 @@ def read(reader: str, path: str, config: Mapping[str, str]) -> tuple[list[Conver
         whole, said = [talk.messages], in_words(talk.messages)
     else:
         sets = [TaskSetConfig(data_path=path, env_name="reward_model", **config)]
-        options = {"default_environment": "math", "environments": ["reward_model"]}
+        options = {"default_environment": "math", "environments": ["math", "reward_model"]}
         (task,), report = load_tasks(sets, name="d", **options)
         whole, said = [task.prompt], in_words(task.prompt)
         if answer := task.metadata.get("ground_truth"):

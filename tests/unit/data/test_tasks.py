@@ -406,3 +406,11 @@ def test_the_set_that_deepscaler_is_validated_on():
         own_validation_tasks(TaskSetConfig(dataset_name="DeepScaler", data_path="x.jsonl")) is None
     )
     assert own_validation_tasks(TaskSetConfig(dataset_name="GSM8K")) is None
+
+
+@pytest.mark.parametrize(("default", "own"), [("maths", "math"), ("math", "maths")])
+def test_a_misspelt_environment_is_named_before_a_file_is_read(default, own):
+    """`data.env_name=maths` was taken in silence where each set named an environment."""
+    sets = [TaskSetConfig(data_path="nowhere.jsonl", env_name=own)]
+    with pytest.raises(ConfigError, match=r"=maths: there is no environment .* mean math\?"):
+        load_tasks(sets, name="train", default_environment=default, environments=ENVIRONMENTS)

@@ -196,16 +196,22 @@ def test_in_a_notebook_lines_end_between_words(monkeypatch):
     assert " ".join(lines).split() == words
 
 
-def _on_a_terminal(line):
+def _printed(line):
     make_console().print(line)
 
 
-def _urgent_on_a_terminal(line):
+def _printed_as_urgent(line):
     print_urgent(make_console(), line)
 
 
-@pytest.mark.parametrize("printed", [_on_a_terminal, _urgent_on_a_terminal])
-def test_on_a_terminal_a_line_goes_on_below_its_text_however_it_is_printed(printed, monkeypatch):
+LINES = (
+    "model   Qwen3 from demo/checkpoints/sft/step_250: 0.2M parameters, float32 on cpu, of words",
+    "look: " + "one word after another " * 4 + "to the end",
+)
+
+
+@pytest.mark.parametrize("said", [_printed, _printed_as_urgent])
+def test_on_a_terminal_a_line_goes_on_below_its_text_however_it_is_printed(said, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -213,11 +219,20 @@ def test_on_a_terminal_a_line_goes_on_below_its_text_however_it_is_printed(print
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", Terminal())
-    printed("model   Qwen3 from demo/checkpoints/sft/step_250: 0.2M parameters, float32 on cpu")
-    printed("look: " + "one word after another " * 4)
+    for line in LINES:
+        said(line)
     lines = sys.stdout.getvalue().splitlines()
     assert [len(line) - len(line.lstrip()) for line in lines] == [0, 8, 0, 2]
     assert not [line for line in lines if len(line) > 60]
+
+
+@pytest.mark.parametrize("said", [_printed, _printed_as_urgent])
+def test_in_a_file_a_line_stays_whole_however_it_is_printed(said, capsys, monkeypatch):
+    """Headings of runs had been broken at 80 characters in logs, which are searched."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for line in LINES:
+        said(line)
+    assert tuple(capsys.readouterr().out.splitlines()) == LINES
 
 
 @pytest.mark.parametrize("columns", [None, "60"])

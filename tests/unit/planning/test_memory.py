@@ -480,6 +480,24 @@ def test_a_served_model_takes_its_share_while_it_is_awake():
     assert not of_served(own["training", "policy"])
 
 
+def test_the_share_of_a_served_model_that_fits_is_named():
+    def conflicts(share):
+        server = (
+            f"{{model_name: m, arguments: [--max-model-len=64, --gpu-memory-utilization={share}]}}"
+        )
+        section = f"{{enabled: true, function: {{path: a:b}}, server: {server}}}"
+        config = load_config(GRPORun, None, [f"env.reward_model={section}"]).config
+        return fit(config, Shapes(policy=SMALL, served=SMALL), device_memory=80 * GIB).conflicts
+
+    (conflict,) = conflicts("0.95")
+    key, _, value = conflict.fix.partition("=")
+    assert key == "env.reward_model.server.arguments"
+    kept, share = value.strip("[]").split(",")
+    assert kept == "--max-model-len=64"
+    assert not conflicts(share.partition("=")[2])
+    assert conflicts(f"{float(share.partition('=')[2]) + 0.01:g}")
+
+
 def test_of_a_served_model_of_unknown_size_the_share_counts():
     section = "{enabled: true, function: {path: a:b}, server: {model_name: none/there}}"
     config = load_config(GRPORun, None, [f"env.reward_model={section}"]).config

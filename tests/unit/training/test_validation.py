@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -14,9 +15,10 @@ from laurel.config.reward_model import LossConfig
 from laurel.data.report import DataReport
 from laurel.models.scoring import ScoringContract, ScoringRules, StepRules
 from laurel.training.batches import Batcher
-from laurel.training.epochs import validate
+from laurel.training.epochs import Validation, validate
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
+from laurel.training.sft import SupervisedFineTuning
 from laurel.types import Preference, PreferenceSample, TokenGroup, group_of
 
 
@@ -242,3 +244,15 @@ def test_steps_that_are_not_finite_are_counted_and_never_a_score():
     # The steps that have a value and a label: 3, 2, 2 and 4.
     assert validation.metrics["num_valid_samples"] == 4.0
     assert validation.metrics["step_accuracy"] == 1.0
+
+
+def test_fine_tuning_says_how_much_it_validated_in_whole_numbers():
+    """The line began `num_valid_tokens 298.0000  num_valid_samples 30.0000`."""
+    lines = []
+    progress = SimpleNamespace(message=lambda line, *, is_routine: lines.append(line))
+    figures = {"num_valid_tokens": 12298.0, "num_valid_samples": 30.0, "loss": 0.74681}
+    run = cast(SupervisedFineTuning, SimpleNamespace(services=SimpleNamespace(progress=progress)))
+    SupervisedFineTuning.report(run, "default", [], Validation(metrics=figures), step=3)
+    assert lines == [
+        "step 3  validation-default  loss 0.7468  of 12,298 tokens in 30 conversations"
+    ]

@@ -14,7 +14,7 @@ from laurel import __version__
 from laurel.config.data import TaskSetConfig, flat_set, is_endless
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.data.tasks import TaskData, load_tasks, sets_of_run
+from laurel.data.tasks import TaskData, check_environment, load_tasks, sets_of_run
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.extensions.evaluation.options import EvalPolicyOptions
@@ -146,12 +146,15 @@ def _played(
     if not options.model:  # which is resolved, and its notes are shown
         config = resolve_model(config, console)
     check_grpo_run(config)
+    environment_list = environment_names(config.env)
+    if options.environment:
+        check_environment(options.environment, environment_list, named_by="--environment ")
     planned = plan_allocation(config)
     tasks, report = load_tasks(
         _sets(config, options),
         name="evaluation",
         default_environment=config.default_environment,
-        environments=environment_names(config.env),
+        environments=environment_list,
         needs=needs_of(config.env, config.default_environment),
         on_bad_row=config.data.on_bad_row,
         limit=options.max_samples,

@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from laurel.planning.memory import GIB, MemoryPhase, ModelShape, Shapes, estimate, power_of_two
+from laurel.planning.memory import (
+    GIB,
+    SERVED,
+    MemoryPhase,
+    ModelShape,
+    Shapes,
+    estimate,
+    power_of_two,
+)
 from laurel.planning.plan import Plan, plan_run
 from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
 from laurel.planning.roles import Conflict, RolePlan, divisors
@@ -138,6 +146,7 @@ def _changes(
     request: ClusterRequest, plan: Plan, shapes: Shapes, device_memory: int, phase: MemoryPhase
 ) -> Iterator[_Change]:
     """Yield changes that reduce the memory of a phase, the least costly first."""
+    yield from _served_changes(request, plan, device_memory, phase)
     if phase.name == "training":
         yield from _training_changes(request, plan, shapes)
     elif phase.name == "generation":
@@ -150,6 +159,26 @@ def _changes(
             narrow = replace(request, reward_models=narrower)
             yield _Change(setting="env.reward_model.precision=bfloat16", request=narrow, plan=plan)
         yield from _larger_groups(request, plan, shapes, "reward_model")
+
+
+def _served_changes(
+    request: ClusterRequest, plan: Plan, device_memory: int, phase: MemoryPhase
+) -> Iterator[_Change]:
+    """Yield the share of the memory that servers of a model would have to have."""
+    served, role = request.served, request.role("reward_model")
+    own = sum(phase.parts.get(name, 0) for name in SERVED)
+    if served is None or role is None or not own:
+        return
+    room = int(device_memory * phase.fraction) - (phase.total - own)
+    share, name = int(100 * served.memory_share * room / own) / 100, "--gpu-memory-utilization"
+    if share > 0 and name not in served.arguments:  # there its value would be the next one
+        arguments = [one for one in served.arguments if not one.startswith(name)]
+        arguments.append(f"{name}={share:g}")
+        yield _Change(
+            setting=f"{role.parallel_key}.arguments=[{','.join(arguments)}]",
+            request=replace(request, served=replace(served, memory_share=share)),
+            plan=plan,
+        )
 
 
 def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> Iterator[_Change]:

@@ -15,12 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from laurel.generation.waiting import BackgroundLoop, cancel_others, end_all
+from laurel.rewards.remote.replica import slow_after
 from laurel.workers.rendezvous import LOOPBACK
 
 _MOST_BYTES = 64 << 20
 _END_SECONDS, _PROBE = 5.0, 10.0
 _KEPT = 200
-"""Durations of which `hedge` knows the longest of 95 %."""
+"""Durations of the latest answers by which `hedge` calls one slow."""
 _MOST_LOSSES = 3
 """Servers that a request may be lost with, after which it is the request that is at fault."""
 _DROPPED = frozenset(
@@ -212,8 +213,7 @@ class RequestRouter:
     async def _hedged(self, server: _Server, asked: _Asked) -> Response:
         first = self._begun(server, asked)
         try:
-            if self._hedges and len(self._seconds) >= 20:
-                limit = 2 * sorted(self._seconds)[int(0.95 * len(self._seconds))]
+            if self._hedges and (limit := slow_after(self._seconds)) is not None:
                 await asyncio.wait({first}, timeout=limit)
                 others = [one for one in self._servers.values() if one is not server]
                 if not first.done() and others:

@@ -195,9 +195,9 @@ class ModelServers:
         self.section = section
         self._services = services
         self._closing = threading.Event()
-        self._awake = threading.Event()
-        self._awake.set()
-        self._turn = threading.Lock()  # nobody is started between those that fall asleep
+        # Held while they sleep, and while one starts: asleep they leave no memory for it, and one
+        # that starts has memory that nobody else may take.
+        self._memory = threading.Lock()
         self._router = RequestRouter(patience=section.start_timeout, hedge=section.hedge)
         replicas = [
             Replica[_Server](index, f"server {index} of {section.model_name}")
@@ -210,7 +210,6 @@ class ModelServers:
                 replicas,
                 end=_Server.end,
                 restarts=Restarts(section.max_restarts, services.say),
-                bring_up=self._brought_up,
             )
         except BaseException as error:
             self._router.close()
@@ -250,14 +249,6 @@ class ModelServers:
             raise
         return server
 
-    def _brought_up(self, server: _Server, index: int) -> str:
-        """Put a server to sleep that was being started when the others fell asleep."""
-        with self._turn:
-            if self._awake.is_set() or not server.rests:
-                return ""
-            server.ask("/sleep?level=1")
-            return ", and asleep like the others"
-
     def _watch(self, replica: Replica[_Server]) -> None:
         """Start a server again where it ended or hangs, as long as that is allowed."""
         deaf, asked = 0, time.monotonic()
@@ -271,11 +262,9 @@ class ModelServers:
             if loss is None:
                 continue
             self._router.remove(replica.index)
-            # While they sleep the policy has their memory, without which no server starts.
-            while replica.value.rests and not self._closing.is_set():
-                if self._awake.wait(_LOOK):
-                    break
-            if self._supervisor.restart(replica, EngineError(loss)) is not None:
+            with self._kept_awake(replica.value):
+                lost = self._supervisor.restart(replica, EngineError(loss))
+            if lost is not None:
                 if not self._router.has_any():
                     self._router.fail(f"no server of {self.section.model_name} is left: {loss}")
                 return
@@ -283,6 +272,18 @@ class ModelServers:
             if not self._closing.is_set():
                 replica.last_failure = None
                 self._router.add(replica.index, replica.value.address)
+
+    @contextlib.contextmanager
+    def _kept_awake(self, server: _Server) -> Iterator[None]:
+        """Wait until they are awake, if they ever sleep, and keep them so within the context."""
+        is_kept = False
+        while server.rests and not is_kept and not self._closing.is_set():
+            is_kept = self._memory.acquire(timeout=_LOOK)
+        try:
+            yield
+        finally:
+            if is_kept:
+                self._memory.release()
 
     @property
     def rests(self) -> bool:
@@ -298,22 +299,21 @@ class ModelServers:
         if not self.rests:
             yield
             return
-        try:
-            self._router.pause()
-            self._ask_all("/sleep?level=1", awake=False)
-            yield
-        finally:
-            if not self._closing.is_set():
-                try:
-                    self._ask_all("/wake_up", awake=True)
-                finally:
-                    self._router.resume()
+        with self._memory:
+            try:
+                self._router.pause()
+                self._ask_all("/sleep?level=1")
+                yield
+            finally:
+                if not self._closing.is_set():
+                    try:
+                        self._ask_all("/wake_up")
+                    finally:
+                        self._router.resume()
 
-    def _ask_all(self, path: str, *, awake: bool) -> None:
-        with self._turn:
-            (self._awake.set if awake else self._awake.clear)()
-            values = [one.value for one in self._supervisor.replicas if one.value.rests]
-            in_parallel(lambda one: one.ask(path), values)
+    def _ask_all(self, path: str) -> None:
+        values = [one.value for one in self._supervisor.replicas if one.value.rests]
+        in_parallel(lambda one: one.ask(path), values)
 
     def close(self) -> None:
         """End all servers. Idempotent."""

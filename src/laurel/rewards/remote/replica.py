@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -327,11 +327,21 @@ class ReplicaHealth:
 
 
 def patience(replica_health: Collection[ReplicaHealth]) -> float | None:
-    """Return the seconds after which an answer counts as slow: twice what 95 % of the latest took.
+    """Return the seconds after which another replica is asked besides.
 
     None: there is only one replica, or too few answers are known.
     """
-    known = sorted(seconds for health in replica_health for seconds in health.seconds)
-    if len(replica_health) < 2 or len(known) < _ENOUGH_TO_TELL:
+    if len(replica_health) < 2:
+        return None
+    return slow_after(seconds for health in replica_health for seconds in health.seconds)
+
+
+def slow_after(seconds: Iterable[float]) -> float | None:
+    """Return the seconds after which an answer counts as slow: twice what 95 % of the latest took.
+
+    None: too few answers are known.
+    """
+    known = sorted(seconds)
+    if len(known) < _ENOUGH_TO_TELL:
         return None
     return max(_LEAST_PATIENCE, 2 * known[int(0.95 * (len(known) - 1))])
