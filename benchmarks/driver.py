@@ -294,7 +294,7 @@ def read_options() -> argparse.Namespace:
     add("--completions", type=int, nargs="+", default=list(COMPLETIONS))
     add("--one", type=int, nargs=4, metavar=("N", "DP", "TP", "CP"), help="one row, as JSON")
     add("--write", action="store_true", help="write the file of the completions, too")
-    add("--markdown", action="store_true", help="print the table for docs/parallelism.md")
+    add("--markdown", action="store_true", help="print the table for a page")
     add("--json", type=Path, default=Path("benchmark_results/driver.json"))
     return parser.parse_args()
 

@@ -45,7 +45,7 @@ def main() -> None:
     for shape in options.shapes:
         for way in options.ways:
             rows.append({"shape": shape, "way": way, **measured(shape, way, options)})
-            print(f"  {shape} {way}: {rows[-1]['seconds']}", file=sys.stderr)
+            print(f"  {rows[-1]}", file=sys.stderr)
     header = [
         "prompt x answer x group",
         "way",

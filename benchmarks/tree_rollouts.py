@@ -12,8 +12,8 @@ and each way of drawing in turn, with 1 for the right final answer as the reward
                 advantage is that of Tree-GRPO
     segment     the same, and the advantages of segments from Monte-Carlo values
 
-Those with `tools` run `recipes/tools_cpu.yaml`, where a policy learns to call a calculator, from
-the policy of `recipes/tools_sft_cpu.yaml` after fewer steps:
+Those with `tools` run `recipes/tools_cpu.yaml`, where the policy of `recipes/tools_sft_cpu.yaml`
+learns to call a calculator:
 
     tools-chain 8 conversations of a prompt
     tools-turn  6, and 6 that continue one of them after a call was answered (Tree-GRPO)
@@ -60,8 +60,6 @@ TOOLS_TREE = (
     "grpo.num_generations_per_prompt=12",
     "policy.train_global_batch_size=192",
 )
-TAUGHT_STEPS = 160
-"""Steps of the policy that learns to call; after the recipe's 400 it is better than the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +76,8 @@ class Task:
 
 def teach_calls(work: Path) -> None:
     """Make the policy that calls now and then, unless it is there."""
-    if not (work / f"results/tools_sft/step_{TAUGHT_STEPS}").is_dir():
-        recipe = str(ROOT / "recipes" / "tools_sft_cpu.yaml")
-        call(work, *LAUREL, "sft", "--config", recipe, f"sft.max_num_steps={TAUGHT_STEPS}")
+    if not (work / "results/tools_sft/best").exists():
+        call(work, *LAUREL, "sft", "--config", str(ROOT / "recipes" / "tools_sft_cpu.yaml"))
 
 
 SUMS = Task(
@@ -101,10 +98,7 @@ TOOLS = Task(
     target=0.6,
     num_steps=20,
     prepare=teach_calls,
-    settings=(
-        f"policy.model_name=results/tools_sft/step_{TAUGHT_STEPS}",
-        "grpo.val_period=2",
-    ),
+    settings=("grpo.val_period=2", "grpo.stop_at_validation_metric=val:accuracy"),
 )
 WAYS: dict[str, tuple[Task, tuple[str, ...]]] = {
     "chain": (SUMS, ()),

@@ -33,11 +33,11 @@ from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import nearest
 from laurel.data.conversations import scoring_row, with_steps_joined
 from laurel.errors import ConfigError, ModelError, speaking
+from laurel.evaluation.results import Evaluation
 from laurel.observe.console import make_console, say_on, silent_console
 from laurel.observe.run_record import RunRecord, Series
 from laurel.observe.run_record import read_run_record as _read_run
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.evaluation.results import Evaluation
 from laurel.run.train import trained
 from laurel.types import Score
 

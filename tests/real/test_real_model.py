@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import real_model
 from laurel.cli.main import app
-from laurel.models.checkpoint.export import plain_scores
+from laurel.extensions.export.plain import plain_scores
 from laurel.types import Message
 from policy_runs import CPU, MATCHES, grpo, metrics_of
 from runs import train, write_rows

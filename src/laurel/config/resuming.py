@@ -84,7 +84,9 @@ def with_settings_of_all_models(before: YamlNode) -> YamlNode:
     of_all = ScorerSource.model_fields.keys() - SourceConfig.model_fields.keys()
     section = ("env", "reward_model")
     models = find_node(before, (*section, "models"))
-    for key in of_all if models is not None and isinstance(models.value, list) else ():
+    if models is None or not isinstance(models.value, list):
+        return before
+    for key in of_all if models.value else ():
         found = [find_node(one, (key,)) for one in models.value]
         values = [plain_values(node) for node in found if node is not None]
         if found[0] is not None and values == values[:1] * len(found):

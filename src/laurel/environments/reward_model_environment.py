@@ -249,7 +249,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         infos: list[Any] = list(env_infos or [None] * len(message_logs))
         if len(infos) != len(message_logs):
             raise ValueError(f"{len(message_logs)} conversations came with {len(infos)} metadata")
-        cases = self._judge(message_logs, infos)
+        cases = self._score(message_logs, infos)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": c.observation} for c in cases],
             metadata=infos,
@@ -275,7 +275,7 @@ class RewardModelEnvironment(EnvironmentInterface):
             components=[case.parts for case in cases] if self._names_components else None,
         )
 
-    def _judge(
+    def _score(
         self, message_logs: Sequence[MessageLog], infos: Sequence[Mapping[str, Any] | None]
     ) -> list[Case]:
         cases = [read_case(log) for log in message_logs]

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and primitives to wait for what may pause or die."""
+"""An event loop in a thread of its own, and a gate that lets requests wait while weights change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from laurel.errors import EngineError, LaurelError
+from laurel.errors import EngineError
 
 Result = TypeVar("Result")
 
@@ -208,44 +208,3 @@ class PauseGate:
             self._open.clear()
             await self._idle.wait()
             yield
-
-
-# Waiting for something that may die without a word.
-
-
-class Lifeline:
-    """The record of whether an engine is alive, for the tasks of one event loop.
-
-    When the engine fails, the tasks that wait for it end with its error.
-    """
-
-    def __init__(self) -> None:
-        self.failure: LaurelError | None = None
-        """The first error that made the engine unusable; None while it works."""
-        self._is_cut = asyncio.Event()
-
-    def cut(self, failure: LaurelError) -> None:
-        """Record a failure and wake the waiting tasks with it; later failures are ignored."""
-        self.failure = self.failure or failure
-        self._is_cut.set()
-
-    async def hold(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await a coroutine that uses the engine, unless the engine fails first.
-
-        Returns:
-            The coroutine's result.
-
-        Raises:
-            LaurelError: The engine's failure (`cut`), which came before the result.
-        """
-        doing = asyncio.ensure_future(work)
-        cut = asyncio.ensure_future(self._is_cut.wait())
-        try:
-            await asyncio.wait({doing, cut}, return_when=asyncio.FIRST_COMPLETED)
-            if doing.done():
-                return doing.result()
-            assert self.failure is not None
-            raise self.failure
-        finally:
-            doing.cancel()
-            cut.cancel()

@@ -1,4 +1,4 @@
 """GRPO: sample groups of completions, score them, and train on their advantages.
 
-The algorithm lies in loop, rollouts, judging, source, advantages, metrics, validation and state.
+The algorithm lies in loop, rollouts, grading, source, advantages, metrics, validation and state.
 """

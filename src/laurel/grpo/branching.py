@@ -15,7 +15,7 @@ import numpy as np
 
 from laurel.config.grpo import TreeConfig
 from laurel.errors import DataError
-from laurel.grpo.judging import RolloutInProgress, TokenEnds
+from laurel.grpo.grading import RolloutInProgress, TokenEnds
 from laurel.types import Branch, Rollout
 
 CHOICE = 0xFFFF_FFFF

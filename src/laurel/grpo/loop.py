@@ -36,14 +36,14 @@ from laurel.grpo.advantages import (
     subtract_divergences,
 )
 from laurel.grpo.branching import tree_segments
-from laurel.grpo.judging import alone
+from laurel.grpo.grading import alone
 from laurel.grpo.metrics import (
     HealthWatch,
     control_token_metrics,
     end_batch,
     environment_metrics,
     failures_with,
-    judging_metrics,
+    grading_metrics,
     reuse_metrics,
     rollout_metrics,
     unended_metrics,
@@ -149,10 +149,10 @@ class GRPO(TrainingLoop):
                 with time("policy_and_reference_logprobs"):
                     old, reference, teacher = self._logprobs(batch.groups)
                 with time("reward_calculation"):
-                    labels, advantages, figures = self._judge(batch, old, reference, teacher)
+                    labels, advantages, figures = self._label(batch, old, reference, teacher)
                 with (
                     time("policy_training"),
-                    self.parts.judges_at_rest(),
+                    self.parts.scorers_at_rest(),
                     self.services.progress.phase("updating", timed=True),
                 ):
                     updates = self._learn(batch.groups, labels)
@@ -174,7 +174,7 @@ class GRPO(TrainingLoop):
         phase.advance(num_groups - phase.done)
         self.check_stop()
 
-    def _judge(
+    def _label(
         self,
         batch: Batch,
         old: list[list[LogProbs]] | None,
@@ -384,7 +384,7 @@ class GRPO(TrainingLoop):
         logged |= {f"timing/train/{name}": value for name, value in timing.items()}
         logged |= {
             "timing/train/rollout/generation": batch.stats.generation,
-            **judging_metrics(batch.stats),
+            **grading_metrics(batch.stats),
             **reuse_metrics(batch.stats),
             "performance/tokens_per_second": num_tokens / timing["total_step_time"],
             "performance/generated_tokens_per_second": batch.stats.num_tokens
@@ -465,7 +465,7 @@ class PolicyParts:
     """Whether the generator releases device memory while the learner works on the same device."""
     learner_rests: bool = False
     """Whether the learner releases device memory while the generator samples."""
-    judges_rest: bool = False
+    scorers_rest: bool = False
     """Whether reward models release device memory during optimizer steps."""
     devices: SharedDevices | None = None
     """The devices that the generator shares with models which sleep whenever they do not score;
@@ -518,10 +518,10 @@ class PolicyParts:
                 self.source.wait_for(self.devices.sleep())
 
     @contextmanager
-    def judges_at_rest(self) -> Iterator[None]:
-        """Free reward models' device memory while the context is open, if `judges_rest`."""
+    def scorers_at_rest(self) -> Iterator[None]:
+        """Free reward models' device memory while the context is open, if `scorers_rest`."""
         with ExitStack() as stack:
-            for environment in alone(self.environments.values()) if self.judges_rest else ():
+            for environment in alone(self.environments.values()) if self.scorers_rest else ():
                 stack.enter_context(environment.resting())
             yield
 

@@ -21,7 +21,7 @@ from laurel.config.environments import EnvironmentsConfig
 from laurel.environments.interface import invalid_return, value_kind
 from laurel.errors import EnvironmentFailedError
 from laurel.grpo.branching import num_sampled, num_sampled_turns
-from laurel.grpo.judging import RolloutStats, described
+from laurel.grpo.grading import RolloutStats, described
 from laurel.models.plain_contents import FOREIGN_MARK
 from laurel.observe.console import completion_text, shorten_middle
 from laurel.observe.files import replace_file
@@ -121,7 +121,7 @@ def control_token_metrics(groups: Sequence[RolloutGroup], chat: Chat) -> dict[st
 
     Control tokens are those of the policy, and the marks of common chat templates, which a judge or
     a reward model may have. The contents of messages are plain text, so nothing is gained by them;
-    a share that rises shows that a policy tries to end its turn before its judge.
+    a share that rises shows that a policy tries to end its turn before the model that scores it.
     """
     said = [_said(rollout) for group in groups for rollout in group.rollouts_G]
     if not said:
@@ -134,7 +134,7 @@ def _said(rollout: Rollout) -> str:
     return "\n".join(m.content for m in rollout.messages if m.role == "assistant")
 
 
-def judging_metrics(stats: RolloutStats) -> dict[str, float]:
+def grading_metrics(stats: RolloutStats) -> dict[str, float]:
     """Return the seconds spent in environments, and the share that overlapped with generation.
 
     The share is omitted if no environment was called.
@@ -393,7 +393,7 @@ class HealthWatch:
         if not self._is_enabled:
             return {}
         measured = completion_metrics(groups, figures)
-        self._judge(step, groups, {**figures, **measured})
+        self._update_alarms(step, groups, {**figures, **measured})
         raised = self._alarms.raised
         return measured | {f"health/{n}": float(n in raised) for n in self._alarms.known}
 
@@ -408,9 +408,9 @@ class HealthWatch:
             figures: The metrics of the validation, by their full names.
         """
         if self._is_enabled:
-            self._judge(step, groups, figures)
+            self._update_alarms(step, groups, figures)
 
-    def _judge(
+    def _update_alarms(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> None:
         self._look_for_named(figures)

@@ -23,18 +23,18 @@ from laurel.config.grpo import TreeConfig
 from laurel.errors import ConfigError, DataError, EngineError, EnvironmentFailedError
 from laurel.generation.waiting import end_all
 from laurel.grpo.branching import CHOICE, branch_off
-from laurel.grpo.judging import (
+from laurel.grpo.grading import (
     BatchBarrier,
     Calls,
-    Judges,
-    PendingJudgement,
+    Graders,
+    PendingGrade,
     RolloutInProgress,
     RolloutStats,
     copy_reward_to_duplicates,
     described,
     keeps_conversations,
     level_rounding,
-    parts_to_judge,
+    parts_to_grade,
     together,
     worth_separate_call,
 )
@@ -233,7 +233,7 @@ class Rollouts:
         self._seed_words = [
             seed >> bit & 0xFFFF_FFFF for bit in range(0, max(1, seed.bit_length()), 32)
         ]
-        self._judges = Judges(
+        self._graders = Graders(
             timeout=limits.environment_timeout,
             num_threads=limits.num_threads,
             ends_of=chat.token_ends if per_step else None,
@@ -241,7 +241,7 @@ class Rollouts:
 
     def close(self) -> None:
         """Stop the threads; the caller closes the generator and the environments."""
-        self._judges.close()
+        self._graders.close()
 
     async def play(
         self,
@@ -283,7 +283,7 @@ class Rollouts:
             num_generations=num_generations + with_greedy,
             with_greedy=with_greedy,
             sampling=sampling,
-            calls=self._judges.begin(stats),
+            calls=self._graders.begin(stats),
             tree=tree,
             rounds=[BatchBarrier(len(tasks)) for _ in range(num_rounds)],
             barriers={
@@ -354,13 +354,13 @@ class Rollouts:
             if (barrier := batch.barriers.get(task.environment)) is not None:
                 if not by_segments:
                     await self._sample_all(context, rollouts)
-                await barrier.wait(_pending(context, rollouts), partial(self._judge, context))
+                await barrier.wait(_pending(context, rollouts), partial(self._grade, context))
                 await self._run_further_turns(context, rollouts)
             elif by_segments:
-                parts = parts_to_judge(environment, rollouts)
+                parts = parts_to_grade(environment, rollouts)
                 await together(self._finish_part(context, part) for part in parts)
             else:
-                await self._judge_in_parts(context, parts_to_judge(environment, rollouts))
+                await self._grade_in_parts(context, parts_to_grade(environment, rollouts))
             if batch.tree is not None and not by_segments:
                 await self._branch(context, rollouts)
         finally:
@@ -402,7 +402,7 @@ class Rollouts:
                 await context.batch.rounds[number].wait((), _nothing)
                 await together(self._sample_all(context, [rollout]) for rollout in begun)
 
-    async def _judge_in_parts(
+    async def _grade_in_parts(
         self, context: _RolloutContext, parts: Sequence[list[RolloutInProgress]]
     ) -> None:
         # Each part continues as soon as all of it has ended. Parts too short to repay computing the
@@ -434,7 +434,7 @@ class Rollouts:
     async def _finish_part(
         self, context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
     ) -> None:
-        await self._judge(context, _pending(context, rollouts))
+        await self._grade(context, _pending(context, rollouts))
         await self._run_further_turns(context, rollouts)
 
     async def _run_further_turns(
@@ -449,7 +449,7 @@ class Rollouts:
     async def _take_turns(self, context: _RolloutContext, rollout: RolloutInProgress) -> None:
         while not rollout.is_over:
             await self._sample_all(context, [rollout])
-            await self._judge(context, _pending(context, [rollout]))
+            await self._grade(context, _pending(context, [rollout]))
             self._continue(context, rollout)
         self._leave(context, [rollout])
 
@@ -479,7 +479,7 @@ class Rollouts:
             calls, closing = context.batch.calls, context.batch.closing
             closing.add(
                 asyncio.ensure_future(
-                    self._judges.close_conversations(context.environment, metadata, calls)
+                    self._graders.close_conversations(context.environment, metadata, calls)
                 )
             )
 
@@ -628,11 +628,11 @@ class Rollouts:
             except Exception as error:  # metadata may hold anything
                 rollout.fail(f"grpo.tree.at=turn copies metadata of turns: {described(error)}")
 
-    async def _judge(self, context: _RolloutContext, pending: Sequence[PendingJudgement]) -> None:
+    async def _grade(self, context: _RolloutContext, pending: Sequence[PendingGrade]) -> None:
         # The conversations may be of several tasks.
         num_groups = -(-len(pending) // context.batch.num_generations)
         async with self._taken_for("scoring") if context.environment.spec.rests else nullcontext():
-            await self._judges.judge(
+            await self._graders.grade(
                 context.environment, pending, context.batch.calls, num_groups=num_groups
             )
 
@@ -657,7 +657,7 @@ class Rollouts:
                 )
 
 
-async def _nothing(pending: Sequence[PendingJudgement]) -> None:
+async def _nothing(pending: Sequence[PendingGrade]) -> None:
     pass
 
 
@@ -681,7 +681,5 @@ def _check_branches(name: str, environment: Environment, tree: TreeConfig) -> No
         )
 
 
-def _pending(
-    context: _RolloutContext, rollouts: Sequence[RolloutInProgress]
-) -> list[PendingJudgement]:
+def _pending(context: _RolloutContext, rollouts: Sequence[RolloutInProgress]) -> list[PendingGrade]:
     return [(context.task.prompt, rollout) for rollout in rollouts]

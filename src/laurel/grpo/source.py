@@ -36,7 +36,7 @@ from laurel.grpo.advantages import (
     slope,
 )
 from laurel.grpo.branching import tree_segments
-from laurel.grpo.judging import RolloutStats
+from laurel.grpo.grading import RolloutStats
 from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Chat, Rollouts
 from laurel.training.batches import Stream

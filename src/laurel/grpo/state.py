@@ -13,7 +13,7 @@ import torch
 
 from laurel.config.grpo import HealthConfig
 from laurel.data.tasks import EndlessTasks
-from laurel.grpo.judging import RolloutStats
+from laurel.grpo.grading import RolloutStats
 from laurel.grpo.source import Batch, RolloutSource
 from laurel.observe.health import Alarms
 from laurel.protocols import Environment

@@ -195,7 +195,7 @@ def wrapped(text: str, width: int, *, indent: str | None = None, end: str = "") 
 def _broken(line: str, width: int, indent: str | None, end: str) -> str:
     if indent is None:
         columns = re.match(r" {3,}|(?:\S+ )?\S+ {2,}", line)
-        indent = " " * (columns.end() if columns and columns.end() <= min(12, width // 4) else 2)
+        indent = " " * (columns.end() if columns and columns.end() <= min(14, width // 4) else 2)
     lines = [""]
 
     def fits(text: str, after: str | None = None) -> bool:

@@ -502,7 +502,7 @@ def _parts(
         generator_rests=take_turns or devices is not None,
         learner_rests=take_turns,
         # Servers that the run starts know themselves whether they are on a GPU of the policy's.
-        judges_rest=(allocation.take_turns("reward_model") or model_server(config) is not None)
+        scorers_rest=(allocation.take_turns("reward_model") or model_server(config) is not None)
         and grpo.max_staleness == 0
         and devices is None,
         devices=devices,
@@ -517,7 +517,7 @@ def _shared_devices(
     They are those of models that the run serves, and only where the generator frees its memory for
     others, too: with slots of its own it does not, and with `max_staleness` it is never idle.
     """
-    from laurel.grpo.judging import alone
+    from laurel.grpo.grading import alone
     from laurel.grpo.shared_devices import SharedDevices
 
     allocation = context.allocation

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from pydantic import ValidationError
 
 from laurel import plugins
 from laurel.config.load import load_config
@@ -171,7 +168,6 @@ OPTIONS = {
 }
 """Words errors about a model in terms of command-line options, for commands without a file."""
 _WITH_SETTINGS = OPTIONS | {"policy": "--set "}
-KEY_VARIABLE = "LAUREL_API_KEY"
 # Keys of the policy section that have an option of their own.
 _HAS_OPTION = {"model_name": "--model", "precision": "--precision"}
 # Keys without effect on a model that has its scoring contract.
@@ -287,36 +283,6 @@ def open_asked_judge(
         scorer = open_scorer(spec, say=say_on(console))
     with scorer:
         yield scorer
-
-
-def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
-    """Return the scorer spec for a server whose address is the value of `--model`.
-
-    Args:
-        url: The address.
-        api_key_env: The value of `--api-key-env`; None is `KEY_VARIABLE`, if it is set.
-
-    Raises:
-        ConfigError: The address or the variable's name is invalid.
-    """
-    from laurel.config.environments import ScorerSource
-    from laurel.rewards.spec import ScorerSpec
-
-    section = "env.reward_model"
-    names = {
-        section: "--model",
-        f"{section}.api_key_env": "--api-key-env",
-        "urls": "--model",
-        "api_key_env": f"--api-key-env (default {KEY_VARIABLE})",
-    }
-    variable = api_key_env or (KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else None)
-    try:
-        with speaking(names):
-            servers = ScorerSource(urls=[url], api_key_env=variable, connect_patience=0.0)
-    except ValidationError as error:
-        said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise ConfigError(said) from error
-    return ScorerSpec(servers=servers, names=(names,))
 
 
 def policy_of_settings(

@@ -11,6 +11,5 @@
     detection    tries which tier this machine supports
     pool         runs many jobs concurrently
     grading      grades a program by how its processes ended; expected values never leave this side
-    shell        runs a shell script, to see which programs it would start
     comparison   decides whether two values are equal
 """

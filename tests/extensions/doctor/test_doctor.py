@@ -86,6 +86,8 @@ def test_what_is_absent_comes_with_the_command_that_brings_it():
         absent = [name for name, version in facts["packages"].items() if version is None]
         assert facts["install"] == (install_command(extra) if absent else None)
         assert not absent or any(facts["install"] in line for line in finding.lines)
+    column = 1 + max(map(len, finding.facts))  # where what is said of an extra begins
+    assert {line[: column - 1].strip() for line in finding.lines} == set(finding.facts)
 
 
 def test_the_speed_of_products_by_a_clock_of_our_own():

@@ -13,12 +13,14 @@ from laurel.evaluation.statistics import (
     BagOfWords,
     ScoredPair,
     accuracy,
+    interval_of_share,
+    longer_wins,
+)
+from laurel.extensions.evaluation.comparisons import (
     accuracy_by_name,
     accuracy_by_value,
     bins_of,
     failure_reasons,
-    interval_of_share,
-    longer_wins,
 )
 from laurel.extensions.evaluation.diagnostics import (
     agreements,

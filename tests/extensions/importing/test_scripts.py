@@ -14,9 +14,8 @@ import pytest
 
 from imported_sources import imported
 from laurel.errors import ConfigError
-from laurel.extensions.importing import scripts
+from laurel.extensions.importing import scripts, shell
 from laurel.extensions.importing.rules import Imported
-from laurel.sandbox import shell
 from laurel.sandbox.zygote_process import SandboxStartError
 from reward_servers import wait_until
 
@@ -245,7 +244,7 @@ def test_a_script_has_a_limit_of_memory() -> None:
 def test_a_script_ends_with_the_process_that_ran_it() -> None:
     name = f"ends-{os.getpid()}"
     text = (
-        "import sys\nfrom laurel.sandbox.shell import run_script\n"
+        "import sys\nfrom laurel.extensions.importing.shell import run_script\n"
         "run_script('coproc cat; read <&${COPROC[0]}', sys.stdin.read().split(), environment={})"
     )
     with subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, text=True) as run:

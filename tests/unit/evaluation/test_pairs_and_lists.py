@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from laurel.evaluation import benchmarks
 from laurel.evaluation import other_benchmarks as best_of_n
 from laurel.evaluation import other_benchmarks as judge_bench
-from laurel.evaluation.statistics import ScoredList, paired_test, sign_test
+from laurel.evaluation.statistics import ScoredList
+from laurel.extensions.evaluation.comparisons import paired_test, sign_test
 
 
 def test_judge_bench_by_category_and_over_all_pairs(pairs):

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from laurel.grpo.judging import PatientThreads
+from laurel.grpo.grading import PatientThreads
 
 NAME = "patient-test"
 

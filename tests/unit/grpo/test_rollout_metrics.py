@@ -13,14 +13,14 @@ import torch
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import EnvironmentFailedError
-from laurel.grpo.judging import RolloutStats
+from laurel.grpo.grading import RolloutStats
 from laurel.grpo.metrics import (
     control_token_metrics,
     end_batch,
     environment_batch,
     environment_metrics,
     failures_with,
-    judging_metrics,
+    grading_metrics,
     rollout_metrics,
     unended_metrics,
     unended_note,
@@ -110,13 +110,13 @@ def test_failures_are_counted_by_the_word_for_why() -> None:
 
 def test_the_time_of_judging_and_how_much_of_it_was_hidden() -> None:
     stats = RolloutStats(environment=6.0, judging=4.0, exposed=1.0)
-    assert judging_metrics(stats) == {
+    assert grading_metrics(stats) == {
         "timing/train/rollout/environment": 6.0,
         "timing/train/rollout/environment_busy": 4.0,
         "timing/train/rollout/environment_exposed": 1.0,
         "performance/reward_hidden_share": 0.75,
     }
-    assert "performance/reward_hidden_share" not in judging_metrics(RolloutStats())
+    assert "performance/reward_hidden_share" not in grading_metrics(RolloutStats())
     assert RolloutStats(judging=4.0, exposed=4.5).hidden_share == 0.0
 
 

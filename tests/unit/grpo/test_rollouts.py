@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from laurel.environments.interface import EnvironmentInterface
 from laurel.errors import DataError, EngineError, EnvironmentFailedError, WorkerError
-from laurel.grpo.judging import RolloutStats
+from laurel.grpo.grading import RolloutStats
 from laurel.grpo.rollouts import Rollouts
 from laurel.types import (
     EnvironmentReturn,
@@ -919,7 +919,7 @@ def test_only_an_environment_that_keeps_something_is_told(monkeypatch: Any, keep
         close_conversations = EnvironmentInterface.close_conversations
 
     told = list[Any]()
-    monkeypatch.setattr("laurel.grpo.judging.close_quietly", lambda *given: told.append(given))
+    monkeypatch.setattr("laurel.grpo.grading.close_quietly", lambda *given: told.append(given))
     judge = (Judge if keeps else Forgets)(lambda text, m: {"over": False})
     (group,) = play(rollouts_of(ScriptedGenerator(saying("a")), judge=judge), [task()])
     assert [r.reward for r in group.rollouts_G] == [1.0, 1.0]

@@ -14,7 +14,7 @@ from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface
 from laurel.errors import ConfigError
 from laurel.grpo.branching import branch_off, tree_segments
-from laurel.grpo.judging import RolloutInProgress
+from laurel.grpo.grading import RolloutInProgress
 from laurel.grpo.metrics import rollout_metrics
 from laurel.grpo.rollouts import Rollouts
 from laurel.types import Branch, Generated, GenerationRequest, RolloutGroup

@@ -19,7 +19,7 @@ from laurel.config.grpo import GRPOConfig, TreeConfig
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface
 from laurel.errors import EngineError
-from laurel.grpo.judging import alone
+from laurel.grpo.grading import alone
 from laurel.grpo.rollouts import VALIDATION
 from laurel.grpo.shared_devices import SharedDevices
 from laurel.grpo.source import RolloutSource

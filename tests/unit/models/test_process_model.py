@@ -15,8 +15,9 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from laurel.data.forest import to_forest, to_padded
 from laurel.errors import DataError, ModelError, ScoringContractError
+from laurel.extensions.export.plain import plain_scores
 from laurel.models.checkpoint.card import CardFacts, reward_model_card
-from laurel.models.checkpoint.export import plain_scores, save_reward_model
+from laurel.models.checkpoint.export import save_reward_model
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.scoring import (
     ScoringContract,

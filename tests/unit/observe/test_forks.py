@@ -11,7 +11,7 @@ from forking_code import ANSWERS, expected
 from laurel.config.environments import FunctionConfig
 from laurel.environments.composite import PartCalls
 from laurel.extensions.function_tools.environment import ToolEnvironment
-from laurel.grpo.judging import PatientThreads
+from laurel.grpo.grading import PatientThreads
 from laurel.rewards.function import FunctionScorer
 from laurel.types import Completion, Group, Message
 from laurel.workers.calls import WorkerCall, attempt

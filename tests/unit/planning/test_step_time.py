@@ -10,6 +10,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
+from laurel.extensions.plan.plan import workload_of
 from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.plan import plan_run
 from laurel.planning.request import AdapterRequest, TrainingRequest, Workload
@@ -26,7 +27,7 @@ from laurel.planning.step_time import (
     step_time,
     training_operations,
 )
-from laurel.run.request import request_of, workload_of
+from laurel.run.request import request_of
 
 # A layer has 16 + 8 + 8 + 16 weights of attention and 3 x 32 of the feed-forward: 144.
 SIZES = {

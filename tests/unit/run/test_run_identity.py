@@ -112,7 +112,7 @@ def test_what_decides_rewards_and_metrics_is_fixed(kind, key, value):
         (GRPO, f"{ENV}.urls"),
         (GRPO, f"{ENV}.models[0].urls"),
         (GRPO, f"{ENV}.judge.urls"),
-        (GRPO, f"{ENV}.models[0].compile"),
+        (GRPO, f"{ENV}.models[0].judge.compile"),
         (GRPO, f"{ENV}.judge.vllm_cfg.tensor_parallel_size"),
         (GRPO, f"{ENV}.function.router"),
         (GRPO, f"{ENV}.num_workers"),

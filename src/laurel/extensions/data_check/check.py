@@ -37,6 +37,7 @@ from laurel.extensions.data_check.formats import (
     recognise,
     suggestions,
 )
+from laurel.extensions.data_check.references import References, check_tests, run_references
 from laurel.observe.console import (
     UNBROKEN,
     is_unbroken,
@@ -52,7 +53,7 @@ from laurel.observe.json_output import write_json
 from laurel.rewards.spec import find_model
 from laurel.run.reward_model import load_data, tokenise
 from laurel.run.specs import OPTIONS, model_spec
-from laurel.run.tasks import References, check_tests, fit_prompts, needs_of, run_references
+from laurel.run.tasks import fit_prompts, needs_of
 from laurel.types import Conversation, Preference, Task
 
 if TYPE_CHECKING:

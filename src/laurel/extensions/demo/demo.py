@@ -26,7 +26,8 @@ from laurel.demo.data import (
     prompts,
 )
 from laurel.errors import CheckpointError, TrainingError
-from laurel.observe.comparisons import Comparison, ScoredAnswer, print_comparisons
+from laurel.extensions.demo.comparisons import print_comparisons
+from laurel.observe.comparisons import Comparison, ScoredAnswer
 from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
 from laurel.observe.report.findings import accuracy_words, first_findings

@@ -83,14 +83,15 @@ def extras() -> ProbeFinding:
             packages.setdefault(extra, {})[requirement.name] = _installed(requirement.name)
     facts: dict[str, Any] = {}
     lines: list[str] = []
+    width = max(map(len, packages), default=0)
     for extra, found in packages.items():
         absent = [name for name, version in found.items() if version is None]
         command = install_command(extra) if absent else None
         facts[extra] = {"packages": found, "install": command}
         if command is None:
-            lines.append(f"{extra:8} {', '.join(f'{n} {v}' for n, v in found.items())}")
+            lines.append(f"{extra:{width}} {', '.join(f'{n} {v}' for n, v in found.items())}")
         else:
-            lines.append(f"{extra:8} without {', '.join(absent)}: {command}")
+            lines.append(f"{extra:{width}} without {', '.join(absent)}: {command}")
     return ProbeFinding(facts=facts, lines=tuple(lines))
 
 

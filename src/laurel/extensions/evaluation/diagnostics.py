@@ -26,15 +26,17 @@ from laurel.evaluation.statistics import (
     Credits,
     ScoredPair,
     accuracy,
-    accuracy_by_name,
-    accuracy_by_value,
     difference,
-    failure_reasons,
-    length_difference,
     longer_wins,
     percentile_interval,
     resample_shares,
     scored,
+)
+from laurel.extensions.evaluation.comparisons import (
+    accuracy_by_name,
+    accuracy_by_value,
+    failure_reasons,
+    length_difference,
 )
 from laurel.observe.metrics import ReliabilityRow, calibration_error, reliability, spearman
 from laurel.types import Conversation, Group, Score, group_of

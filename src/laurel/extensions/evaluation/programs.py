@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laurel.errors import ConfigError
+from laurel.evaluation.results import Evaluation
 from laurel.extensions.evaluation.run import (
     EvalScorer,
     EvaluationRequest,
@@ -16,7 +17,6 @@ from laurel.extensions.evaluation.run import (
 )
 from laurel.observe.console import say_on
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.evaluation.results import Evaluation
 from laurel.run.specs import read_judge
 
 if TYPE_CHECKING:

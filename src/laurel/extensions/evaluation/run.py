@@ -24,8 +24,11 @@ from laurel.evaluation.benchmarks import (
     reduce_scores,
     training_pairs,
 )
+from laurel.evaluation.results import Evaluation
 from laurel.evaluation.statistics import Measured
 from laurel.extensions.evaluation.diagnostics import diagnostics_report
+from laurel.extensions.evaluation.results import check_output_directory, write_results
+from laurel.extensions.evaluation.served import asked_server
 from laurel.extensions.evaluation.tables import (
     print_compatibility,
     print_diagnostics,
@@ -46,10 +49,8 @@ from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.evaluation.results import Evaluation, check_output_directory, write_results
 from laurel.run.specs import (
     asked_scorer,
-    asked_server,
     check_judge,
     model_spec,
     open_asked,

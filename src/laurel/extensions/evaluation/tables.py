@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel.errors import ConfigError, counted, counted_that
-from laurel.evaluation.statistics import paired_test
+from laurel.extensions.evaluation.comparisons import paired_test
+from laurel.extensions.evaluation.results import StoredResult, read_result
 from laurel.observe.console import (
     make_console,
     new_table,
@@ -20,13 +21,12 @@ from laurel.observe.console import (
 )
 from laurel.observe.json_output import write_json
 from laurel.observe.report.evaluations import diagnostic_tables
-from laurel.run.evaluation.results import StoredResult, read_result
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.evaluation.results import Evaluation
     from laurel.evaluation.statistics import Figure
-    from laurel.run.evaluation.results import Evaluation
 
 
 _LONGEST_NAME = 40

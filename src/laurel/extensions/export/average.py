@@ -122,7 +122,7 @@ def average_weights(networks: Iterable[nn.Module]) -> dict[str, Tensor]:
     return {k: one / number if one.is_floating_point() else one for k, one in sums.items()}
 
 
-def fill(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def fill_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Give a network these weights, each rounded once to the network's data type."""
     with torch.no_grad():
         for name, target in network.state_dict().items():

@@ -170,7 +170,7 @@ def _tables(
     """Read the evaluations for the card, and warn where one is of another model."""
     if not options.evaluations:
         return ()
-    from laurel.run.cards import read_evaluations
+    from laurel.extensions.export.evaluations import read_evaluations
 
     tables, models = read_evaluations(options.evaluations)
     known = {options.model, os.path.realpath(options.output.expanduser())}

@@ -17,16 +17,11 @@ from laurel.extensions.export.average import (
     average_reward_models,
     average_weights,
     facts_of_average,
-    fill,
+    fill_weights,
 )
+from laurel.extensions.export.plain import largest_difference, plain_logprobs, plain_scores
 from laurel.models.checkpoint.card import HERE, CardFacts, policy_card, reward_model_card
-from laurel.models.checkpoint.export import (
-    largest_difference,
-    plain_logprobs,
-    plain_scores,
-    save_policy,
-    save_reward_model,
-)
+from laurel.models.checkpoint.export import save_policy, save_reward_model
 from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy, make_probe
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.scoring import FORMAT, ScoringContract
@@ -86,7 +81,7 @@ def write_policy(
     model, name = loaded.model, places[0].source
     facts = facts_beside(places[0].name)
     if weights is not None:
-        fill(model.network, weights)
+        fill_weights(model.network, weights)
         del weights
         facts = facts_of_average([facts_beside(place.name) for place in places], places)
         name = f"the mean of {len(places)} models"
@@ -166,7 +161,7 @@ def write_reward_model(
         )
     scorer = load_scorer(places[0], spec, say=say)
     if weights is not None:
-        fill(scorer.model.network, weights)
+        fill_weights(scorer.model.network, weights)
         del weights
         # The reference rows are not here; their scores would be those of the first member.
         scorer.contract = scorer.contract.with_rules(mean=None, std=None, num_reference=0)

@@ -19,7 +19,7 @@ from laurel.extensions.importing.commands import (
     program_at,
     readable,
 )
-from laurel.sandbox.shell import run_script
+from laurel.extensions.importing.shell import run_script
 from laurel.sandbox.zygote_process import SandboxStartError
 
 _TRAINERS = {"RewardTrainer": "reward", "GRPOTrainer": "grpo", "SFTTrainer": "sft"}

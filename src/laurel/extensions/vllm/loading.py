@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from laurel.errors import ConfigError, EngineError, LaurelError, setting_of
-from laurel.generation.weights.buckets import Shape, require_tensors, written
+from laurel.extensions.vllm.weight_files import Shape, require_tensors, written
 from laurel.generation.weights.handles import SharedMemory, visible_gpus
 from laurel.generation.weights.held import HeldDtype, as_held
 from laurel.types import Weights

@@ -14,10 +14,10 @@ import itertools
 import multiprocessing
 import os
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from laurel import plugins
 from laurel.errors import EngineError, LaurelError
@@ -26,13 +26,52 @@ from laurel.extensions.vllm.settings import (
     cpu_environment,
     environment,
 )
-from laurel.generation.waiting import BackgroundLoop, Lifeline
+from laurel.generation.waiting import BackgroundLoop
 
+Result = TypeVar("Result")
 WATCH_SECONDS = 0.2
 """Seconds between two checks of whether vLLM is alive."""
 SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
 """Path prefixes of vLLM's shared-memory files: of its queues, and of its all-reduce on a CPU."""
 DIED = "vLLM died; what it wrote is above. Without a word: most likely out of memory (see dmesg)"
+
+
+class Lifeline:
+    """The record of whether an engine is alive, for the tasks of one event loop.
+
+    When the engine fails, the tasks that wait for it end with its error.
+    """
+
+    def __init__(self) -> None:
+        self.failure: LaurelError | None = None
+        """The first error that made the engine unusable; None while it works."""
+        self._is_cut = asyncio.Event()
+
+    def cut(self, failure: LaurelError) -> None:
+        """Record a failure and wake the waiting tasks with it; later failures are ignored."""
+        self.failure = self.failure or failure
+        self._is_cut.set()
+
+    async def hold(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Await a coroutine that uses the engine, unless the engine fails first.
+
+        Returns:
+            The coroutine's result.
+
+        Raises:
+            LaurelError: The engine's failure (`cut`), which came before the result.
+        """
+        doing = asyncio.ensure_future(work)
+        cut = asyncio.ensure_future(self._is_cut.wait())
+        try:
+            await asyncio.wait({doing, cut}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                return doing.result()
+            assert self.failure is not None
+            raise self.failure
+        finally:
+            doing.cancel()
+            cut.cancel()
 
 
 class VllmProcesses:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from laurel.errors import EngineError
+from laurel.extensions.vllm import weight_files
 from laurel.extensions.vllm.worker import repack, report_untruncated
-from laurel.generation.weights import buckets
 from laurel.generation.weights.held import HeldDtype, held_dtype
 from laurel.generation.weights.probe import ProbeAnswer, default_tolerance
 from laurel.types import Weights
@@ -33,7 +33,7 @@ def test_every_tensor_arrives_and_nothing_stays(tmp_path):
         "half": torch.randn(3).bfloat16(),
         "trained": torch.nn.Parameter(torch.randn(2, 2)),
     }
-    with buckets.written(weights(**sent), memory=tmp_path) as paths:
+    with weight_files.written(weights(**sent), memory=tmp_path) as paths:
         assert all(path.parent.parent == tmp_path for path in paths)
         assert stat.S_IMODE(os.stat(paths[0].parent).st_mode) == 0o700
         found = {name: tensor for path in paths for name, tensor in load_file(path).items()}
@@ -53,7 +53,7 @@ def test_files_hold_what_the_engine_computes_with(tmp_path):
         "ids": torch.arange(3),
     }
     held = held_dtype("bfloat16", ["language_model.layers.0.mlp.gate.correction_bias"], sent)
-    with buckets.written(weights(**sent), held=held, memory=tmp_path) as paths:
+    with weight_files.written(weights(**sent), held=held, memory=tmp_path) as paths:
         found = load_file(paths[0])
         size = paths[0].stat().st_size
     up, bias, norm, ids = (found[name] for name in sent)
@@ -82,7 +82,7 @@ def test_who_has_all_gets_what_changes(tmp_path):
         (both, True, "a"),
         (Weights(version=3, tensors=sent.items), True, "ab"),
     ]:
-        with buckets.written(weights, has_all=has_all, **options) as paths:
+        with weight_files.written(weights, has_all=has_all, **options) as paths:
             found = {name for path in paths for name in load_file(path)}
         assert found == set(names)
     changing["a"] = torch.ones(3)
@@ -93,7 +93,7 @@ def test_who_has_all_gets_what_changes(tmp_path):
     ):
         with (
             pytest.raises(EngineError, match=said),
-            buckets.written(both, has_all=has_all, **options),
+            weight_files.written(both, has_all=has_all, **options),
         ):
             pass
     assert list(tmp_path.iterdir()) == []
@@ -101,13 +101,13 @@ def test_who_has_all_gets_what_changes(tmp_path):
 
 def test_large_weights_come_in_several_files(tmp_path):
     sent = {f"t{i}": torch.full((10,), float(i)) for i in range(7)}  # 40 bytes each
-    with buckets.written(weights(**sent), max_file_bytes=80, memory=tmp_path) as paths:
+    with weight_files.written(weights(**sent), max_file_bytes=80, memory=tmp_path) as paths:
         assert [len(load_file(path)) for path in paths] == [2, 2, 2, 1]
 
 
 def test_files_go_to_disk_where_memory_is_too_small(tmp_path):
     size = 1 << 60
-    with buckets.written(weights(a=torch.ones(1)), expected_bytes=size, memory=tmp_path) as p:
+    with weight_files.written(weights(a=torch.ones(1)), expected_bytes=size, memory=tmp_path) as p:
         assert tmp_path not in p[0].parents
     assert not p[0].exists()
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import WorkerError
-from laurel.grpo.judging import (
+from laurel.grpo.grading import (
     MAX_PARTS,
     Calls,
     RolloutInProgress,
     RolloutStats,
     copy_reward_to_duplicates,
-    parts_to_judge,
+    parts_to_grade,
 )
 from laurel.types import JudgingUnit, Message, RolloutGroup, StepReward, Task
 from policy_fakes import SAMPLING, Judge, Say, ScriptedGenerator, rollouts_of, saying, task
@@ -121,7 +121,7 @@ def test_parts_hold_each_once_and_do_not_depend_on_anything_else(
     size: int, judges: JudgingUnit
 ) -> None:
     rollouts = [RolloutInProgress(index=i, metadata=None) for i in range(size)]
-    parts = parts_to_judge(Judge(judges=judges), rollouts)
+    parts = parts_to_grade(Judge(judges=judges), rollouts)
     assert [rollout for part in parts for rollout in part] == rollouts
     assert all(parts)
     if judges == "part":
@@ -202,7 +202,7 @@ def test_agreeing_keeps_components_apart() -> None:
 
 def test_the_time_of_calls_side_by_side_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("laurel.grpo.judging.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("laurel.grpo.grading.time.monotonic", lambda: now[0])
     stats = RolloutStats()
     calls = Calls(stats, 4)
     with calls.one():

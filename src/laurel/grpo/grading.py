@@ -231,7 +231,7 @@ class RolloutInProgress:
             kept = [piece[skip:] for piece, skip in zip(pieces, skipped, strict=True)]
             return _joined([first, *kept] if len(first) else kept)
 
-        # Where pieces end, as it was played, and how far what follows moves.
+        # Where pieces end, as it was sampled, and how far what follows moves.
         played = [0, *accumulate(map(len, self.ids))]
         moves = [len(rest_L) - before for before in accumulate(skipped, initial=0)]
 
@@ -355,7 +355,7 @@ def _are_messages(observation: Any) -> bool:
     )
 
 
-PendingJudgement = tuple[Conversation, RolloutInProgress]
+PendingGrade = tuple[Conversation, RolloutInProgress]
 """The prompt and the rest of a conversation that is to be scored."""
 
 MAX_PARTS = 4
@@ -372,7 +372,7 @@ class RolloutStats:
     """Time from the first request for completions to the last completion."""
     environment: float = 0.0
     """Time in calls of environments, summed over all calls."""
-    judging: float = 0.0
+    judging: float = 0.0  # as files of checkpoints name it
     """Time with at least one call of an environment in progress."""
     exposed: float = 0.0
     """Time of waiting for environments after generation has ended."""
@@ -443,7 +443,7 @@ class Calls:
                 self.stats.judging += now - self._began
 
 
-class Judges:
+class Graders:
     """Calls environments in threads, and writes rewards and failures into the conversations."""
 
     def __init__(
@@ -469,10 +469,10 @@ class Judges:
         """Stop the idle threads; calls in progress are abandoned, not waited for."""
         self._threads.close()
 
-    async def judge(
+    async def grade(
         self,
         environment: Environment,
-        pending: Sequence[PendingJudgement],
+        pending: Sequence[PendingGrade],
         calls: Calls,
         *,
         num_groups: int = 1,
@@ -488,7 +488,7 @@ class Judges:
             calls: Limits how many environment calls of the batch run at the same time, and times
                 them.
             num_groups: The number of groups that the conversations come from; the time limit of a
-                call (the argument `timeout` of `Judges`) is multiplied by it.
+                call (the argument `timeout` of `Graders`) is multiplied by it.
 
         Raises:
             WorkerError: The environment's worker process is lost.
@@ -567,7 +567,7 @@ def alone(environments: Iterable[Environment]) -> list[Environment]:
     return list(found.values())
 
 
-def parts_to_judge(
+def parts_to_grade(
     environment: Environment, rollouts: Sequence[RolloutInProgress]
 ) -> list[list[RolloutInProgress]]:
     """Divide a group into parts, each scored as soon as all of its completions have ended.
@@ -643,24 +643,24 @@ class BatchBarrier:
 
     def __init__(self, num_groups: int) -> None:
         self._num_missing = num_groups
-        self._pending: list[PendingJudgement] = []
+        self._pending: list[PendingGrade] = []
         self._is_done = asyncio.Event()
 
     async def wait(
         self,
-        pending: Sequence[PendingJudgement],
-        judge: Callable[[Sequence[PendingJudgement]], Awaitable[None]],
+        pending: Sequence[PendingGrade],
+        grade: Callable[[Sequence[PendingGrade]], Awaitable[None]],
     ) -> None:
         """Add a group, and wait until all groups of the batch have been scored.
 
-        The last group to arrive calls `judge` with the conversations of all groups.
+        The last group to arrive calls `grade` with the conversations of all groups.
         """
         self._pending += pending
         self._num_missing -= 1
         if self._num_missing:
             await self._is_done.wait()
             return
-        await judge(self._pending)
+        await grade(self._pending)
         self._is_done.set()
 
 

@@ -1,1 +1,0 @@
-"""Runs the evaluations of reward models and policies, and reports their results."""
