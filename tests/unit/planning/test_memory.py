@@ -420,12 +420,13 @@ def test_a_70b_reward_model_judges_on_one_of_4_nodes():
 
 
 def test_each_of_several_reward_models_takes_its_own_of_every_device():
-    models = "{name: a, model_name: x, precision: float32}, {name: b, model_name: y}"
+    models = "{name: a, model_name: x}, {name: b, model_name: y}"
     config = load_config(
         GRPORun,
         None,
         [
             f"env.reward_model.models=[{models}]",
+            "env.reward_model.precision=float32",
             "env.reward_model.enabled=true",
             "cluster.gpus_per_node=2",
             "env.reward_model.resources.gpus_per_node=1",
@@ -433,7 +434,7 @@ def test_each_of_several_reward_models_takes_its_own_of_every_device():
     ).config
     count = SMALL.num_parameters
     judging = phase(fit(config, Shapes(policy=SMALL, reward_models=(SMALL, SMALL))), "judging")
-    assert judging.parts["weights"] == 4 * count + 2 * count
+    assert judging.parts["weights"] == 2 * 4 * count
     assert "judging" not in {p.name for p in fit(config, Shapes(policy=SMALL)).phases}
 
 
