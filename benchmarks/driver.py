@@ -76,6 +76,7 @@ PROMPT, LENGTH, GROUP = 256, 4_096, 16
 FOREST_TOKENS = 8 * LENGTH
 VOCABULARY = 50_000
 
+
 class Answers:
     """A generator that has all completions before it is asked."""
 
@@ -99,6 +100,7 @@ class Answers:
 
     async def update_weights(self, weights: Weights) -> None: ...
 
+
 class Chance(EnvironmentInterface):
     """Rewards at random."""
 
@@ -116,6 +118,7 @@ class Chance(EnvironmentInterface):
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
         return batch, {}
 
+
 class Prompts:
     """Prompts of one length."""
 
@@ -127,6 +130,7 @@ class Prompts:
 
     def observation_ids(self, observation: Any, /, *, history: Any, turn_ids: Any) -> Any:
         raise AssertionError("conversations have one turn")
+
 
 class StubGroup(GroupCalls):
     """Workers that are sent what real ones would be, and answer without a model."""
@@ -170,6 +174,7 @@ class StubGroup(GroupCalls):
 
     def shutdown(self) -> None: ...
 
+
 class Silent:
     """Stands for what shows and logs."""
 
@@ -181,6 +186,7 @@ class Silent:
     @contextlib.contextmanager
     def phase(self, *args: Any, **kwargs: Any) -> Iterator[Silent]:
         yield self
+
 
 def loop_of(
     num_groups: int, group: StubGroup, shape: ParallelShape, run_dir: Path, *, writes: bool
@@ -229,6 +235,7 @@ def loop_of(
     services.stop = SimpleNamespace(signal=None, seconds=0.0)
     return GRPO(settings, services, parts)
 
+
 def measure(num_completions: int, mesh: Sequence[int], *, writes: bool) -> dict[str, Any]:
     """One step, in this process."""
     dp, tp, cp = mesh
@@ -260,8 +267,10 @@ def measure(num_completions: int, mesh: Sequence[int], *, writes: bool) -> dict[
         "num_sent": group.num_sent,
     }
 
+
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
 
 def main() -> None:
     options = read_options()
@@ -278,6 +287,7 @@ def main() -> None:
     print(report(rows, as_markdown=options.markdown))
     write_json(options.json, {"machine": machine(), "rows": rows})
 
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -287,6 +297,7 @@ def read_options() -> argparse.Namespace:
     add("--markdown", action="store_true", help="print the table for a page")
     add("--json", type=Path, default=Path("benchmark_results/driver.json"))
     return parser.parse_args()
+
 
 def report(rows: Sequence[Mapping[str, Any]], *, as_markdown: bool) -> str:
     header = ["completions", "dp x tp x cp", "ranks", "seconds", "peak GB", "sent GB", "messages"]
@@ -312,6 +323,7 @@ def report(rows: Sequence[Mapping[str, Any]], *, as_markdown: bool) -> str:
             f"{size:.2f} GB (target {TARGET_GB:g})"
         )
     return text
+
 
 if __name__ == "__main__":
     main()
