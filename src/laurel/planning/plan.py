@@ -40,8 +40,13 @@ class BatchPlan(BatchRequest):
 
     @property
     def num_micro_batches(self) -> int:
-        """The most forward passes that one rank or replica needs: if every item has full length."""
-        return -(-self.per_share // max(1, self.tokens // self.longest))
+        """The most passes that one rank or replica needs: if every item has full length.
+
+        One that is larger than a pass takes several. What parts compute twice counts once.
+        """
+        if self.longest > self.tokens:
+            return self.per_share * -(-self.longest // self.tokens)
+        return -(-self.per_share // (self.tokens // self.longest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,21 @@ def test_validation_of_pairs_is_divided_too():
     assert validation(load_config(RewardTrainingRun, None, changes[:-1]).config) == []
 
 
+@pytest.mark.parametrize(
+    ("tokens", "passes"), [(100, 6), (150, 6), (199, 6), (200, 3), (60, 12), (400, 2)]
+)
+def test_a_pair_larger_than_a_pass_takes_several(tokens, passes):
+    """Of 12 pairs of 2 x 100 tokens each of 4 ranks has 3."""
+    changes = [
+        "cluster.gpus_per_node=4",
+        "policy.train_global_batch_size=12",
+        "policy.max_total_sequence_length=100",
+        f"policy.sequence_packing.train_mb_tokens={tokens}",
+    ]
+    config = load_config(RewardTrainingRun, None, changes).config
+    assert planned(config).batch("policy").num_micro_batches == passes
+
+
 def test_validation_of_conversations_is_divided_too():
     changes = [
         "cluster.gpus_per_node=2",
