@@ -754,8 +754,7 @@ class ScorerSource(AskingConfig, SourceConfig):
     safetensors_only: bool = True
     """Refuse pickled weights."""
     batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
-    """Token budget of one forward pass. A larger group is computed in parts; over several ranks, in
-    one pass."""
+    """Token budget of one forward pass. A larger group is computed in parts."""
     batch_timeout: Annotated[float, MAY_CHANGE] = Field(default=300.0, gt=0)
     """Seconds of one forward pass in a process of its own. A slower replica is restarted, and
     others score its completions."""

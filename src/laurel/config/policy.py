@@ -271,9 +271,9 @@ class PackingConfig(BatchingConfig):
     """On: exact and several times faster. Off: padded rows, one per completion."""
     train_mb_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Tokens of one micro-batch, also of a padded one; null means max_total_sequence_length *
-    train_micro_batch_size. One process computes a larger group in parts of this size. `auto`: on a
-    GPU the largest that fit its memory by the plan, as null on CPUs and clusters; a run that is
-    resumed keeps what it began with."""
+    train_micro_batch_size. A larger group is computed in parts of this size. `auto`: on a GPU the
+    largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
+    keeps what it began with."""
     share_prompts: bool = True
     """Compute a prompt once for all its completions, and once also what else sequences of a
     micro-batch begin with alike, where that saves a twentieth. Off is for measuring."""
