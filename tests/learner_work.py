@@ -35,6 +35,8 @@ from policy_batches import labels, loss_of
 SHAPES = [(9, [5, 3]), (4, [2, 6]), (13, [1, 8]), (2, [4, 4]), (30, [9, 2])]
 """Of groups: trunk and two completions each, other numbers of tokens in every group."""
 GROUPS = tiny.random_groups(3, SHAPES)
+PART = 12
+"""Tokens of a pass where some of the groups are computed in parts."""
 LIMIT = 0.05
 """Of the gradient's norm; always exceeded."""
 TRAINING: dict[str, Any] = {
@@ -140,12 +142,17 @@ def grouped(
 
 
 def micro_batches(
-    kind: str, cut: list[list[int]], *, spoilt: int | None = None, is_tie: bool = False
+    kind: str,
+    cut: list[list[int]],
+    *,
+    spoilt: int | None = None,
+    is_tie: bool = False,
+    part_tokens: int | None = None,
 ) -> list[Any]:
     """Groups as micro-batches; the loss of group `spoilt` is not a number."""
     return [
         MicroBatch(
-            inputs=to_forest([GROUPS[i] for i in part]),
+            inputs=replace(to_forest([GROUPS[i] for i in part]), part_tokens=part_tokens),
             labels=[label(kind, GROUPS[i], is_spoilt=i == spoilt, is_tie=is_tie) for i in part],
             num_tokens=sum(GROUPS[i].num_tokens for i in part),
         )
@@ -202,9 +209,12 @@ def numbers(outputs: Any) -> torch.Tensor:
     return torch.as_tensor(getattr(outputs, "logprobs_M", outputs)).clone()
 
 
-def asked(learner: Learner, count: int, **options: Any) -> list[torch.Tensor]:
+def asked(
+    learner: Learner, count: int, *, part_tokens: int | None = None, **options: Any
+) -> list[torch.Tensor]:
     """What a learner says of so many batches of a group each."""
-    batches = [to_forest([GROUPS[i % len(GROUPS)]]) for i in range(count)]
+    groups = [GROUPS[i % len(GROUPS)] for i in range(count)]
+    batches = [replace(to_forest([group]), part_tokens=part_tokens) for group in groups]
     return [numbers(outputs) for outputs in learner.outputs(batches, **options)]
 
 
@@ -224,13 +234,18 @@ def played(kind: str, learner: Learner) -> dict[str, Any]:
     """All that a learner is asked to do in a test, and what came of it."""
     record: dict[str, Any] = {}
     record["outputs"] = [asked(learner, count) for count in (0, 1, 3, 17)]
+    record["in parts"] = asked(learner, 3, part_tokens=PART)
     if kind == "policy":
         record["first reference"] = asked(learner, 3, role="reference")
         record["hot"] = asked(learner, 3, temperature=2.0)
     record["weights"] = [weights_of(learner)]
     updates: list[Update] = []
     for cut in CUTS.values():
-        updates.append(learner.update(micro_batches(kind, cut), loss(kind)))
+        # In parts, one rank has passes for which others have only a filler.
+        part_tokens = PART if len(cut) == 1 else None
+        updates.append(
+            learner.update(micro_batches(kind, cut, part_tokens=part_tokens), loss(kind))
+        )
         record.setdefault("rates", []).append(learner.learning_rate)
     record["updates"] = updates
     record["after"] = asked(learner, 3)

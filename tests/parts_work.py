@@ -117,7 +117,9 @@ def _computed(shape: ParallelShape, mesh: Any, case: Case, budget: int | None) -
         ranks = AcrossRanks(mesh, cp=shape.cp)
     sgd = NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0})
     learner = LocalLearner(model, optimizer=sgd, ranks=ranks)
-    said = [numbers(found) for found in learner.outputs([one.inputs for one in own])]
+    in_step = mesh is not None
+    computing = learner.outputs([one.inputs for one in own], in_step=in_step)
+    said = [numbers(found) for found in computing]
     denominator = sum(loss.count(one.labels) for one in batch)
     losses: list[torch.Tensor] = []
     accumulate = learner._accumulate
@@ -127,7 +129,7 @@ def _computed(shape: ParallelShape, mesh: Any, case: Case, budget: int | None) -
         return losses
 
     learner._accumulate = noted  # type: ignore[method-assign]
-    step = learner.take_step(own, loss, denominator=denominator, fillers=fillers)
+    step = learner.take_step(own, loss, denominator=denominator, fillers=fillers, in_step=in_step)
     assert step.failure is None, step.failure
     named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
     return {

@@ -22,6 +22,7 @@ from typing import (
     Literal,
     Protocol,
     SupportsFloat,
+    TypeGuard,
     TypeVar,
     cast,
     runtime_checkable,
@@ -367,6 +368,7 @@ class LocalLearner:
         *,
         denominator: float,
         fillers: Collection[int] = (),
+        in_step: bool = False,
     ) -> StepReport:
         """Compute this rank's part of an optimizer step.
 
@@ -375,13 +377,16 @@ class LocalLearner:
             loss: The loss.
             denominator: The total of `loss.count` over the micro-batches of all ranks.
             fillers: The indices of micro-batches that only make the numbers equal, and count as 0.
+            in_step: Whether the ranks agree on their passes first, as they must where one of them
+                computes parts.
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         # Read before the scheduler moves on: the rate that this step is taken with.
         rate = self.learning_rate
         sums: dict[str, Tensor] = {}
-        losses_B = torch.stack(self._accumulate(batch, loss, denominator, fillers, sums))
+        agreed = self._agree(batch, fillers) if in_step else None
+        losses_B = torch.stack(self._accumulate(batch, loss, denominator, fillers, sums, agreed))
         bad = (~losses_B.isfinite()).sum().double()
         parameters = [parameter for _, parameter in self.named_parameters]
         if self.ranks is not None:
@@ -416,17 +421,18 @@ class LocalLearner:
         denominator: float,
         fillers: Collection[int],
         sums: dict[str, Tensor],
+        in_step: InStep | None,
     ) -> list[Tensor]:
         # Continues after a loss that is not finite: to check, the host would have to wait for the
         # device in every micro-batch, and other ranks wait for this one in every pass.
         losses: list[Tensor] = []
-        in_step = self._in_step(batch, fillers)
         matmul = self.matmul(self.model) if self.matmul else nullcontext()
         with PASSES.under_way(), matmul:  # backward passes, too
             for number, micro_batch in enumerate(batch):
                 if in_step is not None and number in fillers:
                     continue  # its passes are among those that are made for others
-                if _is_in_parts(micro_batch.inputs):
+                if is_in_parts(micro_batch.inputs):
+                    assert in_step is not None or self.ranks is None, "ranks agree on parts first"
                     results = self._backward_in_parts(micro_batch, loss, denominator, in_step)
                     for result in results:
                         losses.append(result.loss.detach())
@@ -449,23 +455,19 @@ class LocalLearner:
             losses.append(torch.zeros((), device=cast(Any, self.model).device))
         return losses
 
-    def _in_step(self, batch: Sequence[MicroBatch[Any]], fillers: Collection[int]) -> InStep | None:
-        """Agree with the other ranks on the passes of a step; None if no rank computes parts."""
-        if self.ranks is None or not _may_be_in_parts([one.inputs for one in batch]):
+    def _agree(self, batch: Sequence[MicroBatch[Any]], fillers: Collection[int]) -> InStep | None:
+        """Agree with the other ranks on the passes of a step; None if there are no others."""
+        if self.ranks is None:
             return None
         model: Any = self.model
-        own = [one for number, one in enumerate(batch) if number not in fillers]
         passes = [
             passes_of_backward(model, one.inputs, _units_of(one))
-            if isinstance(one.inputs, TokenForest) and one.inputs.is_in_parts
+            if is_in_parts(one.inputs)
             else BACKWARD
-            for one in own
+            for number, one in enumerate(batch)
+            if number not in fillers
         ]
-        said = (any(_is_in_parts(one.inputs) for one in own), "".join(passes))
-        everyone = self.ranks.gathered(said)
-        if not any(is_in_parts for is_in_parts, _ in everyone):
-            return None
-        return InStep(model, common_order([order for _, order in everyone]))
+        return InStep(model, common_order(self.ranks.gathered("".join(passes))))
 
     def _backward_in_parts(
         self,
@@ -505,12 +507,16 @@ class LocalLearner:
         role: ModelRole = "model",
         in_full_precision: bool = False,
         temperature: float | None = None,
+        in_step: bool = False,
     ) -> Iterator[Any]:
-        """Compute the outputs of the model for each batch, as `Learner.outputs` describes."""
+        """Compute the outputs of the model for each batch, as `Learner.outputs` describes.
+
+        `in_step` says whether the ranks agree on their passes first, as in `take_step`.
+        """
         model: Any = getattr(self, role)
         assert model is not None, f"this run has no {role}"
         network: Any = model.model if isinstance(model, Reference) else model
-        missing = self._missing_passes(network, batches)
+        missing = self._missing_passes(network, batches) if in_step else 0
         for batch in batches:
             # No context stays open between two batches, because other code computes then.
             with ExitStack() as stack:
@@ -532,13 +538,10 @@ class LocalLearner:
 
     def _missing_passes(self, network: Any, batches: Sequence[Inputs]) -> int:
         """Return how many passes more than this rank others need for their batches."""
-        if self.ranks is None or not _may_be_in_parts(batches):
+        if self.ranks is None:
             return 0
         own = sum(
-            len(passes_of_outputs(network, batch))
-            if isinstance(batch, TokenForest) and batch.is_in_parts
-            else 1
-            for batch in batches
+            len(passes_of_outputs(network, batch)) if is_in_parts(batch) else 1 for batch in batches
         )
         most: int = max(self.ranks.gathered(own))
         return most - own
@@ -614,13 +617,9 @@ class LocalLearner:
         return None if self.ranks is None else self.ranks.mesh
 
 
-def _is_in_parts(inputs: Inputs) -> bool:
+def is_in_parts(inputs: Inputs) -> TypeGuard[TokenForest]:
+    """Return whether the inputs take several passes of a model."""
     return isinstance(inputs, TokenForest) and inputs.is_in_parts
-
-
-def _may_be_in_parts(batches: Sequence[Inputs]) -> bool:
-    # The same on all ranks: a `Batcher` gives all of its forests a size of parts, or none.
-    return any(isinstance(one, TokenForest) and one.part_tokens is not None for one in batches)
 
 
 def _units_of(micro_batch: MicroBatch[Any]) -> Sequence[Sequence[int]] | None:

@@ -43,6 +43,7 @@ from laurel.training.learner import (
     StepReport,
     Update,
     denominator_of,
+    is_in_parts,
     update_of,
     weights_of,
 )
@@ -109,11 +110,12 @@ class LearnerGroup:
         sizes = [micro_batch.num_tokens for micro_batch in batch]
         shares = divide_micro_batches(sizes, self.shape.dp)
         smallest = min(batch, key=lambda micro_batch: micro_batch.num_tokens)
+        in_step = any(is_in_parts(micro_batch.inputs) for micro_batch in batch)
         arguments = []
         for share in shares:
             own = [smallest if i is None else batch[i] for i in share]
             fillers = [place for place, i in enumerate(share) if i is None]
-            arguments.append((own, fillers, loss, denominator))
+            arguments.append((own, fillers, loss, denominator, in_step))
         answers = self.group.call_each("take_step", self._for_ranks(arguments))
         self._learning_rate = answers[0][1]
         update = update_of([step for step, _ in answers if step is not None], loss)
@@ -138,12 +140,14 @@ class LearnerGroup:
             sizes = [num_tokens_of(inputs) for inputs in some]
             shares = divide_micro_batches(sizes, self.shape.dp)
             filler = some[sizes.index(min(sizes))]
+            in_step = any(map(is_in_parts, some))
             arguments = [
                 (
                     [filler if i is None else some[i] for i in share],
                     role,
                     in_full_precision,
                     temperature,
+                    in_step,
                 )
                 for share in shares
             ]
@@ -599,6 +603,7 @@ class LearnerWorker(WeightExporter):
         fillers: Sequence[int],
         loss: LossFunction[Any],
         denominator: float,
+        in_step: bool,
     ) -> tuple[StepReport | None, float]:
         """Compute this rank's part of an update, as `LocalLearner.take_step` describes.
 
@@ -606,7 +611,9 @@ class LearnerWorker(WeightExporter):
             The report of the step, or None except on the first of the ranks that read the same
             data, because all of them compute the same; and the learning rate of the next step.
         """
-        step = self._learner.take_step(batch, loss, denominator=denominator, fillers=fillers)
+        step = self._learner.take_step(
+            batch, loss, denominator=denominator, fillers=fillers, in_step=in_step
+        )
         sums = {name: _for_the_way(value) for name, value in step.sums.items()}
         said = StepReport(
             sums=sums,
@@ -622,13 +629,18 @@ class LearnerWorker(WeightExporter):
         role: ModelRole,
         in_full_precision: bool,
         temperature: float | None,
+        in_step: bool,
     ) -> list[Any]:
         """Compute outputs, as `Learner.outputs` describes.
 
         The list is empty except on the first of the ranks that read the same data.
         """
         found = self._learner.outputs(
-            batches, role=role, in_full_precision=in_full_precision, temperature=temperature
+            batches,
+            role=role,
+            in_full_precision=in_full_precision,
+            temperature=temperature,
+            in_step=in_step,
         )
         return [_for_the_way(outputs) for outputs in found if self._speaks]
 
