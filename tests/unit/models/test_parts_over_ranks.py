@@ -16,10 +16,10 @@ LORA = ("pairs", "llama", {"lora": True})
 CASES = {
     "dp_shard=2": [("sft", "qwen3-tied", {"recomputes": True, "lora": True}), LORA],
     "tp=2": [SEQUENCES, LORA],
-    "cp=2": [("sequences", "gpt-oss", {}), LORA],
+    "dp_shard=2 cp=2": [("sequences", "gpt-oss", {}), LORA],
     "dp_shard=2 tp=2": [SEQUENCES],
 }
-pytestmark = pytest.mark.slow_parameters("tp=2", "cp=2")
+pytestmark = pytest.mark.slow_parameters("tp=2", "dp_shard=2 cp=2")
 
 
 @pytest.mark.parametrize("sizes", CASES)
