@@ -118,3 +118,15 @@ def test_bad_input(model, tasks, tmp_path):
         )
     with pytest.raises(DataError, match="is a directory"):
         run_eval(None, SETTINGS, EvalPolicyOptions(model=str(model), output=tmp_path))
+    # The environment that a run named need not be there where another one grades.
+    with pytest.raises(DataError, match="nowhere"):
+        run_eval(
+            None,
+            [*SETTINGS, "data.env_name=registered_elsewhere"],
+            EvalPolicyOptions(
+                model=str(model),
+                data_path="nowhere.jsonl",
+                dataset="ResponseDataset",
+                environment="math",
+            ),
+        )

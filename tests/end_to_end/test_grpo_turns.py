@@ -11,6 +11,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.run.grpo import assemble
+from laurel.training.loop import Interrupted
 from policy_fakes import Served
 from policy_runs import MATCHES, grpo_settings, metrics_of
 
@@ -156,3 +157,28 @@ def test_a_generator_that_is_never_idle_shares_with_models_that_are_awake(tmp_pa
         SERVED,
     )
     assert not {"models sleep", "models wake", "generator sleeps"} & set(events)
+
+
+def test_a_learner_that_saves_after_a_signal_finds_the_memory_free(tmp_path, events):
+    class Noted(Watched):
+        @contextmanager
+        def resting(self):
+            try:
+                with super().resting():
+                    yield
+            finally:
+                events.append("learner wakes")
+
+    def change(parts):
+        take = parts.source.take
+
+        def interrupted(step, **options):
+            take(step, **options)
+            raise Interrupted
+
+        parts.source.take = interrupted
+        return replace(parts, learner=Noted(parts.learner), learner_rests=True)
+
+    run(tmp_path, change, "grpo.max_num_steps=2", "grpo.val_period=0", SERVED)
+    told = [event for event, _ in groupby(events)]
+    assert told[told.index("score") :][:3] == ["score", "models sleep", "learner wakes"]

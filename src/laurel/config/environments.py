@@ -653,7 +653,9 @@ class SourceConfig(KeyedConfig, OpenSection):
             for key in ("url_model", "reward_key", "model_version", "api_key_env"):
                 if _is_set(self, key):
                     where = "; a judge has its own" if self.judge is not None else ""
-                    raise ValueError(f"{key} says how urls are asked, and there are none{where}")
+                    raise ValueError(
+                        f"{key} says how urls are asked, and there are none beside it{where}"
+                    )
         if len(self._sources()) > 1:
             raise ValueError(
                 f"{' and '.join(self._sources())} cannot both give the score; keep one"

@@ -79,18 +79,19 @@ def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[tuple[s
 def with_settings_of_all_models(before: YamlNode) -> YamlNode:
     """Return a saved configuration with what its reward models agree on said once for all of them.
 
-    Each of `env.reward_model.models` once had those settings for itself.
+    Each of `env.reward_model.models` once had those settings for itself. One that is null, such as
+    the `server` of a model that asks none, agrees with any.
     """
     of_all = ScorerSource.model_fields.keys() - SourceConfig.model_fields.keys()
     section = ("env", "reward_model")
     models = find_node(before, (*section, "models"))
     if models is None or not isinstance(models.value, list):
         return before
-    for key in of_all if models.value else ():
-        found = [find_node(one, (key,)) for one in models.value]
-        values = [plain_values(node) for node in found if node is not None]
-        if found[0] is not None and values == values[:1] * len(found):
-            before = with_key(before, (*section, key), found[0])
+    for key in of_all:
+        found = [node for one in models.value if (node := find_node(one, (key,))) is not None]
+        said = [node for node in found if plain_values(node) is not None]
+        if said and all(plain_values(node) == plain_values(said[0]) for node in said):
+            before = with_key(before, (*section, key), said[0])
     return before
 
 

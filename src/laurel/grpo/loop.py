@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 
 NUM_LOGGED = 32
 """Validation completions that are logged with the metrics."""
+FREEING_SECONDS = 60.0
+"""Most seconds until shared devices are free for the learner, where a step or validation failed."""
 SHOWN = ("reward_mean", "accuracy", "avg_length", "truncation_rate", "num_failures")
 SHOWN_IF_ANY = ("truncation_rate", "num_failures")
 
@@ -510,12 +512,21 @@ class PolicyParts:
     def learner_at_rest(self) -> Iterator[None]:
         """Free the learner's device memory while the context is open, if `learner_rests`.
 
-        It takes the memory again when models that share the devices have freed it.
+        It takes the memory again when models that share the devices have freed it, also where the
+        run was interrupted and goes on to save.
         """
         with self.learner.resting() if self.learner_rests else nullcontext():
-            yield
-            if self.devices is not None:
-                self.source.wait_for(self.devices.sleep())
+            if self.devices is None:
+                yield
+                return
+            try:
+                yield
+            except Exception:
+                # The first error counts, and what is stuck is not waited for.
+                with suppress(Exception):
+                    self.source.wait_for(self.devices.sleep(patience=FREEING_SECONDS))
+                raise
+            self.source.wait_for(self.devices.sleep())
 
     @contextmanager
     def scorers_at_rest(self) -> Iterator[None]:

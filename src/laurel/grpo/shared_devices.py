@@ -58,9 +58,14 @@ class SharedDevices:
         finally:
             self._leave()
 
-    async def sleep(self) -> None:
-        """Free the memory of all of them for the learner, once no call is running."""
-        async with self.taken_for("neither"):
+    async def sleep(self, *, patience: float | None = None) -> None:
+        """Free the memory of all of them for the learner, once no call is running.
+
+        Raises:
+            EngineError: The generator or a model's server did not free its memory.
+            TimeoutError: That took more than `patience` seconds.
+        """
+        async with asyncio.timeout(patience), self.taken_for("neither"):
             pass
 
     async def wake(self) -> None:

@@ -224,10 +224,6 @@ class TrainingProgress:
         self._print(line)
 
     def _print(self, line: str) -> None:
-        # In a file lines are not wrapped, because they are searched rather than looked at.
-        # FORCE_COLOR makes any file a "terminal".
-        if self._console.file.isatty():
-            line = wrapped(line, self._console.width)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _step_line(self) -> str:

@@ -138,16 +138,15 @@ def section_of(config: Run) -> tuple[Kind, RewardTrainingConfig | SFTConfig | GR
 def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
     """Say which judges are beside the policy without being counted, or that they cannot be."""
     judges = loaded_judges(config)
-    served = model_server(config)
-    servers = (
-        []
-        if served is None
-        else [
+    servers: list[str] = []
+    if (served := model_server(config)) is not None:
+        # Where a reward model is loaded, too, the plan has a place for that alone.
+        what = "memory and their time are" if uses_reward_model(config) else "time is"
+        servers = [
             f"{served.replicas} x {served.model_name}: the run starts its servers in slots of the "
-            "reward model; their time is not estimated"
+            f"reward model; their {what} not estimated"
             + ("" if served.resources.are_own else _how_they_share(config))
         ]
-    )
     if on_cluster:
         refused = [f"the run is refused. {one.lacks_slot(at)}" for at, one in judges.items()]
         return [*servers, *refused]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from laurel.config.sft import SFTConfig
+from laurel.errors import counted
 from laurel.models.chat import Demonstration
 from laurel.training.epochs import EpochParts, EpochTraining, Validation
 from laurel.training.learner import MicroBatch, add_up
@@ -69,10 +70,9 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
         """Print the results of validating on a set."""
         figures = validation.metrics
         shown = [f"{k} {v:.4f}" for k, v in figures.items() if not k.startswith("num_")]
-        shown.append(
-            f"of {figures['num_valid_tokens']:,.0f} tokens in "
-            f"{figures['num_valid_samples']:,.0f} conversations"
-        )
+        tokens = counted(round(figures["num_valid_tokens"]), "token")
+        rows = counted(round(figures["num_valid_samples"]), "conversation")
+        shown.append(f"of {tokens} in {rows}")
         self.services.progress.message(
             f"step {step}  validation-{name}  {'  '.join(shown)}", is_routine=True
         )

@@ -20,9 +20,9 @@ from laurel import plugins
 from laurel.config.environments import FunctionConfig, ModelServerConfig, ScorerSource
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, EngineError
 from laurel.extensions.server import model_servers as serving
-from laurel.extensions.server.model_router import RequestRouter, _Asked
+from laurel.extensions.server.model_router import RequestRouter, _Asked, _Server
 from laurel.extensions.server.model_servers import ModelServers, ServerProcess
 from laurel.planning.plan import plan_run
 from laurel.plugins import ScorerServices
@@ -222,6 +222,19 @@ def test_they_sleep_while_the_policy_trains(started, tmp_path):
     assert len(asked(tmp_path)) == 4
 
 
+def test_one_that_does_not_fall_asleep_ends_the_run_with_what_it_refused(started):
+    servers = started(on_gpu=True)
+    server = servers._supervisor.replicas[0].value
+    server.address, its_own = "127.0.0.1:9", server.address
+    with (
+        pytest.raises(EngineError, match=r"127\.0\.0\.1:9 did not leave its GPU's memory to the"),
+        servers.resting(),
+    ):
+        raise AssertionError("it is awake")
+    server.address = its_own
+    assert ask(servers, content="x").status_code == 200  # requests go on
+
+
 def test_requests_wait_while_they_sleep_and_none_is_under_way(started, tmp_path):
     servers = started(on_gpu=True)
     (server,) = servers._router._servers.values()
@@ -238,6 +251,36 @@ def test_requests_wait_while_they_sleep_and_none_is_under_way(started, tmp_path)
             assert server.num_waiting == 0
         (tmp_path / "awake").touch()
         assert [one.result().json()["text"] for one in (begun, late)] == ["x", "y"]
+
+
+def test_what_is_asked_of_a_second_server_while_they_fall_asleep_is_ended_too():
+    """`hedge` may ask it when the first request has been cancelled, and has not ended yet."""
+    router = RequestRouter(patience=5, hedge=True)
+    found, ended = [], []
+
+    async def never(server, asked):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if not ended:
+                router._begun(server, asked)
+            await asyncio.sleep(0.05)
+            ended.append(asked)
+
+    async def pause():
+        router._asked = never
+        router._begun(serving_one, _Asked("GET", "/", [], b""))
+        await asyncio.sleep(0)
+        await router._paused()
+        found.extend(ended)
+
+    serving_one = _Server("127.0.0.1:9")
+    try:
+        router._background.wait_for(pause())
+    finally:
+        router.close()
+    assert len(found) == 2
+    assert serving_one.num_waiting == 0
 
 
 @pytest.mark.slow
@@ -432,8 +475,12 @@ def test_a_run_on_a_cluster_has_slots_for_one_of_them():
     check_judges(config, on_cluster=False)
     with pytest.raises(ConfigError, match=r"reward_model\.server.*function\.router"):
         check_judges(config, on_cluster=True)
+    # The plan has a place for one of the two.
+    (note,) = judge_notes(config, on_cluster=False)
+    assert "their memory and their time are not estimated" in note
     (note,) = judge_notes(load_config(GRPORun, None, [SERVED % ""]).config, on_cluster=True)
     assert "1 x m" in note
+    assert "their time is not estimated" in note
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def settings(**changes: Any) -> RewardModelEnvironmentConfig:
         ({"models": TWO, "uncertainty_penalty": 2.0}, "uncertainty_penalty is for combine=mean"),
         ({"models": TWO, "max_model_len": 9}, "max_model_len: each of the models has its own"),
         ({"models": TWO, "hedge": True}, "hedge asks a second server, and there are no urls"),
+        # Those of the models are not meant: each of them has its own key.
+        ({"models": [SERVED, TWO[0]], "api_key_env": "KEY"}, "there are none beside it"),
         (
             {
                 "models": [SERVED, SERVED | {"name": "b"}],

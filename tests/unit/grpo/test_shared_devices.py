@@ -371,6 +371,24 @@ def test_a_step_that_is_given_up_leaves_nobody_waiting(where: str) -> None:
         assert len(source.take(0).groups) == 2
 
 
+def test_a_call_that_never_ends_holds_the_learner_up_for_no_longer_than_it_waits() -> None:
+    memory = Memory()
+    rollouts, _, devices = parts_of(memory, Served(memory))
+
+    async def tries() -> None:
+        async with devices.taken_for("scoring"):
+            with pytest.raises(TimeoutError):
+                await devices.sleep(patience=0.01)
+            assert memory.holders == SCORES
+        await devices.sleep(patience=20)
+
+    try:
+        asyncio.run(tries())
+    finally:
+        rollouts.close()
+    assert memory.holders == LEARNS
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

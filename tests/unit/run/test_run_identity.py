@@ -216,6 +216,28 @@ def test_a_checkpoint_whose_models_had_settings_of_their_own_resumes_with_one_fo
         check_same_settings(tmp_path, run_of().config)
 
 
+def test_a_checkpoint_of_which_one_model_was_served_resumes_with_that_server(tmp_path):
+    """`server` of the other models was null, and the run was refused as another one."""
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
+    asks = {"name": "b", "function": {"path": "a:b"}, "normalize": "none"}
+    models = json.dumps([{"name": "a", "model_name": "a"}, asks])
+
+    def run_of(served):
+        server = f"{ENV}.server.model_name={served}"
+        return load_config(SCHEMAS[GRPO], None, [f"{ENV}.models={models}", server]).config
+
+    saved = yaml.safe_load(to_yaml(run_of("m")))
+    section = saved["env"]["reward_model"]
+    section["models"][0]["server"], section["models"][1]["server"] = None, section["server"]
+    section["server"] = None
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
+    (told,) = check_same_settings(tmp_path, run_of("m"))
+    assert "models[1].server" in told
+    with pytest.raises(CheckpointError, match=r"env\.reward_model\.server\.model_name: 'm' then"):
+        check_same_settings(tmp_path, run_of("other"))
+
+
 def dumped(config):
     return config.model_dump(mode="json", warnings=False)
 

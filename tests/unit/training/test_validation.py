@@ -252,7 +252,10 @@ def test_fine_tuning_says_how_much_it_validated_in_whole_numbers():
     progress = SimpleNamespace(message=lambda line, *, is_routine: lines.append(line))
     figures = {"num_valid_tokens": 12298.0, "num_valid_samples": 30.0, "loss": 0.74681}
     run = cast(SupervisedFineTuning, SimpleNamespace(services=SimpleNamespace(progress=progress)))
-    SupervisedFineTuning.report(run, "default", [], Validation(metrics=figures), step=3)
+    for changed in ({}, {"num_valid_samples": 1.0}):
+        validation = Validation(metrics=figures | changed)
+        SupervisedFineTuning.report(run, "default", [], validation, step=3)
     assert lines == [
-        "step 3  validation-default  loss 0.7468  of 12,298 tokens in 30 conversations"
+        "step 3  validation-default  loss 0.7468  of 12,298 tokens in 30 conversations",
+        "step 3  validation-default  loss 0.7468  of 12,298 tokens in 1 conversation",
     ]

@@ -147,15 +147,16 @@ def _played(
         config = resolve_model(config, console)
     check_grpo_run(config)
     environment_list = environment_names(config.env)
+    default = options.environment or config.default_environment
     if options.environment:
-        check_environment(options.environment, environment_list, named_by="--environment ")
+        check_environment(default, environment_list, named_by="--environment ")
     planned = plan_allocation(config)
     tasks, report = load_tasks(
         _sets(config, options),
         name="evaluation",
-        default_environment=config.default_environment,
+        default_environment=default,
         environments=environment_list,
-        needs=needs_of(config.env, config.default_environment),
+        needs=needs_of(config.env, default),
         on_bad_row=config.data.on_bad_row,
         limit=options.max_samples,
         sources=row_sources(config.env),

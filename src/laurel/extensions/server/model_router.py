@@ -113,7 +113,8 @@ class RequestRouter:
 
     async def _paused(self) -> None:
         self._awake.clear()
-        await end_all(self._asking)
+        while self._asking:  # a second server may just have been asked
+            await end_all(self._asking)
 
     def resume(self) -> None:
         """Ask again what waits."""

@@ -168,8 +168,10 @@ class _Server:
             reply.raise_for_status()
         except httpx2.HTTPError as error:
             if self.loss() is None:
+                reason = str(error).partition("\n")[0]
                 raise EngineError(
-                    f"the server at {self.address} refused POST {path}, or did not answer: {error}"
+                    f"the server at {self.address} did not leave its GPU's memory to the policy, "
+                    f"or take it back (POST {path}): {reason or type(error).__name__}"
                 ) from error
 
     def end(self) -> None:
