@@ -131,7 +131,7 @@ class _Screen(Console):
         # so would a notebook, which has no end of a line to wrap at.
         if is_unbroken(self) and all(isinstance(one, str | Text) for one in objects):
             options = {"soft_wrap": True, **options}
-        else:
+        elif not (self.is_for_file and options.get("soft_wrap")):
             objects = tuple(_fitted(one, self.width) for one in objects)
         if self.is_for_file:
             with self.capture() as captured:
