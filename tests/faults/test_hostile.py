@@ -13,10 +13,9 @@ import pytest
 import hostile_suite
 from laurel.sandbox.control_group import chosen_place
 from laurel.sandbox.detection import detect, small_world
-from laurel.sandbox.inside.monitor import ARMED
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.sandbox.zygote_process import ZygoteProcess
-from sandbox_processes import END, is_gone, named
+from sandbox_processes import END, busy, is_gone, named, wait_until
 
 PROGRAMS = {program.name: program for program in hostile_suite.read_programs()}
 QUICK = {program.claim: name for name, program in reversed(PROGRAMS.items())}  # one of each claim
@@ -45,17 +44,18 @@ def place(request, world):
     zygote = ZygoteProcess(tier.layers, place=chosen_place("auto")[0])  # as in a run
     zygote.start()
     yield tier, zygote
-    found = named(zygote.pid)
-    children = [one for one, _ in found]
-    # Those that wait for a job are not left by one.
-    left = psutil.wait_procs([one for one, name in found if name != ARMED], timeout=END)[1]
-    left = [one for one in left if not is_gone(one.pid)]  # a zombie is, until its parent ends
-    zygote.close()
+    try:
+        # None is left by a job. One that is being made for the next has its name only later, and a
+        # zombie is there until its parent ends.
+        wait_until(lambda: all(is_gone(one.pid) for one in busy(zygote.pid)))
+    finally:
+        children = [one for one, _ in named(zygote.pid)]
+        zygote.close()
+        lives = neighbour.poll() is None
+        neighbour.kill()
+        neighbour.wait()
     assert psutil.wait_procs(children, timeout=END)[1] == []
-    assert neighbour.poll() is None
-    neighbour.kill()
-    neighbour.wait()
-    assert left == []
+    assert lives
 
 
 @pytest.mark.slow_parameters(

@@ -413,8 +413,8 @@ def test_several_models_are_each_normalised_by_their_own_statistics(models, file
     alone = [judged(model_name=str(models / name)) for name in ("first", "second")]
     normal = [[(v - 0.5 - i) / 2.0 for v in values] for i, values in enumerate(alone)]
     parts: list[dict[str, Any]] = [
-        {"name": "a", "model_name": str(models / "first"), "precision": "float32", "weight": 2.0},
-        {"name": "b", "model_name": str(models / "second"), "precision": "float32"},
+        {"name": "a", "model_name": str(models / "first"), "weight": 2.0},
+        {"name": "b", "model_name": str(models / "second")},
         {
             "name": "c",
             "function": {"path": f"{file}:compute_score"},
