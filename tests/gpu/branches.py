@@ -5,6 +5,9 @@ CUDA = r"torch\.cuda\.|\.is_cuda\b|\.type == .cuda|aten\._flash_att|compiled\(fl
 
 BRANCHES = {
     "extensions/doctor/doctor.py": "test_branches_gpu.py::test_the_trial_passes",
+    "extensions/server/model_servers.py": (
+        "test_branches_gpu.py::test_served_models_sleep_on_the_policys_gpu"
+    ),
     "extensions/starter/starter.py": "test_branches_gpu.py::test_a_starter_counts_the_gpus",
     "environments/reward_model_environment.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "generation/transformers/batch.py": "test_branches_gpu.py::test_completions_are_the_cpus",
@@ -28,6 +31,9 @@ BRANCHES = {
     ),
     "models/forest/compiled.py": "test_policy_gpu.py::test_compiled_layers_compute_the_same",
     "models/forest/decoder.py": "test_learner_gpu.py::test_memory_comes_back_and_nothing_changes",
+    "models/forest/lockstep.py": (
+        "test_policy_gpu.py::test_a_pass_that_is_made_for_others_draws_and_changes_nothing"
+    ),
     "models/forest/outputs.py": (
         "test_policy_gpu.py::test_products_of_bfloat16_are_exact_and_summed_in_float32"
     ),

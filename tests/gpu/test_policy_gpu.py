@@ -9,6 +9,7 @@ import torch
 import tiny
 from laurel.data.forest import to_forest
 from laurel.models.forest.compiled import compile_layers
+from laurel.models.forest.lockstep import BACKWARD, FORWARD, idle_pass
 from laurel.models.forest.outputs import all_logits, token_logprobs
 from laurel.models.forest.parts import backward_in_parts
 from laurel.models.loading.policy import check_policy_paths
@@ -53,6 +54,17 @@ def test_passes_over_a_part_draw_the_same_dropout(monkeypatch):
     assert again
     for first, *others in again:
         assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_pass_that_is_made_for_others_draws_and_changes_nothing():
+    model = tiny.tiny_policy("llama", attention_dropout=0.5).to(DEVICE).train()
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    idle_pass(model, FORWARD)
+    assert all(weight.grad is None for weight in model.parameters())
+    idle_pass(model, BACKWARD)
+    assert not any(weight.grad.any() for weight in model.parameters())
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], torch.cuda.get_rng_state())
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
