@@ -70,7 +70,7 @@ MATCHES = ("data.env_name=matches", "+env.custom.matches.name=policy_fakes.Match
 """Judge in this process by looking for the known answer; see `policy_fakes`."""
 
 FORGETS = CHATML.replace("['content'] }}", "['content'].lstrip('' if loop.last else '\\\\') }}")
-"""A template that rewrites earlier turns: without the backslash that answers of `sums` begin with."""
+"""A template that rewrites earlier turns, without the backslash with which answers begin."""
 
 
 def rewritten_turns(directory: Path, *tree: int) -> tuple[str, ...]:
