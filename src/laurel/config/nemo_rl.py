@@ -199,7 +199,6 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _name_loss(work, values, problems)
         _leave_out_inherited_clips(work, schema, values)
     if "data" in schema.model_fields:
-        _name_lone_set(work, schema, values)
         _name_validation_sets(work, schema, values, problems)
         _fill_sets(work, schema, values, problems)
         _give_own_keywords(work, schema, values)
@@ -551,17 +550,6 @@ def _file(node: YamlNode) -> str:
     return node.place.rpartition(":")[0]
 
 
-def _name_lone_set(work: Adapted, schema: type[Section], values: _Values) -> None:
-    """Name a validation set `default` that stands where sets stand by their names."""
-    block, kinds = _block_at(work, values, "data.validation"), _kinds_of_sets(schema, "validation")
-    has_names_alone = not sections_of(kinds) and any(map(is_mapping, kinds))
-    if block is None or not has_names_alone or not isinstance(block.value, dict):
-        return
-    if not all(isinstance(one.value, dict) for one in block.value.values()):
-        named = YamlNode({"default": block}, block.place)
-        work.tree = with_key(work.tree, ["data", "validation"], named)
-
-
 def _name_validation_sets(
     work: Adapted, schema: type[Section], values: _Values, problems: list[str]
 ) -> None:
@@ -570,7 +558,8 @@ def _name_validation_sets(
     if paths is None:
         return
     there, split = _block_at(work, values, "data.validation"), _at(work.tree, "data.val_split")
-    named = dict(there.value) if there is not None else {}
+    is_named = there is not None and _are_named(there, _kinds_of_sets(schema, "validation"))
+    named = {} if there is None else dict(there.value) if is_named else {"default": there}
     base = {} if split is None else {"split": split}
     for name, one in paths.value.items():
         if name in named:
