@@ -195,6 +195,8 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
+    if "grpo" in schema.model_fields:
+        _name_estimator(work, values, problems)
     if "loss_fn" in schema.model_fields:
         _name_loss(work, values, problems)
         _leave_out_inherited_clips(work, schema, values)
@@ -501,6 +503,27 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
         f"grpo.async_grpo is translated: grpo.max_staleness={age}, the steps that generation may "
         "run ahead of training"
     )
+
+
+def _name_estimator(work: Adapted, values: _Values, problems: list[str]) -> None:
+    """Say what `grpo` says of its estimator by the estimator's own keys."""
+    at = "grpo.adv_estimator."
+    for keys, ours, off in (
+        ((f"{at}normalize_rewards", "grpo.normalize_rewards"), f"{at}scale", "none"),
+        (("grpo.use_leave_one_out_baseline",), f"{at}use_leave_one_out_baseline", False),
+    ):
+        key = next((key for key in keys if values.get(key) is not None), None)
+        if key is None:
+            continue
+        value, there = values.get(key), values.get(ours)
+        if not isinstance(value, bool):
+            found = _at(work.tree, key)
+            place = found.place if found else work.tree.place
+            problems.append(f"{place}: {key}: must be true or false, not {value!r}")
+        elif not value and there is None:
+            work.set(ours, off, by=key, was=False)
+        elif not value and there != off:
+            work.sentences.append(f"{key}=false has no effect beside {ours}={there}")
 
 
 def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
