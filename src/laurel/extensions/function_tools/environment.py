@@ -108,13 +108,14 @@ class ToolEnvironment(EnvironmentInterface):
         import torch
 
         counts = [Counter[str]((entry or {}).get(COUNTS) or {}) for entry in metadata]
+        form = needed_form(self._form, "env.tools")
         # All calls begin before the first of them is waited for.
         waiting = [
             [
                 self._begin(call, number)
-                for number, call in enumerate(self._calls_in(message_log), before.total() + 1)
+                for number, call in enumerate(form.read(last_answer(log)), before.total() + 1)
             ]
-            for message_log, before in zip(message_log_batch, counts, strict=True)
+            for log, before in zip(message_log_batch, counts, strict=True)
         ]
         observations: list[Observation] = []
         failures: list[str | None] = []
@@ -148,9 +149,6 @@ class ToolEnvironment(EnvironmentInterface):
             invalid_calls=invalid,
             notes=[dict(counter) for counter in counts],
         )
-
-    def _calls_in(self, message_log: MessageLog) -> list[ReadCall]:
-        return needed_form(self._form, "env.tools").read(last_answer(message_log))
 
     def _begin(self, call: ReadCall, number: int) -> Callable[[], Reply]:
         """Start a call, the `number`-th of its conversation; the result waits for the reply."""
@@ -199,9 +197,6 @@ class ToolEnvironment(EnvironmentInterface):
     def shutdown(self) -> None:
         """End the processes; calls in progress fail."""
         self._pool.close()
-
-
-# Functions as tools: their schemas here, and their calls in processes.
 
 
 def schemas_of(config: ToolsConfig) -> ToolSchemas:
