@@ -186,12 +186,7 @@ def step_time(
     """Estimate the seconds of each phase of a training step.
 
     Args:
-        request: Roles, batches and settings of the run.
-        plan: Slots and meshes of the roles.
         shapes: Shapes of the models; phases of unknown models are left out.
-        workload: The conversations of the step.
-        device: Peak rates of each device.
-        efficiency: Fractions of the peak rates that kernels reach.
     """
     run = _Planned(request, plan, _Clock(device, efficiency))
     phases: list[PhaseTime] = []
@@ -230,8 +225,6 @@ def forward_operations(shape: ModelShape, workload: Workload, *, has_logits: boo
     logits the hidden states of completion tokens are read, otherwise one of each completion.
 
     Args:
-        shape: Shape of the model.
-        workload: The conversations.
         has_logits: Whether the logits are computed; False for a reward model.
     """
     sizes = {name: rows * columns for name, (rows, columns) in shape.linear_layers.items()}
@@ -256,10 +249,6 @@ def training_operations(forward: Operations, training: TrainingRequest) -> float
     A linear map is multiplied three times (twice if its weights are frozen), and once more if it is
     recomputed. A backward pass of flash attention has five products to the two of the forward pass.
     Logits are not kept, so they are computed twice.
-
-    Args:
-        forward: Operations of one forward pass.
-        training: Whether adapters are trained, and whether activations are recomputed.
     """
     again = 1.0 if training.recomputes else 0.0
     frozen = 1.0 if training.adapters.enabled else 0.0
@@ -340,9 +329,6 @@ def layer_bytes(shape: ModelShape, *, tokens: float, trains: bool, recomputes: b
     They are those of norms, rotary positions, activations, residual sums and casts, uncompiled.
 
     Args:
-        shape: Shape of the model.
-        tokens: Number of tokens.
-        trains: Whether there is a backward pass.
         recomputes: Whether the backward pass computes the forward pass again.
     """
     norms = int(shape.normalises_heads)
@@ -359,7 +345,6 @@ def head_bytes(shape: ModelShape, *, tokens: float, trains: bool) -> float:
     """Return the bytes that the head of a policy moves besides its products.
 
     Args:
-        shape: Shape of the model.
         tokens: Number of completion tokens.
         trains: Whether there is a backward pass, and entropy.
     """
