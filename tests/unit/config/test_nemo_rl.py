@@ -513,7 +513,6 @@ def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
     }
     loaded = load(tmp_path, "grpo", tree)
     assert loaded.config.policy.sequence_packing.enabled
-    assert not loaded.config.policy.dynamic_batching.enabled
     assert loaded.warnings[0].startswith("policy.sequence_packing.enabled is true: ")
     plan_allocation(loaded.config)
 
@@ -650,6 +649,15 @@ def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) ->
     assert ignored.endswith(": policy.logprob_batch_size")
     policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 100}
     assert load(tmp_path, "grpo", {"policy": policy}).config.policy.token_budget == 100
+    for packing, enabled, budget in (({}, True, 128), ({"train_mb_tokens": 90}, True, 90)):
+        policy["sequence_packing"] = {"enabled": False, **packing}
+        policy["dynamic_batching"] = {"enabled": enabled}
+        config = load(tmp_path, "grpo", {"policy": policy}).config
+        assert config.policy.batch_limits.padded_tokens == budget
+    # Where NeMo RL counts rows, no budget holds that its file says beside.
+    policy["dynamic_batching"] = {"enabled": False}
+    limits = load(tmp_path, "grpo", {"policy": policy}).config.policy.batch_limits
+    assert (limits.padded_tokens, limits.padded_groups) == (None, 2)
 
 
 def test_a_reward_model_that_scores_has_no_adapters(tmp_path: Path) -> None:
