@@ -232,8 +232,6 @@ def conclude(
     """Print how a run ended, on at most `MAX_LINES` lines if its paths fit the terminal.
 
     Args:
-        outcome: The outcome of the run.
-        console: The console to print to.
         use: A command that uses the model, with {} for the model's directory.
         limit: The reason why the run ended at its last step, if that may be unexpected.
         unsaved: The error that left the last checkpoint unsaved; it is printed first, and then that

@@ -20,7 +20,6 @@ def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> S
     """Open a pool in the best tier that this machine supports, and log the tier.
 
     Args:
-        config: The sandbox section.
         detection: The isolation that this machine supports; by default it is detected now, which
             takes a few seconds.
 

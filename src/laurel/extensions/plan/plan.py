@@ -19,6 +19,7 @@ from laurel.config.schemas import SCHEMAS, Run, command_of_file
 from laurel.errors import ConfigError
 from laurel.extensions.plan.fit import FittedPlan, fit
 from laurel.extensions.plan.options import PlanOptions
+from laurel.extensions.plan.step_time import Efficiency, StepTime, device_named, step_time
 from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
 from laurel.planning.larger import larger_micro_batch
@@ -32,7 +33,6 @@ from laurel.planning.memory import (
 from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName, Workload
 from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
-from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
 from laurel.run.micro_batches import largest_tokens, with_tokens
 from laurel.run.request import (
     judge_notes,
