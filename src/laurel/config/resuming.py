@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from laurel.config.environments import ScorerSource, SourceConfig
 from laurel.config.schema_info import KeyInfo, Kinds, says_nothing, sections_of, step_into
 from laurel.config.yaml_tree import (
+    BY_NAME,
+    IN_LIST,
     KeyPath,
     MayChange,
     Section,
@@ -124,7 +126,10 @@ def _entries(kinds: Kinds, before: Any, now: Any) -> Iterator[tuple[str | int, K
         info = step_into(fitting or kinds, key)
         if info.standing in ("field", "name"):
             missing = _default(info)
-            yield key, info, before.get(key, missing), now.get(key, missing)
+            one = before.get(key, missing)
+            for mark in info.field.metadata if info.field else ():
+                one = mark.func(one) if mark in (IN_LIST, BY_NAME) else one
+            yield key, info, one, now.get(key, missing)
 
 
 def _default(info: KeyInfo) -> Any:
