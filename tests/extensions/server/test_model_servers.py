@@ -21,12 +21,12 @@ from laurel.config.environments import FunctionConfig, ModelServerConfig, Scorer
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, EngineError
+from laurel.extensions.reward_functions.source import FunctionSource
 from laurel.extensions.server import model_servers as serving
 from laurel.extensions.server.model_router import RequestRouter, _Forwarded, _Server
 from laurel.extensions.server.model_servers import ModelServers, ServerProcess
 from laurel.planning.plan import plan_run
 from laurel.plugins import ScorerServices
-from laurel.rewards.function_source import FunctionSource
 from laurel.run.grpo import check_judges
 from laurel.run.request import judge_notes, request_of
 from laurel.types import Completion, Group, Message
