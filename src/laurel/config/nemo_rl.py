@@ -481,7 +481,6 @@ def _set_adapters(work: Adapted, values: _Values) -> None:
                 )
             names += _LAYERS[name]
         found[key] = names
-    found["match_all_linear"] = not found["target_modules"]
     for key, value in found.items():
         work.set(ours + key, value, by=at + key, was=values.get(at + key))
 

@@ -328,7 +328,7 @@ def test_a_megatron_policy_is_trained_with_its_own_settings(tmp_path: Path) -> N
     assert (spread.sequence_parallel, spread.activation_checkpointing) == (True, True)
     adapters = spread.lora_cfg
     assert (adapters.enabled, adapters.dim, adapters.alpha) == (True, 128, 64.0)
-    assert adapters.match_all_linear
+    assert adapters.target_modules == []
     translated, lost, ignored = loaded.warnings
     assert translated == MEGATRON_SENTENCE
     assert "policy.dtensor_cfg.enabled" in ignored
@@ -470,7 +470,6 @@ def test_layers_of_megatron_are_those_of_the_decoder(tmp_path: Path) -> None:
     adapters = load(tmp_path, "sft", megatron(**changes)).config.policy.dtensor_cfg.lora_cfg
     assert adapters.target_modules == ["q_proj", "k_proj", "v_proj", "down_proj"]
     assert adapters.exclude_modules == ["o_proj"]
-    assert not adapters.match_all_linear
 
 
 def test_an_import_writes_what_megatrons_settings_become(tmp_path: Path) -> None:
