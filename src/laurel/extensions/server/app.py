@@ -993,7 +993,6 @@ def make_app(
     Args:
         service: Scores the requests; it may still be without a model.
         options: Keys and limits of the gate.
-        limits: Limits of one request.
         access_log: Log of all requests; None: there is none.
     """
     needs_key = options.api_key is not None or options.admin_key is not None

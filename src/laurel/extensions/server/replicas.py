@@ -35,7 +35,6 @@ def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Sa
 
     Args:
         spec: Model of each replica. Without `cpu_threads` they share the cores.
-        num_replicas: Number of replicas, at least 1.
         limit: Seconds of a batch after which a replica counts as hung, and is restarted.
         say: Called from any thread, with lines on the first model that is loaded, and on deaths.
 
@@ -123,8 +122,6 @@ class ReplicaProcess:
         """Start the process, and load the model there.
 
         Args:
-            index: Index of the replica.
-            spec: The model, and how it is served.
             limit: Time limit of one call, in seconds.
 
         Raises:
@@ -197,7 +194,6 @@ class ModelWorker:
 
         Args:
             place: Rank, which chooses among several GPUs in turn.
-            spec: The model, and how it is served.
         """
         if spec.scorer is not None and spec.scorer.device != "cpu":
             import torch

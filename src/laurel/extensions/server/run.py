@@ -120,7 +120,6 @@ class ServerRun:
 
         Args:
             open_model: Opens the model; its error ends the server and is raised.
-            on_ready: Called with the model.
         """
         factory = self._server.config.get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:

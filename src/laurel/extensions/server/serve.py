@@ -71,7 +71,6 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     """Serve a reward model until SIGTERM or SIGINT; what needs no model is checked first.
 
     Args:
-        options: The options of the command.
         opens: Opens what is served, as `service.open_model` does; None: the model of the options.
 
     Raises:

@@ -143,7 +143,6 @@ class RewardService:
         """Score groups with the current model.
 
         Args:
-            groups: Groups to score.
             version: Required version of the model; empty: any.
 
         Raises:
@@ -380,10 +379,6 @@ class AnswerMemory:
 
 def open_model(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
     """Load the model of a spec, and check it; blocks.
-
-    Args:
-        spec: The model, and how it is served.
-        say: Called with a line on all that was loaded and found.
 
     Returns:
         Its name, its version, and the backend that computes its scores.

@@ -108,7 +108,6 @@ class VerifiersEnvironment(EnvironmentInterface):
 
         Args:
             name: The name below `env.verifiers`.
-            config: Its settings.
             max_turns: The policy's turns after which an episode ends and is scored as it is.
 
         Raises:

@@ -93,7 +93,6 @@ class LoadedTaskset:
 
         Args:
             name: The name below `env.verifiers`.
-            config: Its settings.
             max_turns: The policy's turns after which an episode ends and is scored as it is.
 
         Raises:
@@ -444,7 +443,6 @@ class EpisodeRunner:
         """Start the thread, and the servers that all episodes share.
 
         Args:
-            env: The environment.
             policy: The name of the agent that is the policy.
 
         Raises:

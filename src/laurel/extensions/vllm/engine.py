@@ -361,7 +361,6 @@ def check_limits(request: GenerationRequest, *, max_length: int, reports_untrunc
     """Raise an error for a request that vLLM would not sample as specified.
 
     Args:
-        request: The request.
         max_length: Most tokens of a prompt and its completion together.
         reports_untruncated: Whether vLLM's sampler reports log-probabilities from before top-p and
             top-k; if not, requests with either are refused.

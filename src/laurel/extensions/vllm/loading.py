@@ -52,8 +52,6 @@ async def choose_loading(
     Args:
         setting: The value of `policy.generation.vllm_cfg.weight_loading`.
         ask: Calls a method of every worker.
-        visible: Returns the GPUs of this process.
-        memory: Makes shared memory.
 
     Raises:
         ConfigError: `ipc` is set, and does not serve.
@@ -112,7 +110,6 @@ class Loader:
         with a part of the new ones, and it cannot begin again.
 
         Args:
-            weights: The new weights.
             has_all: Whether vLLM has all weights of an earlier version.
             held: The dtype in which vLLM holds them.
 

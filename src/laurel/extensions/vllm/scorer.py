@@ -55,8 +55,6 @@ class VllmScorer(ContractScorer):
         Args:
             model: A classifier, with the precision to load it in.
             contract: Contract of that model, with golden scores.
-            options: The devices of vLLM.
-            batch_tokens: Token budget of one forward pass.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
@@ -188,7 +186,6 @@ def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmSc
     Args:
         place: Where the model is, as `find_reward_model` returns it.
         spec: How the model is loaded and scores. vLLM chooses the device.
-        say: Called with a line on all that was loaded and found.
 
     Raises:
         UserError: The model is not a reward model, or has changed; or vLLM is not installed.

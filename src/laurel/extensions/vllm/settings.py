@@ -39,7 +39,6 @@ def cpu_environment(num_workers: int, *, is_eager: bool) -> dict[str, str]:
 
     Args:
         num_workers: Number of processes that together hold one copy of the model.
-        is_eager: Whether to disable compilation.
     """
     found = dict(EAGER_ENVIRONMENT) if is_eager else {}
     if num_workers > 1:
@@ -81,10 +80,7 @@ def engine_arguments(
 
     Args:
         model_dir: Hugging Face directory with the weights and the tokenizer.
-        generation: The section `policy.generation`.
         max_length: Most tokens of a prompt and its completion together.
-        precision: Dtype of the weights.
-        seed: Seed of the engine.
         on_cpu: Whether vLLM runs on a CPU, where some defaults differ.
         known: Names of all arguments that `AsyncEngineArgs` has.
 
