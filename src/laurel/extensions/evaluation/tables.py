@@ -20,7 +20,7 @@ from laurel.observe.console import (
     visible,
 )
 from laurel.observe.json_output import write_json
-from laurel.observe.report.evaluations import diagnostic_tables
+from laurel.observe.report.diagnostics import diagnostic_tables
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -226,7 +226,6 @@ def ring_pairs(count: int, most: int | None) -> list[tuple[int, int]]:
     """Return the pairs of completions that are compared: all, or neighbours in a ring.
 
     Args:
-        count: The number of different completions.
         most: The most others that each is compared with, an even number; None: all.
     """
     if most is None or most >= count - 1:

@@ -55,7 +55,6 @@ class VllmPooling(VllmProcesses):
         Args:
             model: A classifier; `precision` is the dtype of its weights and of the decoder's
                 arithmetic, and the head computes in float32.
-            options: The devices of vLLM.
             max_length: Most tokens of a conversation.
             batch_tokens: Most tokens of one forward pass; raised to `max_length` if that is larger.
             reads_last: True: the score is read from the last token. False: the model pools by

@@ -37,7 +37,6 @@ def written(
     """Write weights to safetensors files that exist while the context is open.
 
     Args:
-        weights: The weights to write.
         held: The dtype in which the reader holds its weights; None: they are written as they are.
         has_all: Whether the reader has loaded all weights of an earlier version, so that only those
             that training changes are written.
