@@ -3,8 +3,8 @@
 Each figure has a file for light and one for dark pages, and is narrow enough for a phone. What a
 figure states comes from the program where the program can state it: `forest` is laid out by
 `laurel.data.forest`, `rewards` by `laurel.grpo.advantages`, `places` by the planner, `rooms` by the
-layers that tests/test_architecture.py checks, and `speed` is read from docs/benchmarks.md. Only
-`scoring` and `step` are schematic.
+layers that tests/test_architecture.py checks, and `speed` and `pushed` are read from
+docs/benchmarks.md. Only `scoring` and `step` are schematic.
 """
 
 from __future__ import annotations
@@ -319,6 +319,53 @@ def speed(theme: Theme) -> None:
     )
 
 
+def pushed(theme: Theme) -> None:
+    """Reward and right answers of a real policy at two rates, with the alarms of the larger."""
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    lines = page.partition("**Pushed too far**")[2].split("\n\nAt ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    (_, *steps), _, *series, (_, *alarms) = rows
+    at = [40 + 350 * (int(step) - 1) / (int(steps[-1]) - 1) for step in steps]
+    drawing = Drawing(theme)
+    drawing.text(10, 20, "A real policy that is pushed", bold=True)
+    panels = (("reward", (-1.0, 2.0), series[::2], 36), ("right", (0.0, 1.0), series[1::2], 176))
+    for what, (least, most), curves, top in panels:
+        high = 110
+        drawing.text(40, top + 11, what, size=12, colour=theme.faint)
+        for value in (least, most):
+            y = top + 16 + high * (most - value) / (most - least)
+            drawing.text(34, y + 4, f"{value:g}", size=11, colour=theme.faint, anchor="end")
+            drawing.parts.append(f'<path d="M40 {y} H390" stroke="{theme.rest}"/>')
+        for number, (_, *values) in enumerate(curves):
+            line = " ".join(
+                f"{x:.1f},{top + 16 + high * (most - float(value)) / (most - least):.1f}"
+                for x, value in zip(at, values, strict=True)
+            )
+            drawing.parts.append(
+                f'<polyline points="{line}" fill="none" stroke-width="2" '
+                + (
+                    f'stroke="{theme.bar}"/>'
+                    if number == 0
+                    else f'stroke="{theme.ink}" stroke-dasharray="5 3"/>'
+                )
+            )
+    y = 316.0
+    raised = [x for x, letters in zip(at, alarms, strict=True) if letters]
+    drawing.box(raised[0], y, raised[-1] - raised[0], 8, theme.branches[0])
+    drawing.text(raised[-1] + 6, y + 9, "alarms, at 1e-4", size=12)
+    for x, step in zip(at, steps, strict=True):
+        if step not in ("9", "13"):
+            drawing.text(x, y + 26, step, size=11, colour=theme.faint, anchor="middle")
+    names = [name.partition(":")[0] for name, *_ in series[::2]]
+    drawing.text(40, y + 46, f"rate {names[0]}", size=12, colour=theme.bar)
+    drawing.text(130, y + 46, f"rate {names[1]} (dashed)", size=12)
+    drawing.write(
+        "pushed",
+        "Reward and right answers of a real policy over "
+        f"{steps[-1]} steps at rates of {names[0]} and {names[1]}, with the alarms",
+    )
+
+
 def scoring(theme: Theme) -> None:
     """From messages to a score, and what `scoring.json` fixes of each step."""
     drawing, blue = Drawing(theme), theme.branches[1]
@@ -543,5 +590,5 @@ def rooms(theme: Theme) -> None:
 
 if __name__ == "__main__":
     for each in THEMES:
-        for figure in (forest, speed, scoring, rewards, step, places, rooms):
+        for figure in (forest, speed, pushed, scoring, rewards, step, places, rooms):
             figure(each)

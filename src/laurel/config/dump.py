@@ -64,7 +64,6 @@ def to_yaml(
     were given and no others: flat keys may fill the rest, which a written null would prevent.
 
     Args:
-        config: The whole configuration.
         describe: Write the description of each key above it.
         keys: The dotted names of the keys to write, each with everything below it; None is all.
         more: Text to append to the descriptions of keys, by dotted name.

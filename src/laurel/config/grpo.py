@@ -112,7 +112,6 @@ class GenerationConfig(OpenSection):
         """Return the name of the engine, which `auto` chooses.
 
         Args:
-            has_gpu: Whether there is a GPU.
             runs_here: Whether its package has to be installed here; a plan is for other machines.
         """
         if self.backend != "auto":

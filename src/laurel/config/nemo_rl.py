@@ -92,7 +92,6 @@ def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
     """List the keys of a file that the sections accept but ignore, with reasons.
 
     Args:
-        tree: The settings of the file, translated to Laurel's keys.
         ignored: The ignored dotted keys. A block such as Megatron's is listed by its parts.
     """
     found: list[UnreadKey] = []

@@ -45,9 +45,7 @@ def changes(
     that the schema no longer has is not compared.
 
     Args:
-        schema: The schema of both.
         before: The plain values of one, such as a checkpoint's `config.yaml`.
-        now: Those of the other.
         in_sweep: Whether the length of a run counts, too, as it does where trials are compared.
     """
     return _changes((schema,), before, now, (), None, in_sweep=in_sweep)
@@ -57,11 +55,6 @@ def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[tuple[s
     """Yield the keys of a saved configuration that there are no more, each with what holds instead.
 
     Those that ask for nothing but what holds now are left out.
-
-    Args:
-        kinds: The schema of the configuration.
-        before: The configuration as it was saved.
-        path: Where it stands.
     """
     if isinstance(before.value, list):
         for i, child in enumerate(before.value):

@@ -66,7 +66,6 @@ def register_env(name: str, class_path: str) -> None:
     arguments. `env.custom.<name>` of a configuration takes precedence.
 
     Args:
-        name: The name of the environment in tasks.
         class_path: The path `module.Class` or `module:Class`, which is imported when the
             environment is created.
 

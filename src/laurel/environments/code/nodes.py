@@ -81,7 +81,6 @@ class NodeWorker:
         """Return how well this node isolates programs, and how many it can run concurrently.
 
         Args:
-            num_workers: The maximum number of concurrent programs.
             limits_mb: The memory and disk limits of one program together.
         """
         return detect(), affordable_workers(min(num_workers, available_cores()), limits_mb)
@@ -91,7 +90,6 @@ class NodeWorker:
 
         Args:
             tier: The tier that was found here, whose layers every sandbox must have.
-            num_workers: The number of concurrent programs.
             cgroup: The control group, as in `SandboxConfig.cgroup`.
 
         Raises:

@@ -26,7 +26,6 @@ def open_pool(
     """Open a pool in the best tier that this machine supports, and log the tier.
 
     Args:
-        config: The sandbox section.
         num_workers: Programs at a time, at most; one per core, and as many as fit into memory.
         detection: The isolation that this machine supports; by default it is detected now, which
             takes a few seconds.
