@@ -9,6 +9,7 @@ from policy_runs import (
     grpo,
     grpo_settings,
     metrics_of,
+    rewritten_turns,
     sft,
     sft_settings,
 )
@@ -167,6 +168,21 @@ def test_grpo_is_the_same_with_roles_of_their_own(tmp_path, model, judge, grpo_h
     for step in (1, 2):
         assert_close(figures(tmp_path, step, GRPO_FIGURES), figures(grpo_here, step, GRPO_FIGURES))
     AutoModelForCausalLM.from_pretrained(tmp_path / "saves" / "step_2")
+
+
+@pytest.mark.slow
+def test_rollouts_of_several_sequences_are_the_same_on_two_ranks(tmp_path, model):
+    """They branch, too: the sequences of a rollout stay with one rank."""
+    settled = (*GRPO, NO_SAVES, "grpo.val_period=0", "grpo.val_at_end=false")
+    for place, mesh in (("one", ()), ("two", DP_2)):
+        turns = rewritten_turns(tmp_path / place, 2, 2)
+        grpo(grpo_settings(tmp_path / place, model, *settled, *turns, *mesh))
+    names = (*GRPO_FIGURES, "train/sequences_per_rollout", "train/tree/sampled_tokens")
+    for step in (1, 2):
+        expected = figures(tmp_path / "one", step, names)
+        assert expected["train/sequences_per_rollout"] > 1.5
+        assert expected["train/grad_norm"] > 0
+        assert_close(figures(tmp_path / "two", step, names), expected)
 
 
 def test_one_rank_on_ray_is_one_rank_here(tmp_path, model):

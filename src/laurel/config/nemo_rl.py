@@ -93,7 +93,6 @@ def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
     """List the keys of a file that the sections accept but ignore, with reasons.
 
     Args:
-        tree: The settings of the file, translated to Laurel's keys.
         ignored: The ignored dotted keys. A block such as Megatron's is listed by its parts.
     """
     found: list[UnreadKey] = []
@@ -195,11 +194,12 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
+    if "grpo" in schema.model_fields:
+        _name_estimator(work, values, problems)
     if "loss_fn" in schema.model_fields:
         _name_loss(work, values, problems)
         _leave_out_inherited_clips(work, schema, values)
     if "data" in schema.model_fields:
-        _name_lone_set(work, schema, values)
         _name_validation_sets(work, schema, values, problems)
         _fill_sets(work, schema, values, problems)
         _give_own_keywords(work, schema, values)
@@ -481,7 +481,6 @@ def _set_adapters(work: Adapted, values: _Values) -> None:
                 )
             names += _LAYERS[name]
         found[key] = names
-    found["match_all_linear"] = not found["target_modules"]
     for key, value in found.items():
         work.set(ours + key, value, by=at + key, was=values.get(at + key))
 
@@ -502,6 +501,27 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
         f"grpo.async_grpo is translated: grpo.max_staleness={age}, the steps that generation may "
         "run ahead of training"
     )
+
+
+def _name_estimator(work: Adapted, values: _Values, problems: list[str]) -> None:
+    """Say what `grpo` says of its estimator by the estimator's own keys."""
+    at = "grpo.adv_estimator."
+    for keys, ours, off in (
+        ((f"{at}normalize_rewards", "grpo.normalize_rewards"), f"{at}scale", "none"),
+        (("grpo.use_leave_one_out_baseline",), f"{at}use_leave_one_out_baseline", False),
+    ):
+        key = next((key for key in keys if values.get(key) is not None), None)
+        if key is None:
+            continue
+        value, there = values.get(key), values.get(ours)
+        if not isinstance(value, bool):
+            found = _at(work.tree, key)
+            place = found.place if found else work.tree.place
+            problems.append(f"{place}: {key}: must be true or false, not {value!r}")
+        elif not value and there is None:
+            work.set(ours, off, by=key, was=False)
+        elif not value and there != off:
+            work.sentences.append(f"{key}=false has no effect beside {ours}={there}")
 
 
 def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
@@ -551,17 +571,6 @@ def _file(node: YamlNode) -> str:
     return node.place.rpartition(":")[0]
 
 
-def _name_lone_set(work: Adapted, schema: type[Section], values: _Values) -> None:
-    """Name a validation set `default` that stands where sets stand by their names."""
-    block, kinds = _block_at(work, values, "data.validation"), _kinds_of_sets(schema, "validation")
-    has_names_alone = not sections_of(kinds) and any(map(is_mapping, kinds))
-    if block is None or not has_names_alone or not isinstance(block.value, dict):
-        return
-    if not all(isinstance(one.value, dict) for one in block.value.values()):
-        named = YamlNode({"default": block}, block.place)
-        work.tree = with_key(work.tree, ["data", "validation"], named)
-
-
 def _name_validation_sets(
     work: Adapted, schema: type[Section], values: _Values, problems: list[str]
 ) -> None:
@@ -570,7 +579,8 @@ def _name_validation_sets(
     if paths is None:
         return
     there, split = _block_at(work, values, "data.validation"), _at(work.tree, "data.val_split")
-    named = dict(there.value) if there is not None else {}
+    is_named = there is not None and _are_named(there, _kinds_of_sets(schema, "validation"))
+    named = {} if there is None else dict(there.value) if is_named else {"default": there}
     base = {} if split is None else {"split": split}
     for name, one in paths.value.items():
         if name in named:

@@ -219,11 +219,9 @@ class LoraConfig(Section):
     enabled: bool = False
     """Train adapters and the head instead of every weight. Default: full training where it fits."""
     target_modules: list[str] = Field(default_factory=list)
-    """Names of the linear layers to adapt; with `match_all_linear` they are not needed."""
+    """Names of the linear layers to adapt; none: every one of the decoder."""
     exclude_modules: list[str] = Field(default_factory=list)
     """Names left out."""
-    match_all_linear: bool = True
-    """Adapt every linear layer of the decoder."""
     dim: int = Field(default=8, ge=1)
     """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0)

@@ -49,8 +49,6 @@ def errands(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[s
     brings another thing, goes to another place, or is rude.
 
     Args:
-        count: The number of rows.
-        seed: The seed of the sampling.
         held_out: Whether to use the sixth of all prompts that is reserved for validation, instead
             of the other five sixths.
     """
@@ -111,7 +109,6 @@ class FunctionTasks:
         """Generate the rows.
 
         Args:
-            seed: The seed of the sampling.
             count: The number of rows of the split `train`.
             share_wrong: The probability that a training row has a wrong answer.
         """
@@ -228,8 +225,6 @@ def demonstrations(count: int, *, seed: int, share_wrong: float) -> Iterator[dic
     """Yield rows `{"messages"}` for fine-tuning, some of which have a wrong digit.
 
     Args:
-        count: The number of rows.
-        seed: The seed of the sampling.
         share_wrong: The probability that a row is wrong.
     """
     for generator, prompt, number in _sampled(count, seed, "demonstrations", held_out=False):
@@ -247,8 +242,6 @@ def preferences(count: int, *, seed: int, held_out: bool = False) -> Iterator[di
     """Yield preferences, rows `{"prompt", "chosen", "rejected"}`, of right over wrong answers.
 
     Args:
-        count: The number of rows.
-        seed: The seed of the sampling.
         held_out: Whether the rows are about held-out numbers.
     """
     for generator, prompt, number in _sampled(count, seed, "preferences", held_out=held_out):
@@ -326,13 +319,19 @@ class CalculatorTasks:
     `validation`, whose right answers `shown` demonstrates, is in another split.
     """
 
-    def __init__(self, seed: int = 0, count: int = 6000, share_calling: float = 0.4) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        count: int = 6000,
+        share_calling: float = 0.4,
+        thinks: bool = False,
+    ) -> None:
         """Generate the rows.
 
         Args:
-            seed: The seed of the sampling.
             count: The number of rows of the split `demonstrations`.
             share_calling: The probability that one of these calls the calculator.
+            thinks: Whether the turns of `demonstrations` and `shown` begin with a thought.
         """
         from transformers.utils.chat_template_utils import get_json_schema
 
@@ -350,6 +349,10 @@ class CalculatorTasks:
             ],
             "shown": [_sum_shown(*one, tools, generator, 1.0) for one in kept_back],
         }
+        if thinks:
+            for split in ("demonstrations", "shown"):
+                for row in self.formatted_ds[split]:
+                    _begin_with_thoughts(row["messages"])
 
 
 def _sum_task(left: int, word: str, right: int) -> dict[str, Any]:
@@ -375,3 +378,11 @@ def _sum_shown(
         said.append({"role": "tool", "content": shown})
     said.append({"role": "assistant", "content": boxed(shown)})
     return {"messages": said, "tools": tools}
+
+
+def _begin_with_thoughts(messages: list[dict[str, str]]) -> None:
+    asked = messages[0]["content"].removeprefix("What is ").removesuffix("?")
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            known = "" if number < len(messages) - 1 else " is known"
+            message["content"] = f"<think>\n{asked}{known}\n</think>\n\n{message['content']}"

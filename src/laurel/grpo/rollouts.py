@@ -62,12 +62,7 @@ class Chat(Protocol):
     """The part of `models.chat.ChatFormat` that rollouts use: it tokenises conversations."""
 
     def prompt_ids(self, conversation: Conversation, /, *, tools: ToolSchemas) -> TokenIds:
-        """Tokenise a conversation, including the opening of the assistant's next turn.
-
-        Args:
-            conversation: The messages so far.
-            tools: Functions that the prompt shows to the policy.
-        """
+        """Tokenise a conversation, including the opening of the assistant's next turn."""
 
     def observation_ids(
         self,
@@ -83,8 +78,6 @@ class Chat(Protocol):
         Args:
             observation: The `role` and `content` of the message, or several messages.
             history: The conversation before the policy's turn that the message answers.
-            turn_ids: The tokens of that turn.
-            tools: The functions that the prompt showed.
         """
 
     def rewritten_ids(
@@ -101,8 +94,6 @@ class Chat(Protocol):
         Args:
             observation: The environment's message, or several, that follow the turn.
             history: The conversation before the policy's turn.
-            turn: The policy's turn.
-            tools: The functions that the prompt showed.
 
         Returns:
             All tokens from the first on; None if the template appends the turn and what follows to
@@ -117,7 +108,6 @@ class Chat(Protocol):
 
         Args:
             turn_ids: The tokens of the turn, as the policy sampled them.
-            text: The text of the turn.
             ends: Numbers of characters, in ascending order.
 
         Raises:
@@ -206,10 +196,7 @@ class Rollouts:
         """Set the components and limits that stay the same during a run.
 
         Args:
-            generator: Samples the completions.
             environments: The environments by the names that tasks give.
-            chat: The policy's chat format.
-            limits: What conversations and calls may take.
             seed: The seed of the run. The seed of each turn is derived from it and from the
                 numbers of the batch, task, completion and turn.
             per_step: Whether rollouts get the rewards of their steps.
@@ -258,13 +245,11 @@ class Rollouts:
 
         Args:
             tasks: Tasks whose prompts fit into the context.
-            num_generations: The number of completions for each task.
             sampling: The sampling parameters. Each turn's `max_new_tokens` is reduced to the tokens
                 that `max_length` leaves.
             batch: Numbers that identify this batch within the run; the seeds depend on them.
             with_greedy: Whether each group gets a `greedy` completion besides, which is scored in
                 the same calls.
-            stats: Accumulates the seconds and counts of these rollouts.
             on_group: Called with each group as soon as it is finished, in any order.
 
         Returns:

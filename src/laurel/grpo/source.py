@@ -294,9 +294,6 @@ class RolloutSource:
 
         Args:
             rollouts: Runs the rollouts; `close` closes it too.
-            tasks: The training set.
-            config: The section `grpo`.
-            sampling: The sampling parameters of completions.
             shuffle: Whether each epoch reads the tasks in another random order.
             total_steps: The maximum number of steps. With dynamic sampling there may be fewer,
                 because it uses at most the tasks of all epochs.
@@ -387,7 +384,6 @@ class RolloutSource:
         """Restore the state of a checkpoint.
 
         Args:
-            batches: The batches that were generated ahead.
             consumed: The number of tasks that had been used.
         """
         self._collector.consumed = consumed
@@ -412,8 +408,6 @@ class RolloutSource:
 
         Args:
             tasks: Tasks whose prompts fit into the context.
-            num_generations: The number of completions for each task.
-            sampling: The sampling parameters of completions.
             batch: Numbers that identify this batch within a validation; the seeds depend on them.
             while_waiting: Called a few times a second with the number of groups finished so far. If
                 it raises an exception, the exception is raised here, and the rollouts are

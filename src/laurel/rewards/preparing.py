@@ -54,8 +54,6 @@ class Preparers:
         """Start the workers.
 
         Args:
-            contract: Contract to render by.
-            num_workers: Number of workers, at least one.
             make_group: Makes a group of one worker; called with the class and its arguments.
             say: Called with a line on every restart.
 
@@ -157,7 +155,6 @@ def filter_readable(
     """Return the group of the readable completions, and the failure of each completion.
 
     Args:
-        group: Any group.
         why_not: Called with each completion as a group of its own; returns why it is unreadable.
     """
     failures = tuple(why_not(replace(group, completions_G=(one,))) for one in group.completions_G)

@@ -212,7 +212,6 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
     """Check that a run has room for the judges that it loads, before anything is started.
 
     Args:
-        config: The run.
         on_cluster: Whether its workers are elsewhere.
 
     Raises:
@@ -247,7 +246,6 @@ def check_engines(config: GRPORun, *, on_cluster: bool) -> None:
     """Check that a run can use the engines that it names, before anything is started.
 
     Args:
-        config: The run.
         on_cluster: Whether its workers are elsewhere.
 
     Raises:

@@ -48,12 +48,8 @@ def load_trained_model(
     """Load the model to train, check it, and build its optimizer.
 
     Args:
-        context: The context of the run.
         load: A function that loads the model, as `LearnerWorker` takes it.
         seed: The seed of dropout.
-        load_reference: A function that loads the frozen reference model, if there is one.
-        load_teacher: A function that loads the teacher, if there is one.
-        with_entropy: Whether the learner also measures entropies.
         check_room: A function that checks, given the device, that the model fits there; it is
             called before a model is loaded into this process.
 

@@ -75,8 +75,6 @@ def train_reward_model(
     that need the data, then those that need the model. torch is imported after the data is read.
 
     Args:
-        config: The configuration of the run.
-        console: The console for what is read, decided and measured.
         fold: The part of the training set that is held out, in the place of
             `data.split_validation_size`.
         on_validation: Called after each validation; a reason that it returns ends the run.

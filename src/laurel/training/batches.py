@@ -42,9 +42,6 @@ class Batcher:
         """Choose the layout and limits of micro-batches.
 
         Args:
-            path: The layout of batches: token forests or padded rows.
-            limits: The size limits of micro-batches.
-            pad_id: The padding token, for padded rows.
             dp_size: The number of data-parallel ranks, `Learner.dp_size`.
             in_parts: Whether a group larger than the budget stays whole, as a forest that is
                 computed in parts.
@@ -136,8 +133,6 @@ class Batcher:
         and for padded rows, each completion becomes a group.
 
         Args:
-            tokens: The groups.
-            labels: The label of each group.
             subset: Returns the label of some completions of a group.
         """
         parts: list[TokenGroup] = []
@@ -193,7 +188,6 @@ def reward_values(
     """Compute every output of a reward model at every token at which completions are read.
 
     Args:
-        outputs: Computes the outputs of each micro-batch.
         groups: At least one group, as the contract encodes it.
         batcher: Divides them; lists of answers may be larger than a micro-batch.
         on_batch: Called after each micro-batch with the number of groups that it begins, and of
@@ -254,8 +248,6 @@ def global_batches(
     """Divide groups into batches of `size` completions each, in order; groups may be split.
 
     Args:
-        groups: The groups to train on.
-        labels: The label of each group.
         subset: Returns the label of some completions of a group.
         size: The number of completions of one optimizer step; the last batch may have fewer.
     """
@@ -296,10 +288,8 @@ class StepOrder:
         """Choose the order.
 
         Args:
-            num_rows: The number of rows.
             batch_size: The number of rows of a step.
             shuffle: Whether each epoch has its own order; otherwise it is that of the rows.
-            seed: The seed of the orders.
             units: Rows that stay together, each row in one unit; the units are shuffled instead.
                 The rows of a unit may be divided where a step ends. None: each row by itself.
         """

@@ -15,7 +15,16 @@ import torch
 from laurel.errors import EngineError
 from laurel.observe.loggers import read_metrics
 from policy_fakes import HOOKS
-from policy_runs import HOOKED, MATCHES, grpo, grpo_settings, metrics_of, sft, sft_settings
+from policy_runs import (
+    HOOKED,
+    MATCHES,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    rewritten_turns,
+    sft,
+    sft_settings,
+)
 from sandbox_processes import is_gone, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -71,6 +80,21 @@ def test_vllm_draws_from_the_weights_of_each_step_and_its_death_ends_the_run(tmp
     assert any("timing/train/prepare_for_generation/wake" in line for line in logged), (
         "the engine rests while the learner works"
     )
+
+
+def test_vllm_samples_rollouts_of_several_sequences_that_branch(tmp_path, model):
+    """Each turn in the context that it is trained in, and ahead of the learner."""
+    ahead = ("grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true")
+    turns = rewritten_turns(tmp_path, 2, 2)
+    run = grpo(grpo_settings(tmp_path, model, *VLLM, *turns, *ahead))
+    assert run.outcome.ended == "finished"
+    trained = [figures for figures in metrics_of(tmp_path).values() if "train/loss" in figures]
+    assert len(trained) == 4
+    for figures in trained:
+        assert figures["train/sequences_per_rollout"] > 1.5
+        assert figures["train/tree/branched_share"] == 0.5
+    # Weights are older by a step from the second on.
+    assert trained[0]["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
 
 
 TWO_SLOTS = (

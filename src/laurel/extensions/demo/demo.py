@@ -99,11 +99,6 @@ class DemoResult:
 def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoResult:
     """Generate data, fine-tune a new model, train a reward model, run GRPO against it, and report.
 
-    Args:
-        directory: The directory of all files of the demo.
-        seed: The seed of the data, the model and the sampling.
-        as_json: Whether to print the results as JSON too, within `json_output.stdout_for_json`.
-
     Raises:
         CheckpointError: The directory holds something other than a demo.
         TrainingError: A model missed its target.
@@ -143,8 +138,8 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoRe
     after = measure_policy(measuring_run(files, seed, trained), console=console)
     comparisons = _compare(before, after, reward_model, console)
     # Evenly spaced: the data is in the order of the numbers.
-    places = [i * len(comparisons) // NUM_SHOWN + i % 3 for i in range(NUM_SHOWN)]
-    print_comparisons(last, [comparisons[place] for place in places])
+    rows = [i * len(comparisons) // NUM_SHOWN + i % 3 for i in range(NUM_SHOWN)]
+    print_comparisons(last, [comparisons[row] for row in rows])
     _stage(console, NUM_STAGES, "Report")
     result = DemoResult(
         rate_before=before.success_rate, rate_after=after.success_rate, reward_accuracy=accuracy
@@ -175,11 +170,6 @@ def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) ->
 
     The three runs follow one another, `sft`, `rm` and `grpo`: each loads the last checkpoint of the
     run before it.
-
-    Args:
-        directory: The directory of all files of the demo. Files of earlier runs in it are kept.
-        seed: The seed of the data, and of the configured runs.
-        as_json: Whether to print the paths as JSON too.
 
     Raises:
         CheckpointError: The directory holds something other than a demo.
@@ -348,8 +338,6 @@ def _conclude(
     print_command(console, "next    ", next_command)
     console.print(f"report  {files.report}: open it in a browser", soft_wrap=True)
 
-
-# The configurations of the demo's runs.
 
 S = TypeVar("S", bound=Section)
 

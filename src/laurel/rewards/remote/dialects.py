@@ -88,7 +88,6 @@ class RenderedDialect(Dialect):
         """Describe a protocol.
 
         Args:
-            path: Path of the endpoint.
             contract: Renders, and truncates what is too long.
             as_text: Whether to send text, which the server tokenizes without adding to it, instead
                 of token ids.
@@ -209,7 +208,6 @@ def dialect_of(
     """Return the dialect of a protocol.
 
     Args:
-        protocol: Name of the protocol, a plug-in.
         section: Settings of that plug-in, if it has any.
         contract: Renders conversations, for servers that take text or tokens. vLLM takes messages
             as well, one conversation in a request, and renders by its own template.
