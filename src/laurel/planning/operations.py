@@ -1,8 +1,4 @@
-"""Counts the operations of a model's passes, and the bytes of its elementwise operations.
-
-`benchmarks/counted.py` counts the bytes with the code itself. `devices.yaml` has the peak rates of
-known devices.
-"""
+"""Counts the operations of a model's passes; `devices.yaml` has the peak rates of known devices."""
 
 from __future__ import annotations
 
@@ -103,41 +99,3 @@ def training_operations(forward: Operations, training: TrainingRequest) -> float
     linear = (3.0 - frozen + again) * forward.linear
     attention = (3.5 + again) * forward.attention
     return linear + attention + (4.0 - frozen) * forward.head
-
-
-def layer_bytes(shape: ModelShape, *, tokens: float, trains: bool, recomputes: bool) -> float:
-    """Return the bytes that elementwise operations of all layers move in half precision.
-
-    They are those of norms, rotary positions, activations, residual sums and casts, uncompiled.
-
-    Args:
-        recomputes: Whether the backward pass computes the forward pass again.
-    """
-    norms = int(shape.normalises_heads)
-    forward = (100, 20 + 44 * norms, 10)
-    both = (358, 58 + 160 * norms, 28)
-    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    sizes = (shape.hidden_size, heads, shape.intermediate_size)
-    passes = [both if trains else forward, *([forward] if recomputes else [])]
-    each = sum(n * size for one in passes for n, size in zip(one, sizes, strict=True))
-    return float(shape.num_layers * tokens * each)
-
-
-def head_bytes(shape: ModelShape, *, tokens: float, trains: bool) -> float:
-    """Return the bytes that the head of a policy moves besides its products.
-
-    Args:
-        tokens: Number of completion tokens.
-        trains: Whether there is a backward pass, and entropy.
-    """
-    return tokens * shape.vocab_size * (76 if trains else 16)
-
-
-def cast_bytes(shape: ModelShape, *, passes: float, trains: bool, frozen: bool) -> float:
-    """Return the bytes of autocast's copies of float32 weights and of sums of gradients.
-
-    Each pass rounds the weights of layers (6 bytes). Training also widens their gradients (6) and
-    adds them up (12).
-    """
-    weights = shape.num_layers * shape.layer_parameters
-    return passes * weights * (24 if trains and not frozen else 6)

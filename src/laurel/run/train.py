@@ -140,26 +140,6 @@ def trained(
     return outcome
 
 
-def check_selection(config: Run) -> None:
-    """Check that a run measures the metrics that it names, as the run itself does at its start.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    if isinstance(config, RewardTrainingRun):
-        from laurel.run.reward_model import reward_selection
-
-        reward_selection(config)
-    elif isinstance(config, SFTRun):
-        from laurel.run.sft import demonstration_selection
-
-        demonstration_selection(config)
-    else:
-        from laurel.run.grpo import policy_selection
-
-        policy_selection(config)
-
-
 def _use_of(kind: Kind, config: Section) -> str:
     """Return a command that uses the trained model, with {} for the model's directory."""
     # `laurel score` reads files of JSON lines: validation rows or else training rows. Without such

@@ -16,6 +16,7 @@ from laurel.extensions.plan.step_time import (
     HOST_RATE,
     Efficiency,
     device_named,
+    layer_bytes,
     step_time,
 )
 from laurel.planning.memory import Shapes, decoder_shape
@@ -24,7 +25,6 @@ from laurel.planning.operations import (
     Operations,
     forward_operations,
     known_devices,
-    layer_bytes,
     training_operations,
 )
 from laurel.planning.plan import plan_run

@@ -20,7 +20,7 @@ from laurel.observe.console import (
     visible,
 )
 from laurel.observe.json_output import write_json
-from laurel.observe.report.evaluations import diagnostic_tables
+from laurel.observe.report.diagnostics import diagnostic_tables
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,8 +89,8 @@ def print_judge(console: Console, facts: Mapping[str, Any]) -> None:
         console.print(f"judge   {'; '.join(figures)}", soft_wrap=True)
     if facts.get("position_flips", 0.0) > 0.5:
         console.print(
-            "warning: where most verdicts change with the position, the judge prefers a position to "
-            "an answer, and its accuracy says nothing of the answers",
+            "warning: where most verdicts change with the position, the judge prefers a position "
+            "to an answer, and its accuracy says nothing of the answers",
             soft_wrap=True,
         )
 

@@ -15,7 +15,9 @@ from rich.text import Text
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
+from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError
 from laurel.extensions.plan.fit import FittedPlan, fit
 from laurel.extensions.plan.options import PlanOptions
@@ -40,7 +42,6 @@ from laurel.run.request import (
     sampling_notes,
 )
 from laurel.run.shapes import ReadShapes, read_shapes
-from laurel.run.train import check_selection
 from laurel.workers.launch import backend_of
 
 
@@ -429,3 +430,23 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in rows:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         yield "  ".join(cells).rstrip()
+
+
+def check_selection(config: Run) -> None:
+    """Check that a run measures the metrics that it names, as the run itself does at its start.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if isinstance(config, RewardTrainingRun):
+        from laurel.run.reward_model import reward_selection
+
+        reward_selection(config)
+    elif isinstance(config, SFTRun):
+        from laurel.run.sft import demonstration_selection
+
+        demonstration_selection(config)
+    else:
+        from laurel.run.grpo import policy_selection
+
+        policy_selection(config)

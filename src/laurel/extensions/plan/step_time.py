@@ -24,11 +24,8 @@ from laurel.planning.memory import (
 )
 from laurel.planning.operations import (
     Device,
-    cast_bytes,
     forward_operations,
-    head_bytes,
     known_devices,
-    layer_bytes,
     training_operations,
 )
 from laurel.planning.plan import Plan
@@ -111,12 +108,12 @@ class StepTime:
         Args:
             is_padded: Whether to return the time of the padded baseline, without shared prompts.
         """
-        taken = {p.name: (p.padded if is_padded else p.shared).seconds for p in self.phases}
+        seconds_of = {p.name: (p.padded if is_padded else p.shared).seconds for p in self.phases}
         if not self.overlaps:
-            return sum(taken.values())
-        ahead = taken.pop("generation", 0.0) + taken.pop("scoring", 0.0)
-        transfer = taken.pop("weight transfer", 0.0)
-        return max(ahead, sum(taken.values())) + transfer
+            return sum(seconds_of.values())
+        ahead = seconds_of.pop("generation", 0.0) + seconds_of.pop("scoring", 0.0)
+        transfer = seconds_of.pop("weight transfer", 0.0)
+        return max(ahead, sum(seconds_of.values())) + transfer
 
 
 def device_named(name: str) -> Device:
@@ -443,8 +440,8 @@ def _generation(run: _Planned, shape: ModelShape, workload: Workload) -> Cost:
     )
     read = forward_operations(shape, prompts, has_logits=False)
     costs = [_passes(clock, precision, read.total, mesh)]
-    one = Workload(num_prompts=1, per_prompt=1, prompt_tokens=0, completion_tokens=1)
-    token = forward_operations(shape, one, has_logits=True)
+    one_token = Workload(num_prompts=1, per_prompt=1, prompt_tokens=0, completion_tokens=1)
+    token = forward_operations(shape, one_token, has_logits=True)
     at_once = max(1, batch.tokens // batch.longest)
     left = -(-workload.num_prompts * workload.per_prompt // mesh.dp)
     reads_once = workload.copies == 1 and not drawing.has_own_weights
@@ -483,9 +480,9 @@ def _transfer(run: _Planned, policy: RolePlan, generation: RolePlan, shape: Mode
     assert drawing is not None
     changed = shape.num_parameters
     if training.adapters.enabled:
-        chosen = (training.adapters.layers or set(shape.linear_layers)) - training.adapters.exclude
+        adapted = (training.adapters.layers or set(shape.linear_layers)) - training.adapters.exclude
         sizes = [
-            rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in chosen
+            rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in adapted
         ]
         changed = shape.num_layers * sum(sizes)
     width = COMPUTE_BYTES[drawing.precision] if drawing.has_own_weights else MASTER_BYTES
@@ -501,3 +498,41 @@ def _transfer(run: _Planned, policy: RolePlan, generation: RolePlan, shape: Mode
     # Read as the learner has them, written once, and read and written in each further copy.
     copied = MASTER_BYTES * changed + 9 * sent
     return clock.cost(training.precision, memory_bytes=copied)
+
+
+def layer_bytes(shape: ModelShape, *, tokens: float, trains: bool, recomputes: bool) -> float:
+    """Return the bytes that elementwise operations of all layers move in half precision.
+
+    They are those of norms, rotary positions, activations, residual sums and casts, uncompiled.
+
+    Args:
+        recomputes: Whether the backward pass computes the forward pass again.
+    """
+    norms = int(shape.normalises_heads)
+    forward = (100, 20 + 44 * norms, 10)
+    both = (358, 58 + 160 * norms, 28)
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    sizes = (shape.hidden_size, heads, shape.intermediate_size)
+    passes = [both if trains else forward, *([forward] if recomputes else [])]
+    each = sum(n * size for one in passes for n, size in zip(one, sizes, strict=True))
+    return float(shape.num_layers * tokens * each)
+
+
+def head_bytes(shape: ModelShape, *, tokens: float, trains: bool) -> float:
+    """Return the bytes that the head of a policy moves besides its products.
+
+    Args:
+        tokens: Number of completion tokens.
+        trains: Whether there is a backward pass, and entropy.
+    """
+    return tokens * shape.vocab_size * (76 if trains else 16)
+
+
+def cast_bytes(shape: ModelShape, *, passes: float, trains: bool, frozen: bool) -> float:
+    """Return the bytes of autocast's copies of float32 weights and of sums of gradients.
+
+    Each pass rounds the weights of layers (6 bytes). Training also widens their gradients (6) and
+    adds them up (12).
+    """
+    weights = shape.num_layers * shape.layer_parameters
+    return passes * weights * (24 if trains and not frozen else 6)

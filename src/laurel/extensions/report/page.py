@@ -27,6 +27,7 @@ from laurel.config.yaml_tree import Section as ConfigSection
 from laurel.errors import counted
 from laurel.extensions.report import charts as curves
 from laurel.extensions.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
+from laurel.extensions.report.evaluations import evaluation_of, lines_of, percent_text
 from laurel.extensions.report.samples import (
     RunSamples,
     SampleTable,
@@ -39,7 +40,6 @@ from laurel.observe.comparisons import Comparison
 from laurel.observe.console import format_number
 from laurel.observe.history import gold_metric
 from laurel.observe.loggers import flat
-from laurel.observe.report.evaluations import evaluation_of, lines_of, percent_text
 from laurel.observe.report.findings import BASELINES
 from laurel.observe.rules import RULES, RunFinding, findings, is_success
 from laurel.observe.run_record import RunRecord, alarms_of, read_run_record

@@ -96,7 +96,7 @@ class FunctionScorer:
             self._processes = ProcessPool(
                 ProcessPoolSpec(
                     name=f"{where}: the process for the function",
-                    prepare="laurel.rewards.function:prepare",
+                    prepare="laurel.extensions.reward_functions.scorer:prepare",
                     num_workers=num_workers,
                     timeout_seconds=config.timeout,
                     settings=config.model_dump(mode="json")

@@ -18,11 +18,17 @@ import numpy as np
 import torch
 
 from laurel.errors import ConfigError
-from laurel.extensions.reward_managers.settings import VerlManagerConfig
+from laurel.extensions.reward_functions.scorer import (
+    find_function,
+    is_async,
+    late,
+    score_of_error,
+    score_of_result,
+)
+from laurel.extensions.reward_functions.settings import VerlManagerConfig
 from laurel.models.loading.pretrained import find_tokenizer
 from laurel.models.spec import ModelSpec
 from laurel.plugins import ManagedFunction
-from laurel.rewards.function import find_function, is_async, late, score_of_error, score_of_result
 from laurel.rewards.remote.replica import failed
 from laurel.types import Score
 
