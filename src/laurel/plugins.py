@@ -500,6 +500,8 @@ class EnvironmentServices:
     """Where a model computes: `auto`, `cpu` or `cuda`."""
     max_turns: int | None = None
     """The policy's turns in a rollout."""
+    timeout_seconds: float = 600.0
+    """Seconds of one step of an environment, after which all of it fails."""
     say: Callable[[str], None] | None = None
     """Prints a line about what takes long."""
     placement: Any = None

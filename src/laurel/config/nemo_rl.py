@@ -21,7 +21,6 @@ from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.schema_info import (
     Kinds,
     is_mapping,
-    item_kinds,
     kind_that_fits,
     sections_of,
     step_into,
@@ -205,8 +204,8 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _give_own_keywords(work, schema, values)
     problems += _heads_out_of_place(schema, values)
     if "policy" in schema.model_fields:
-        _take_budget_of_padded_rows(work, values)
         _pack_where_rows_are_divided(work)
+        _take_budget_of_padded_rows(work, values)
     return work
 
 
@@ -309,6 +308,7 @@ BACKEND_SENTENCE = (
     "(FSDP2, tensor and context parallelism), with policy.optimizer and policy.scheduler"
 )
 _MEGATRON = "policy.megatron_cfg."
+_WHOLE_BUDGET = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
 _DTENSOR = "policy.dtensor_cfg."
 _SIMPLE: Mapping[str, str] = {
     "tensor_model_parallel_size": _DTENSOR + "tensor_parallel_size",
@@ -481,7 +481,6 @@ def _set_adapters(work: Adapted, values: _Values) -> None:
                 )
             names += _LAYERS[name]
         found[key] = names
-    found["match_all_linear"] = not found["target_modules"]
     for key, value in found.items():
         work.set(ours + key, value, by=at + key, was=values.get(at + key))
 
@@ -633,9 +632,7 @@ def _with_keywords(block: YamlNode, kinds: Kinds, of_sets: Kinds) -> YamlNode:
     said = block.value.get("dataset_name") if isinstance(block.value, dict) else None
     if said is None or not re.search(r"[.:]", str(said.value)):
         return block
-    inside = (inner for kind in of_sets for inner in item_kinds(kind) or ())
-    sections = sections_of((*of_sets, *inside))
-    known = [key for one in sections for key in (*one.model_fields, *one.foreign_keys)]
+    known = [key for one in sections_of(of_sets) for key in (*one.model_fields, *one.foreign_keys)]
     own = {
         key: value
         for key, value in block.value.items()
@@ -699,12 +696,20 @@ def _heads_out_of_place(schema: type[Section], values: _Values) -> Iterator[str]
 
 
 def _take_budget_of_padded_rows(work: Adapted, values: _Values) -> None:
-    """Take the token budget of dynamic batching as the only one, if rows are padded."""
-    by, ours = "policy.dynamic_batching.train_mb_tokens", "policy.sequence_packing.train_mb_tokens"
-    is_padded = values.get("policy.sequence_packing.enabled") is False
-    budget = values.get(by)
-    if budget and is_padded and values.get("policy.dynamic_batching.enabled") is True:
-        work.set(ours, budget, by=by, was=budget)
+    """Say by `sequence_packing` alone whether padded rows have a token budget, and which."""
+    at, packing = "policy.dynamic_batching.", "policy.sequence_packing."
+    switch, is_on = _at(work.tree, at + "enabled"), values.get(at + "enabled")
+    now = _at(work.tree, packing + "enabled")
+    if switch is None or now is None or values.get(packing + "enabled") is not False:
+        return
+    budget: Any = None
+    if is_on is True:
+        said = (values.get(at + "train_mb_tokens"), values.get(packing + "train_mb_tokens"))
+        budget = next((one for one in said if isinstance(one, int)), _WHOLE_BUDGET)
+    elif now.value is True:  # they are packed
+        return
+    node = YamlNode(budget, switch.place)
+    work.tree = with_key(work.tree, [*packing.split(".")[:-1], "train_mb_tokens"], node)
 
 
 def _pack_where_rows_are_divided(work: Adapted) -> None:
@@ -720,7 +725,6 @@ def _pack_where_rows_are_divided(work: Adapted) -> None:
     if not isinstance(size.value, int) or size.value < 2:
         return
     work.set(key, True, by=key, was=False)
-    work.set("policy.dynamic_batching.enabled", False, by=key, was=False)
     work.sentences.append(
         f"policy.sequence_packing.enabled is true: {_DTENSOR}context_parallel_size={size.value} "
         "divides token forests here, which give the same sums as padded rows"

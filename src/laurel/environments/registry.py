@@ -143,7 +143,13 @@ def create_environments(
                 )
             named[name] = section
     services = EnvironmentServices(
-        name="", device=device, max_turns=max_turns, say=say, placement=opening, nodes=nodes
+        name="",
+        device=device,
+        max_turns=max_turns,
+        timeout_seconds=config.timeout_seconds,
+        say=say,
+        placement=opening,
+        nodes=nodes,
     )
     # An environment that is named both by itself and as a part of a composite is made once. Each
     # may be shut down, since `shutdown` is idempotent.

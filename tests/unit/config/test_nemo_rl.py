@@ -328,7 +328,7 @@ def test_a_megatron_policy_is_trained_with_its_own_settings(tmp_path: Path) -> N
     assert (spread.sequence_parallel, spread.activation_checkpointing) == (True, True)
     adapters = spread.lora_cfg
     assert (adapters.enabled, adapters.dim, adapters.alpha) == (True, 128, 64.0)
-    assert adapters.match_all_linear
+    assert adapters.target_modules == []
     translated, lost, ignored = loaded.warnings
     assert translated == MEGATRON_SENTENCE
     assert "policy.dtensor_cfg.enabled" in ignored
@@ -470,7 +470,6 @@ def test_layers_of_megatron_are_those_of_the_decoder(tmp_path: Path) -> None:
     adapters = load(tmp_path, "sft", megatron(**changes)).config.policy.dtensor_cfg.lora_cfg
     assert adapters.target_modules == ["q_proj", "k_proj", "v_proj", "down_proj"]
     assert adapters.exclude_modules == ["o_proj"]
-    assert not adapters.match_all_linear
 
 
 def test_an_import_writes_what_megatrons_settings_become(tmp_path: Path) -> None:
@@ -514,7 +513,6 @@ def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
     }
     loaded = load(tmp_path, "grpo", tree)
     assert loaded.config.policy.sequence_packing.enabled
-    assert not loaded.config.policy.dynamic_batching.enabled
     assert loaded.warnings[0].startswith("policy.sequence_packing.enabled is true: ")
     plan_allocation(loaded.config)
 
@@ -651,6 +649,15 @@ def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) ->
     assert ignored.endswith(": policy.logprob_batch_size")
     policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 100}
     assert load(tmp_path, "grpo", {"policy": policy}).config.policy.token_budget == 100
+    for packing, enabled, budget in (({}, True, 128), ({"train_mb_tokens": 90}, True, 90)):
+        policy["sequence_packing"] = {"enabled": False, **packing}
+        policy["dynamic_batching"] = {"enabled": enabled}
+        config = load(tmp_path, "grpo", {"policy": policy}).config
+        assert config.policy.batch_limits.padded_tokens == budget
+    # Where NeMo RL counts rows, no budget holds that its file says beside.
+    policy["dynamic_batching"] = {"enabled": False}
+    limits = load(tmp_path, "grpo", {"policy": policy}).config.policy.batch_limits
+    assert (limits.padded_tokens, limits.padded_groups) == (None, 2)
 
 
 def test_a_reward_model_that_scores_has_no_adapters(tmp_path: Path) -> None:

@@ -230,7 +230,9 @@ def test_a_part_without_weight_is_gold_enough_to_stop_on() -> None:
 
 def test_a_key_that_is_gone_is_told_unless_an_older_file_leaves_it_null(tmp_path: Path) -> None:
     older = tmp_path / "older.yaml"
-    older.write_text("env: {code: {sandbox: {url: null, num_workers: 8}}}\n", encoding="utf-8")
+    older.write_text(
+        "env: {code: {sandbox: {url: null, num_workers: 8, result_kb: 256}}}\n", encoding="utf-8"
+    )
     loaded = load_config(GRPORun, older)
     assert "env.code.sandbox.url" in loaded.warnings[0]
     older.write_text("env: {code: {sandbox: {url: 'http://127.0.0.1:9'}}}\n", encoding="utf-8")

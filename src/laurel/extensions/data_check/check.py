@@ -602,9 +602,6 @@ def _show_formats(console: Console, findings: Findings) -> None:
             _line(console, form.name, f"{form.columns}  ({', '.join(commands)})")
 
 
-# The first row of a data file as a command trains on it: its messages, or its tokens.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """One token, or several that together encode one character, with its text for display."""

@@ -339,8 +339,6 @@ def _conclude(
     console.print(f"report  {files.report}: open it in a browser", soft_wrap=True)
 
 
-# The configurations of the demo's runs.
-
 S = TypeVar("S", bound=Section)
 
 UPDATES = 4

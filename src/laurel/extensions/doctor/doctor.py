@@ -101,8 +101,6 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
     return ProbeFinding(facts=used, lines=tuple(lines))
 
 
-# `laurel doctor --trial`: what a run relies on, tried with models made on the spot.
-
 TRIAL_PROBES = ("versions", "libraries", "cpu", "memory", "gpus")
 """The probes whose facts go into a trial's report; they name no directory except Python's."""
 NAME_WIDTH, STATUS_WIDTH, SHARE_WIDTH = 26, 9, 6

@@ -89,8 +89,8 @@ def print_judge(console: Console, facts: Mapping[str, Any]) -> None:
         console.print(f"judge   {'; '.join(figures)}", soft_wrap=True)
     if facts.get("position_flips", 0.0) > 0.5:
         console.print(
-            "warning: where most verdicts change with the position, the judge prefers a position to "
-            "an answer, and its accuracy says nothing of the answers",
+            "warning: where most verdicts change with the position, the judge prefers a position "
+            "to an answer, and its accuracy says nothing of the answers",
             soft_wrap=True,
         )
 

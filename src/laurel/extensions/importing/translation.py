@@ -141,8 +141,8 @@ class Translation(Work):
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
         to = "policy.dtensor_cfg.lora_cfg."
-        self.put(to + "match_all_linear", value == "all-linear", key)
         if value == "all-linear":
+            self.put(to + "target_modules", [], key)
             return
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):

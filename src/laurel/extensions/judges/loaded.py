@@ -124,8 +124,8 @@ class ModelJudge:
             for group in groups
         ]
         questions = await asyncio.to_thread(self._questions, distinct)
-        asked = [q for of_group in questions for q in of_group if q.ids_L is not None]
-        verdicts = iter(await self._verdicts(asked))
+        with_tokens = [q for of_group in questions for q in of_group if q.ids_L is not None]
+        verdicts = iter(await self._verdicts(with_tokens))
         scores: list[tuple[Score, ...]] = []
         for group, single, of_group in zip(groups, distinct, questions, strict=True):
             verdict_of = {

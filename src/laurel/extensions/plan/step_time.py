@@ -108,12 +108,12 @@ class StepTime:
         Args:
             is_padded: Whether to return the time of the padded baseline, without shared prompts.
         """
-        taken = {p.name: (p.padded if is_padded else p.shared).seconds for p in self.phases}
+        seconds_of = {p.name: (p.padded if is_padded else p.shared).seconds for p in self.phases}
         if not self.overlaps:
-            return sum(taken.values())
-        ahead = taken.pop("generation", 0.0) + taken.pop("scoring", 0.0)
-        transfer = taken.pop("weight transfer", 0.0)
-        return max(ahead, sum(taken.values())) + transfer
+            return sum(seconds_of.values())
+        ahead = seconds_of.pop("generation", 0.0) + seconds_of.pop("scoring", 0.0)
+        transfer = seconds_of.pop("weight transfer", 0.0)
+        return max(ahead, sum(seconds_of.values())) + transfer
 
 
 def device_named(name: str) -> Device:
@@ -440,8 +440,8 @@ def _generation(run: _Planned, shape: ModelShape, workload: Workload) -> Cost:
     )
     read = forward_operations(shape, prompts, has_logits=False)
     costs = [_passes(clock, precision, read.total, mesh)]
-    one = Workload(num_prompts=1, per_prompt=1, prompt_tokens=0, completion_tokens=1)
-    token = forward_operations(shape, one, has_logits=True)
+    one_token = Workload(num_prompts=1, per_prompt=1, prompt_tokens=0, completion_tokens=1)
+    token = forward_operations(shape, one_token, has_logits=True)
     at_once = max(1, batch.tokens // batch.longest)
     left = -(-workload.num_prompts * workload.per_prompt // mesh.dp)
     reads_once = workload.copies == 1 and not drawing.has_own_weights
@@ -480,9 +480,9 @@ def _transfer(run: _Planned, policy: RolePlan, generation: RolePlan, shape: Mode
     assert drawing is not None
     changed = shape.num_parameters
     if training.adapters.enabled:
-        chosen = (training.adapters.layers or set(shape.linear_layers)) - training.adapters.exclude
+        adapted = (training.adapters.layers or set(shape.linear_layers)) - training.adapters.exclude
         sizes = [
-            rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in chosen
+            rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in adapted
         ]
         changed = shape.num_layers * sum(sizes)
     width = COMPUTE_BYTES[drawing.precision] if drawing.has_own_weights else MASTER_BYTES

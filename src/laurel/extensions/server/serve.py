@@ -63,7 +63,7 @@ class Key:
     source: str
     header: str = ""
     """The shell expression that yields the key, for the example command with curl."""
-    place: dict[str, str] | None = None
+    location: dict[str, str] | None = None
     """The source for programs that read the key: `{"variable": NAME}` or `{"file": PATH}`."""
 
 
@@ -74,7 +74,6 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
         opens: Opens what is served, as `service.open_model` does; None: the model of the options.
 
     Raises:
-        UserError: An option, a port, a model or a key cannot be used.
         WorkerError: Every replica has used up its restarts; exit code 75 asks for a restart.
     """
     _check(options)
@@ -151,7 +150,7 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
                 "url": url,
                 "model": served.name,
                 "version": served.version,
-                "key": key.place,
+                "key": key.location,
                 "allow_from": options.allow_from or [],
             }
             write_json(ready, indent=None)
@@ -235,11 +234,11 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _key_of_environment(default: str, chosen: str | None, *, option: str) -> Key | None:
-    name = chosen or default
+def _key_of_environment(default: str, variable: str | None, *, option: str) -> Key | None:
+    name = variable or default
     value = os.environ.pop(name, "")  # child processes do not inherit the key
     if not value:
-        if chosen is not None:
+        if variable is not None:
             raise ConfigError(f"{option} {name}: there is no such variable, or it is empty")
         return None
     if len(value) < _SHORTEST_KEY or not value.isascii() or any(not "!" <= c <= "~" for c in value):
@@ -251,7 +250,7 @@ def _key_of_environment(default: str, chosen: str | None, *, option: str) -> Key
         value=value,
         source=f"the one in the variable {name}",
         header=f"${name}",
-        place={"variable": name},
+        location={"variable": name},
     )
 
 
@@ -274,7 +273,9 @@ def _key_of_file(port: int) -> Key:
             f"the API key cannot be kept in {path} ({error.strerror}); set the variable "
             f"{DEFAULT_KEY_ENV} to one"
         ) from error
-    return Key(value=value, source=f"in {path}", header=f"$(cat {path})", place={"file": str(path)})
+    return Key(
+        value=value, source=f"in {path}", header=f"$(cat {path})", location={"file": str(path)}
+    )
 
 
 def _kept_key(path: Path) -> str | None:
@@ -333,10 +334,10 @@ def _serving_spec(
         engine = ScoringEngine(plugin=plugin, section=section)
     day = None if options.date is None else options.date.date()
     with speaking(*names):
-        found = find_reward_model(options.model)
+        place = find_reward_model(options.model)
     scorer = ScorerSpec(
         model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),
-        found=found,
+        found=place,
         max_length=options.max_length,
         batch_tokens=options.batch_tokens,
         precision=options.precision,

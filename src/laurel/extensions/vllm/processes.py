@@ -55,9 +55,6 @@ class Lifeline:
     async def hold(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await a coroutine that uses the engine, unless the engine fails first.
 
-        Returns:
-            The coroutine's result.
-
         Raises:
             LaurelError: The engine's failure (`cut`), which came before the result.
         """
@@ -81,14 +78,7 @@ class VllmProcesses:
     """
 
     def __init__(self, purpose: str) -> None:
-        """Import vLLM; `_start` starts it.
-
-        Args:
-            purpose: What needs vLLM, for the error message.
-
-        Raises:
-            MissingDependencyError: vLLM is not installed.
-        """
+        """Import vLLM; `_start` starts it."""
         with environment(ENVIRONMENT):
             self._vllm = import_vllm(purpose)
             self._on_cpu = bool(self._vllm.current_platform.is_cpu())
@@ -99,16 +89,7 @@ class VllmProcesses:
         self._segments: set[str] = set()
 
     def _start(self, name: str, model: str, arguments: Callable[[], dict[str, Any]]) -> None:
-        """Start vLLM and prepare it, or leave nothing of it behind.
-
-        Args:
-            name: Name of the thread.
-            model: What it loads, for the error message.
-            arguments: Returns the arguments of vLLM's `AsyncEngineArgs`.
-
-        Raises:
-            EngineError: vLLM does not start; the message has the reason that vLLM gives.
-        """
+        """Start vLLM and prepare it, or leave nothing of it behind."""
         self._background = BackgroundLoop(name)
         atexit.register(self.close)
         try:
@@ -207,9 +188,6 @@ class VllmProcesses:
 def import_vllm(purpose: str) -> SimpleNamespace:
     """Import what Laurel uses of vLLM; without import warnings.
 
-    Args:
-        purpose: What needs vLLM, for the error message.
-
     Raises:
         MissingDependencyError: vLLM is not installed.
     """
@@ -258,11 +236,11 @@ def processes_of(llm: Any) -> list[Any]:
 
 def segments_of(processes: Iterable[Any]) -> set[str]:
     """Return the paths of vLLM's shared-memory files that these processes map now."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for process in processes:
         with suppress(Exception):  # it has ended
-            found.update(one.path for one in process.memory_maps())
-    return {path for path in found if path.startswith(SEGMENTS)}
+            paths.update(mapping.path for mapping in process.memory_maps())
+    return {path for path in paths if path.startswith(SEGMENTS)}
 
 
 def remove(segments: Iterable[str]) -> None:

@@ -50,18 +50,7 @@ class VllmScorer(ContractScorer):
         options: PoolingOptions | None = None,
         batch_tokens: int = 8192,
     ) -> None:
-        """Start vLLM, which takes seconds, and check its scores; `close` ends it.
-
-        Args:
-            model: A classifier, with the precision to load it in.
-            contract: Contract of that model, with golden scores.
-
-        Raises:
-            MissingDependencyError: vLLM is not installed.
-            EngineError: vLLM does not start.
-            ModelError: The tokenizer has tokens that the model does not embed.
-            ScoringContractError: There are no golden scores, or vLLM gives others.
-        """
+        """Start vLLM, which takes seconds, and check its scores; `close` ends it."""
         super().__init__(contract, batch_tokens=batch_tokens)
         rules = contract.rules
         if rules.steps is not None:
@@ -83,10 +72,10 @@ class VllmScorer(ContractScorer):
             reads_last=rules.pooled == "last",
         )
         try:
-            known = len(self.contract.tokenizer)
-            if known > self._model.vocab_size:
+            num_tokens = len(self.contract.tokenizer)
+            if num_tokens > self._model.vocab_size:
                 raise ModelError(
-                    f"the tokenizer has {known} tokens and the model embeds "
+                    f"the tokenizer has {num_tokens} tokens and the model embeds "
                     f"{self._model.vocab_size}: they do not belong together "
                     f"({key_of('policy.tokenizer.name')})"
                 )
@@ -181,16 +170,7 @@ def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: fl
 
 
 def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:
-    """Start vLLM with a reward model, and check that it scores as it did when it was saved.
-
-    Args:
-        place: Where the model is, as `find_reward_model` returns it.
-        spec: How the model is loaded and scores. vLLM chooses the device.
-
-    Raises:
-        UserError: The model is not a reward model, or has changed; or vLLM is not installed.
-        EngineError: vLLM does not start.
-    """
+    """Start vLLM with a reward model, and check that it scores as it did when it was saved."""
     rules = read_rules(place)
     if rules is not None and rules.golden:
         tokenizer = find_tokenizer(replace(spec.model, name=place.name))
