@@ -207,12 +207,17 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", default=[4, 8, 16, 32, 64])
     parser.add_argument("--groups", type=int, default=8, help="of real completions")
     parser.add_argument("--shares", type=float, nargs="*", default=[], help="of the third table")
-    parser.add_argument("--counts", type=int, nargs="*", default=[4, 16, 64], help="of its groups")
+    parser.add_argument(
+        "--counts", type=int, nargs="*", default=[4, 16, 64], help="of its groups; even"
+    )
     parser.add_argument("--completions", type=int, default=16, help="of a real group")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--json", type=Path, default=Path("benchmark_results/prefix_trees.json"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if odd := [count for count in options.counts if count < 2 or count % 2]:
+        parser.error(f"--counts {odd[0]}: each two completions begin alike, so it has to be even")
+    return options
 
 
 if __name__ == "__main__":

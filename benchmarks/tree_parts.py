@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from laurel.models.forest.attention import FOREST, register
     from laurel.models.forest.policy import PolicyModel
     from laurel.models.loading.pretrained import recompute_activations
-    from laurel.training.batches import Batcher
+    from laurel.training.batches import Batcher, select_completions, shares
     from laurel.training.learner import LocalLearner
     from laurel.training.policy_loss import PolicyLabels, PolicyLoss
     from laurel.types import TokenGroup
@@ -153,9 +153,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     if options.way == "one pass":
         limits = replace(limits, forest_tokens=prompt + answer * count)
-    if options.way == "alone":
-        limits = replace(limits, forest_tokens=1)
-    batcher = Batcher("forest", limits, pad_id=0, in_parts=options.way == "parts")
+    if options.way in ("cut", "alone"):
+        limits = replace(
+            limits,
+            forest_tokens=max(options.budget, prompt + answer),
+            share_prompts=options.way == "cut",
+        )
+    batcher = Batcher("forest", limits, pad_id=0)
 
     def batch(prompt: int, answer: int, count: int) -> tuple[list[Any], list[Any]]:
         rng = np.random.default_rng(0)
@@ -175,6 +179,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     def step(*sizes: int) -> None:
         groups, labels = batch(*sizes)
+        if options.way == "cut":
+            some = shares(groups[0], budget=options.budget)
+            labels = [labels[0].subset(indices) for indices in some]
+            groups = [select_completions(groups[0], indices) for indices in some]
         micro_batches = batcher.cut(*batcher.divide(groups, labels, PolicyLabels.subset))
         update = learner.update(micro_batches, loss)
         assert update.failure is None

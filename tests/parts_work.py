@@ -100,7 +100,7 @@ def _computed(shape: ParallelShape, mesh: Any, case: Case, budget: int | None) -
     model, ranks = build(kind, name, options), None
     groups, of_groups, subset, loss = labelled(kind)
     limits = BatchLimits(forest_tokens=budget or 1000)
-    batcher = Batcher("forest", limits, pad_id=0, dp_size=shape.dp, in_parts=budget is not None)
+    batcher = Batcher("forest", limits, pad_id=0, dp_size=shape.dp)
     if subset is not None:
         groups, of_groups = batcher.divide(groups, of_groups, subset)
     batch = batcher.cut(groups, of_groups)

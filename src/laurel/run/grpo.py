@@ -539,7 +539,6 @@ def _batcher(context: RunContext[GRPORun], model: TrainedModel) -> Batcher:
         config.policy.batch_limits,
         pad_id=model.facts.tokenizer.pad_token_id or 0,
         dp_size=model.learner.dp_size,
-        in_parts=True,
     )
 
 

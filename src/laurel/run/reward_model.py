@@ -349,7 +349,6 @@ def _batching(
         limits,
         pad_id=contract.rules.pad_id or 0,
         dp_size=model.learner.dp_size,
-        in_parts=True,
     )
     return batcher, units
 

@@ -100,7 +100,6 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
                 limits,
                 pad_id=pad_id,
                 dp_size=learner.dp_size,
-                in_parts=True,
             ),
             train=train,
             order=order,

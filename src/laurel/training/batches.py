@@ -37,20 +37,18 @@ class Batcher:
         *,
         pad_id: int,
         dp_size: int = 1,
-        in_parts: bool = False,
     ) -> None:
         """Choose the layout and limits of micro-batches.
 
         Args:
+            limits: The size limits of micro-batches. A larger group is computed in parts, unless
+                prompts are not shared.
             dp_size: The number of data-parallel ranks, `Learner.dp_size`.
-            in_parts: Whether a group larger than the budget stays whole, as a forest that is
-                computed in parts.
         """
         self.path: Literal["forest", "padded"] = path
         self.limits = limits
         self._pad_id = pad_id
         self._dp_size = dp_size
-        self._in_parts = in_parts and limits.share_prompts
 
     def cut(self, tokens: Sequence[TokenGroup], labels: Sequence[Label]) -> list[MicroBatch[Label]]:
         """Divide all groups into micro-batches.
@@ -102,17 +100,15 @@ class Batcher:
     def filled(self) -> Batcher:
         """Return one that fills padded batches too, where no gradients are kept."""
         limits = replace(self.limits, padded_tokens=self.limits.forest_tokens)
-        return Batcher(
-            self.path,
-            limits,
-            pad_id=self._pad_id,
-            dp_size=self._dp_size,
-            in_parts=self._in_parts,
-        )
+        return self._limited(limits)
 
     def of_singles(self) -> Batcher:
         """Return one whose micro-batches hold a single conversation each."""
-        limits = replace(self.limits, forest_tokens=1, padded_tokens=1)
+        return self._limited(
+            replace(self.limits, forest_tokens=1, padded_tokens=1, share_prompts=False)
+        )
+
+    def _limited(self, limits: BatchLimits) -> Batcher:
         return Batcher(self.path, limits, pad_id=self._pad_id, dp_size=self._dp_size)
 
     @property
@@ -127,21 +123,19 @@ class Batcher:
     ) -> tuple[list[TokenGroup], list[Label]]:
         """Divide groups into smaller ones, for losses in which completions are independent.
 
-        A group that exceeds the budget of a forest is divided into several, in which fewer
-        completions share the prompt. Computed in parts, it is divided only if it also exceeds the
-        share of a data-parallel rank, for whose end the others would wait. Without prompt sharing,
-        and for padded rows, each completion becomes a group.
+        A group that exceeds the share of a data-parallel rank, for whose end the others would wait,
+        is divided into several, in which fewer completions share the prompt. Without prompt
+        sharing, and for padded rows, each completion becomes a group.
 
         Args:
             subset: Returns the label of some completions of a group.
         """
         parts: list[TokenGroup] = []
         their_labels: list[Label] = []
-        shares_prompt = self._is_forest and self.limits.share_prompts
-        budget = self.limits.forest_tokens if shares_prompt else None
-        if budget is not None and self._in_parts:
+        budget: int | None = None
+        if self._is_forest and self.limits.share_prompts:
             total = sum(group.num_tokens for group in tokens)
-            budget = max(budget, -(-total // self._dp_size))
+            budget = max(self.limits.forest_tokens, -(-total // self._dp_size))
         for group, label in zip(tokens, labels, strict=True):
             for indices in shares(group, budget=budget):
                 parts.append(select_completions(group, indices))
@@ -155,7 +149,7 @@ class Batcher:
         if self._is_forest:
             share = self.limits.share_prompts
             forest = to_forest(tokens, share_prompts=share, least_shared=least)
-            if self._in_parts:
+            if share:
                 forest = replace(forest, part_tokens=self.limits.forest_tokens)
             return MicroBatch(
                 inputs=forest,

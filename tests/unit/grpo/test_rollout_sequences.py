@@ -252,8 +252,7 @@ def policy(layout):
     if "deep" in layout:
         limits = replace(limits, least_shared=2)
     dp_size = 2 if layout == "divided" else 1
-    parts = "parts" in layout
-    return learner, Batcher(path, limits, pad_id=PAD, dp_size=dp_size, in_parts=parts)
+    return learner, Batcher(path, limits, pad_id=PAD, dp_size=dp_size)
 
 
 def gradient(model):

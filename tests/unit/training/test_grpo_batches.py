@@ -63,15 +63,13 @@ def gradients(batch, of_batch, *, path="forest", **changes):
     return gradient, count
 
 
-def step_of(
-    batch, of_batch, *, path="forest", in_parts=False, loss=None, with_entropy=False, **changes
-):
-    """The same, and its metrics; with `in_parts`, as a run in one process computes it."""
+def step_of(batch, of_batch, *, path="forest", loss=None, with_entropy=False, **changes):
+    """The same, and its metrics."""
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64, path=path)
     model.with_entropy = with_entropy
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
-    batcher = Batcher(path, policy.batch_limits, pad_id=PAD, in_parts=in_parts)
+    batcher = Batcher(path, policy.batch_limits, pad_id=PAD)
     micro_batches = batcher.cut(*batcher.divide(batch, of_batch, PolicyLabels.subset))
     loss = loss or loss_of()
     update = learner.update(micro_batches, loss)
@@ -167,7 +165,7 @@ def test_a_group_larger_than_the_budget_is_computed_in_parts(budget, loss):
     expected, metrics, _ = step_of(groups, of_groups, **options)
     assert "entropy" in metrics
     small = {"sequence_packing": {"train_mb_tokens": budget}}
-    found, same, _ = step_of(groups, of_groups, in_parts=True, **options, **small)
+    found, same, _ = step_of(groups, of_groups, **options, **small)
     assert_same(found, expected)
     assert same == pytest.approx(metrics, rel=1e-6)
 
@@ -177,7 +175,7 @@ def test_a_group_in_parts_is_divided_where_one_rank_would_have_more_than_its_sha
     labels = [list(range(len(group.branches_ids_G))) for group in groups]
     for dp_size, expected in ((1, [4, 2]), (2, [2, 2, 2]), (4, [1, 1, 1, 1, 2])):
         limits = BatchLimits(forest_tokens=16)
-        batcher = Batcher("forest", limits, pad_id=PAD, dp_size=dp_size, in_parts=True)
+        batcher = Batcher("forest", limits, pad_id=PAD, dp_size=dp_size)
         divided, their = batcher.divide(groups, labels, lambda of, some: [of[i] for i in some])
         assert [len(group.branches_ids_G) for group in divided] == expected
         assert [len(some) for some in their] == expected
@@ -189,7 +187,7 @@ def test_one_loss_of_several_parts_that_is_not_finite_fails_the_step(budget):
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0}))
-    batcher = Batcher("forest", BatchLimits(forest_tokens=budget), pad_id=PAD, in_parts=True)
+    batcher = Batcher("forest", BatchLimits(forest_tokens=budget), pad_id=PAD)
     for place in (0, 2):
         of_groups = some_labels(groups)
         of_groups[1].old_GL[place][0] = np.nan
@@ -213,7 +211,7 @@ def test_log_probabilities_of_a_large_group_are_computed_in_parts(budget, monkey
         sizes.clear()
         packing = {"train_mb_tokens": tokens}
         policy = GRPOPolicyConfig.model_validate({"sequence_packing": packing})
-        batcher = Batcher("forest", policy.batch_limits, pad_id=PAD, in_parts=True)
+        batcher = Batcher("forest", policy.batch_limits, pad_id=PAD)
         found.append(policy_logprobs(learner.outputs, groups, batcher))
     assert len(sizes) > 1
     assert max(sizes) <= budget

@@ -48,7 +48,7 @@ def test_a_step_in_parts_is_the_step_in_one_pass(kind: str, budget: int) -> None
         model = tiny_reward_model("qwen3", dtype=torch.float64, precision=torch.float64)
         learner = LocalLearner(model, optimizer=SGD)
         limits = BatchLimits(forest_tokens=tokens)
-        batch = Batcher("forest", limits, pad_id=PAD, in_parts=in_parts).cut(groups, labels)
+        batch = Batcher("forest", limits, pad_id=PAD).cut(groups, labels)
         assert any(one.inputs.is_in_parts for one in batch) == in_parts
         update = learner.update(batch, RewardLoss(LossConfig.model_validate(LOSSES[kind])))
         assert update.failure is None
