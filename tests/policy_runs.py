@@ -83,7 +83,7 @@ def rewritten_turns(directory: Path, *tree: int) -> tuple[str, ...]:
     template = directory / "forgets.jinja"
     directory.mkdir(parents=True, exist_ok=True)
     template.write_text(FORGETS)
-    branching = ()
+    branching: tuple[str, ...] = ()
     if tree:
         initial, branches = tree
         branching = (

@@ -122,9 +122,10 @@ def own_slots(judge):
 
 
 ROLES = {
-    "one rank each": (
-        "cluster.gpus_per_node=3",
-        "env.reward_model.resources.gpus_per_node=1",
+    "slots of their own": (
+        "cluster.gpus_per_node=4",
+        "env.reward_model.resources.gpus_per_node=2",
+        "env.reward_model.dtensor_cfg.tensor_parallel_size=2",
         "policy.generation.colocated.enabled=false",
         "policy.generation.colocated.resources.gpus_per_node=1",
     ),
@@ -156,8 +157,10 @@ def test_grpo_is_the_same_with_roles_of_their_own(tmp_path, model, judge, grpo_h
     way = "object_store" if setting in ways else "broadcast"
     assert f"sampled by GeneratorReplicas, weights by {way}" in finished.text
     if "env.reward_model.resources.gpus_per_node=2" in ways:
-        assert "generation: node 0, slots 0-1, in turns with policy" in finished.text
         assert "reward_model: node 0, slots 2-3" in finished.text
+        own = "policy.generation.colocated.enabled=false" in ways
+        generation = "slot 1" if own else "slots 0-1, in turns with policy"
+        assert f"generation: node 0, {generation}" in finished.text
     assert "broke off" not in caplog.text
     lines = read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")
     key = "performance/weight_transfer_fallbacks"

@@ -20,55 +20,41 @@ from runs import (
 )
 
 MANNERS = {
-    "plain": [],
-    "hidden dropout": [
-        "policy.scratch.architecture=phi",
-        "+policy.scratch.config_overrides.resid_pdrop=0.3",
-        "+policy.scratch.config_overrides.embd_pdrop=0.1",
-    ],
-    "dropout recomputed": [
+    "a model that was loaded": [],
+    "adapters, dropout recomputed and a scheduler list": [
         "+policy.scratch.config_overrides.attention_dropout=0.3",
         "policy.dtensor_cfg.activation_checkpointing=true",
-    ],
-    "LoRA and a scheduler list": [
         "policy.dtensor_cfg.lora_cfg.enabled=true",
         "policy.dtensor_cfg.lora_cfg.dropout=0.2",
         "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, "
         "total_iters: 6}}, {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 0.5, "
         "total_iters: 3}}, {milestones: [6]}]",
     ],
-    "padded rows in bfloat16": [
+    "hidden dropout, padded rows in bfloat16": [
+        "policy.scratch.architecture=phi",
+        "+policy.scratch.config_overrides.resid_pdrop=0.3",
+        "+policy.scratch.config_overrides.embd_pdrop=0.1",
         "policy.precision=bfloat16",
         "policy.sequence_packing.enabled=false",
         "policy.train_micro_batch_size=3",
-        "+policy.scratch.config_overrides.attention_dropout=0.3",
     ],
 }
+"""A plain run goes on in `test_a_torn_newest_is_skipped_by_name_and_the_one_before_used`."""
 
 
-@pytest.mark.slow_parameters(*(name for name in MANNERS if name != "plain"))
+@pytest.mark.slow_parameters(*list(MANNERS)[1:])
 @pytest.mark.parametrize("manner", MANNERS)
 def test_resumed_equals_uninterrupted(tmp_path, manner):
-    changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null", *MANNERS[manner]]
-    train(settings(tmp_path / "straight", *changes))
-    # Step 4 is inside an epoch and step 7 in the next; neither is a period of anything.
-    for limit in (4, 7, -1):
-        train(settings(tmp_path / "broken", *changes, f"rm.max_num_steps={limit}"))
-    assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))
-
-
-def test_a_model_that_was_loaded_goes_on_as_well(tmp_path):
     model = save_model(tmp_path / "model")
-    changes = [
-        f"policy.model_name={model}",
-        "rm.max_num_epochs=3",
-        "checkpointing.keep_top_k=null",
-    ]
+    changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null", *MANNERS[manner]]
 
     def overrides(name, *more):
-        return [*LOADED, *settings(tmp_path / name, *changes, *more)[len(TINY) :]]
+        chosen = settings(tmp_path / name, *changes, *more)
+        loaded = [*LOADED, *chosen[len(TINY) :], f"policy.model_name={model}"]
+        return loaded if "loaded" in manner else chosen
 
     train(overrides("straight"))
+    # Step 4 is inside an epoch and step 7 in the next; neither is a period of anything.
     for limit in (4, 7, -1):
         train(overrides("broken", f"rm.max_num_steps={limit}"))
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))

@@ -46,7 +46,7 @@ def branch_off(
     completion has two segments, completions begin at the prompt.
 
     Args:
-        token_ends: Finds the tokens at which segments end, as `Chat.token_ends` does.
+        token_ends: Finds the tokens at which segments end, as `ChatFormat.token_ends` does.
         seed: Of a choice at random.
     """
     places = [

@@ -189,7 +189,7 @@ class RolloutInProgress:
         One that is cut off before may have no steps.
 
         Args:
-            ends_of: Finds the tokens, as `Chat.token_ends` does.
+            ends_of: Finds the tokens, as `ChatFormat.token_ends` does.
             step: The method that returned them, for error messages.
         """
         given, self.new_steps = self.new_steps, None
@@ -446,8 +446,8 @@ class Graders:
 
         Args:
             timeout: The maximum seconds of a call. A call for n groups may take n times as long.
-            ends_of: Finds the tokens at which steps end, as `Chat.token_ends` does; None if nothing
-                reads rewards of steps.
+            ends_of: Finds the tokens at which steps end, as `ChatFormat.token_ends` does; None if
+                nothing reads rewards of steps.
         """
         self._timeout = timeout
         self._ends_of = ends_of

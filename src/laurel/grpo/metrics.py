@@ -40,7 +40,7 @@ from laurel.rewards.remote.replica import failure_reason
 from laurel.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
-    from laurel.grpo.rollouts import Chat
+    from laurel.models.chat import ChatFormat
     from laurel.types import TokenIds
 
 # NeMo RL's environments write such prefixes before their metrics, e.g. `reward_model_env/`.
@@ -116,7 +116,7 @@ def _prompt_length(group: RolloutGroup, rollout: Rollout) -> int:
     return len(group.prompt_ids) + (rollout.turns[0].begin if rollout.turns else 0)
 
 
-def control_token_metrics(groups: Sequence[RolloutGroup], chat: Chat) -> dict[str, float]:
+def control_token_metrics(groups: Sequence[RolloutGroup], chat: ChatFormat) -> dict[str, float]:
     """Return the share of completions in which the policy spells a control token as text.
 
     Control tokens are those of the policy, and the marks of common chat templates, which a judge or

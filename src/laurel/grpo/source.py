@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -38,10 +38,13 @@ from laurel.grpo.advantages import (
 from laurel.grpo.branching import tree_segments
 from laurel.grpo.grading import RolloutStats
 from laurel.grpo.metrics import failure_counts
-from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Chat, Rollouts
+from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Rollouts
 from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
 from laurel.types import Rollout, RolloutGroup, SamplingParams, Task
+
+if TYPE_CHECKING:
+    from laurel.models.chat import ChatFormat
 
 # How a batch is collected: the next tasks are taken, and some of their groups are kept.
 
@@ -318,7 +321,7 @@ class RolloutSource:
         self._one_at_a_time = asyncio.Lock()
 
     @property
-    def chat(self) -> Chat:
+    def chat(self) -> ChatFormat:
         """The policy's chat format."""
         return self._rollouts.chat
 
