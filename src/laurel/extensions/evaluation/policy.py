@@ -126,7 +126,7 @@ def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
         )
     if any(map(is_endless, sets)):
         # As the validation of a run, whose keys fill the block.
-        block = data.model_copy(update={"validation": sets})
+        block = data.model_copy(update={"validation": dict(enumerate(sets))})
         sets = sets_of_run(block, row_sources(config.env))[1]
     environment = options.environment or data.env_name
     if options.environment or changes:
