@@ -2,12 +2,12 @@
 
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 from transformers.utils import get_json_schema
 
 import tool_functions
+from laurel.models.tokenizer import HERMES
 from laurel.models.tool_calls import FORMS, ToolCall
 from policy_runs import (
     completions_of,
@@ -19,7 +19,11 @@ from policy_runs import (
 )
 from runs import write_rows
 
-FORGETFUL = Path(__file__).parents[2] / "examples" / "forgets_thoughts.jinja"
+CONTENT = "message['content']"
+FORGETFUL = HERMES.replace(
+    f"{CONTENT} + '<|im_end|>",
+    f"({CONTENT} if loop.last else {CONTENT}.split('</think>\\n\\n')[-1]) + '<|im_end|>",
+)
 STEPS = 8
 
 
@@ -48,12 +52,14 @@ def demonstrations(count=512, share_calling=0.4):
 def taught(tmp_path_factory):
     """A policy that calls now and then, in a template without the thoughts of earlier turns."""
     directory = tmp_path_factory.mktemp("sft")
+    template = directory / "forgetful.jinja"
+    template.write_text(FORGETFUL)
     write_rows(directory / "demonstrations.jsonl", demonstrations())
     return sft(
         sft_settings(
             directory,
             "policy.max_total_sequence_length=512",
-            f"policy.tokenizer.chat_template={FORGETFUL}",
+            f"policy.tokenizer.chat_template={template}",
             "policy.scratch.hidden_size=48",
             "policy.scratch.num_layers=2",
             "sft.max_num_epochs=6",

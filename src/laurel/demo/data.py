@@ -319,19 +319,12 @@ class CalculatorTasks:
     `validation`, whose right answers `shown` demonstrates, is in another split.
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        count: int = 6000,
-        share_calling: float = 0.4,
-        thinks: bool = False,
-    ) -> None:
+    def __init__(self, seed: int = 0, count: int = 6000, share_calling: float = 0.4) -> None:
         """Generate the rows.
 
         Args:
             count: The number of rows of the split `demonstrations`.
             share_calling: The probability that one of these calls the calculator.
-            thinks: Whether the turns of `demonstrations` and `shown` begin with a thought.
         """
         from transformers.utils.chat_template_utils import get_json_schema
 
@@ -349,10 +342,6 @@ class CalculatorTasks:
             ],
             "shown": [_sum_shown(*one, tools, generator, 1.0) for one in kept_back],
         }
-        if thinks:
-            for split in ("demonstrations", "shown"):
-                for row in self.formatted_ds[split]:
-                    _begin_with_thoughts(row["messages"])
 
 
 def _sum_task(left: int, word: str, right: int) -> dict[str, Any]:
@@ -378,11 +367,3 @@ def _sum_shown(
         said.append({"role": "tool", "content": shown})
     said.append({"role": "assistant", "content": boxed(shown)})
     return {"messages": said, "tools": tools}
-
-
-def _begin_with_thoughts(messages: list[dict[str, str]]) -> None:
-    asked = messages[0]["content"].removeprefix("What is ").removesuffix("?")
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            known = "" if number < len(messages) - 1 else " is known"
-            message["content"] = f"<think>\n{asked}{known}\n</think>\n\n{message['content']}"

@@ -11,7 +11,6 @@ from laurel.demo.data import (
     NUM_HELD_OUT,
     NUM_HELD_OUT_NUMBERS,
     NUMBERS,
-    CalculatorTasks,
     FunctionTasks,
     demonstrations,
     held_out_tasks,
@@ -135,15 +134,3 @@ def test_as_tasks():
     assert len(tasks) == NUM_HELD_OUT
     assert all(len(task.prompt) == 1 for task in tasks)
     assert all(len(task.metadata["call_tests"]) == 4 for task in tasks)
-
-
-def test_demonstrations_may_think_before_they_call_and_answer():
-    plain, thinking = (CalculatorTasks(count=40, thinks=one).formatted_ds for one in (False, True))
-    assert thinking["train"] == plain["train"]
-    for split in ("demonstrations", "shown"):
-        for row, other in zip(thinking[split], plain[split], strict=True):
-            said = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-            assert all(text.startswith("<think>\n") for text in said)
-            assert [text.split("</think>\n\n")[-1] for text in said] == [
-                m["content"] for m in other["messages"] if m["role"] == "assistant"
-            ]

@@ -44,6 +44,7 @@ from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:
     from laurel.extensions.server.app import App
+    from laurel.extensions.server.run import ServerRun
 
 DEFAULT_KEY_ENV = "LAUREL_API_KEY"
 DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
@@ -70,8 +71,7 @@ class Key:
 def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     """Serve a reward model until SIGTERM or SIGINT; what needs no model is checked first.
 
-    Args:
-        opens: Opens what is served, as `service.open_model` does; None: the model of the options.
+    `opens` opens what is served, as `service.open_model` does; None: the model of the options.
 
     Raises:
         WorkerError: Every replica has used up its restarts; exit code 75 asks for a restart.
@@ -86,33 +86,12 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     from laurel.extensions.server.run import ServerRun, listen
     from laurel.workers.threads import in_thread
 
-    # Without either, the key of a file is used, whose name holds the port.
-    key = (
-        Key(value=None, source="none is needed")
-        if options.no_api_key
-        else _key_of_environment(DEFAULT_KEY_ENV, options.api_key_env, option="--api-key-env")
-    )
-    # An admin key without a value stands for the API key.
-    admin_key = _key_of_environment(
-        DEFAULT_ADMIN_KEY_ENV, options.admin_key_env, option="--admin-key-env"
-    ) or Key(value=None, source="")
-    if key is not None and key.value is not None and key.value == admin_key.value:
-        raise ConfigError(
-            f"the admin key is the API key: set {admin_key.header[1:]} to another one, or unset it"
-        )
+    key, admin_key = _keys(options)
     spec = _serving_spec(options, opens)
-    try:
-        access_log = (
-            None if options.access_log == "none" else AccessLog(options.access_log, say=say)
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"--access-log {options.access_log}: {error.strerror}. Name a file that can be "
-            "written, - for stderr, or none"
-        ) from error
+    access_log = _open_log(options.access_log)
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
-    key = key or _key_of_file(port)
+    key = key or _key_of_file(port)  # whose name holds the port
     # Each connection takes a file, and the shell's limit is often 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
@@ -161,6 +140,12 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     finally:
         if access_log is not None:
             access_log.close()
+    _tell_end(run, options.drain_seconds)
+    # The process ends now, and a last garbage collection of all objects would take a second.
+    gc.freeze()
+
+
+def _tell_end(run: ServerRun, drain_seconds: float) -> None:
     if run.lost_all:
         raise WorkerError(
             "every replica of the model crashed too often and is not restarted; waiting requests "
@@ -170,13 +155,11 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     silent = f"; {run.silent} connections had sent nothing and were closed" if run.silent else ""
     if run.unanswered:
         say(
-            f"stopped; after {options.drain_seconds:g} s {run.unanswered} requests were left "
+            f"stopped; after {drain_seconds:g} s {run.unanswered} requests were left "
             f"without an answer{silent}"
         )
     else:
         _chat(f"stopped; every accepted request was answered{silent}")
-    # The process ends now, and a last garbage collection of all objects would take a second.
-    gc.freeze()
 
 
 def _chat(text: str) -> None:
@@ -232,6 +215,34 @@ def _is_loopback(host: str) -> bool:
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _keys(options: ServeOptions) -> tuple[Key | None, Key]:
+    """Return the API key, None if it is that of a file, and the admin key."""
+    key = (
+        Key(value=None, source="none is needed")
+        if options.no_api_key
+        else _key_of_environment(DEFAULT_KEY_ENV, options.api_key_env, option="--api-key-env")
+    )
+    # An admin key without a value stands for the API key.
+    admin_key = _key_of_environment(
+        DEFAULT_ADMIN_KEY_ENV, options.admin_key_env, option="--admin-key-env"
+    ) or Key(value=None, source="")
+    if key is not None and key.value is not None and key.value == admin_key.value:
+        raise ConfigError(
+            f"the admin key is the API key: set {admin_key.header[1:]} to another one, or unset it"
+        )
+    return key, admin_key
+
+
+def _open_log(target: str) -> AccessLog | None:
+    try:
+        return None if target == "none" else AccessLog(target, say=say)
+    except OSError as error:
+        raise ConfigError(
+            f"--access-log {target}: {error.strerror}. Name a file that can be written, - for "
+            "stderr, or none"
+        ) from error
 
 
 def _key_of_environment(default: str, variable: str | None, *, option: str) -> Key | None:

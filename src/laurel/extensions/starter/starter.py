@@ -120,23 +120,14 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
         "Which model to start from? A directory, a hub name, a GGUF file, or scratch for a small "
         "new one"
     )
-    take = partial(_model, trainer=table["trainer"])
     model = "scratch" if options.scratch else options.model
+    take = partial(_model, trainer=table["trainer"])
     start: Choice = answer("--model", model, question, "Qwen/Qwen3-0.6B", take)
     question = "Which training rows? A file, a data set's name or a hub name"
-    rows: Choice = answer(
-        "--data",
-        options.data,
-        question,
-        table["data"],
-        partial(_rows, task=table, own_columns=columns),
-    )
+    take = partial(_rows, task=table, own_columns=columns)
+    rows: Choice = answer("--data", options.data, question, table["data"], take)
     rows = replace(rows, settings={**rows.settings, **columns})
-    if num_gpus is None:
-        import torch
-
-        # More than one GPU needs the extra `ray`.
-        num_gpus = min(torch.cuda.device_count(), 1 if find_spec("ray") is None else 1024)
+    num_gpus = _usable_gpus() if num_gpus is None else num_gpus
     device = counted(num_gpus, "GPU") if num_gpus else "a CPU"
     judge = reward_model or "results/rm"
     _write(output, schema.name, task, start, rows, judge, num_gpus)
@@ -144,13 +135,7 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
         stream.write(schema_words)
     notes = [f"editors complete and check its keys by {schema}", *start.notes, *rows.notes]
     if task == "grpo-rm" and not Path(judge).expanduser().exists():
-        notes.append(
-            f"the reward model {judge} does not exist yet: laurel init --task rm and laurel rm "
-            "train it; or name another one with --reward-model"
-            if judge == "results/rm"
-            else f"the reward model {judge} is no directory here, so it is read from the Hugging "
-            "Face hub"
-        )
+        notes.append(_absent_judge(judge))
     warnings = [f"the data does not fit: {rows.problem}"] if rows.problem else []
     if rows.columns:
         words = " ".join(f"{key}=COLUMN" for key in COLUMN_KEYS)
@@ -169,6 +154,24 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
     if not (options.as_json or rows.problem):
         _print_commands(output, table["trainer"], start, rows)
     return not rows.problem
+
+
+def _usable_gpus() -> int:
+    import torch
+
+    # More than one GPU needs the extra `ray`.
+    return min(torch.cuda.device_count(), 1 if find_spec("ray") is None else 1024)
+
+
+def _absent_judge(name: str) -> str:
+    if name != "results/rm":
+        return (
+            f"the reward model {name} is no directory here, so it is read from the Hugging Face hub"
+        )
+    return (
+        f"the reward model {name} does not exist yet: laurel init --task rm and laurel rm train "
+        "it; or name another one with --reward-model"
+    )
 
 
 def _columns_of(words: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from laurel.errors import counted
@@ -97,7 +98,6 @@ def run_sweep(options: SweepOptions) -> None:
         page = options.output / PAGE
         with replace_file(page) as file:
             file.write(sweep_page(sweep, outcomes, best))
-    ranked = ranked_trials(outcomes, higher_is_better=sweep.selection.higher_is_better)
     if options.as_json:
         write_json(
             {
@@ -113,21 +113,28 @@ def run_sweep(options: SweepOptions) -> None:
                 "trials": [_fields(outcome) for outcome in outcomes],
             }
         )
-        return
-    last = make_console()
+    else:
+        _print_result(sweep, outcomes, best, options.output)
+
+
+def _print_result(
+    sweep: Sweep, outcomes: Sequence[TrialOutcome], best: TrialOutcome, directory: Path
+) -> None:
+    console, path = make_console(), directory / BEST
+    ranked = ranked_trials(outcomes, higher_is_better=sweep.selection.higher_is_better)
     header, rows = table_of(sweep, ranked)
     table = new_table(f"{sweep.selection.key}, best first", *header)
     for row in rows[:SHOWN_TRIALS]:
         table.add_row(*row)
-    print_table(last, table)
+    print_table(console, table)
     for outcome in outcomes:
         if outcome.failure is not None:
-            last.print(
+            console.print(
                 visible(f"failed  trial {outcome.number}: {outcome.failure}"), soft_wrap=True
             )
-    last.print(f"best    {path}  (trial {best.number})", soft_wrap=True)
-    last.print(f"report  {page}", soft_wrap=True)
-    print_command(last, "use it  ", f"laurel rm --config {path}")
+    console.print(f"best    {path}  (trial {best.number})", soft_wrap=True)
+    console.print(f"report  {directory / PAGE}", soft_wrap=True)
+    print_command(console, "use it  ", f"laurel rm --config {path}")
 
 
 def ranked_trials(
