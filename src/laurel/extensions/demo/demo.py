@@ -33,7 +33,7 @@ from laurel.observe.json_output import write_json
 from laurel.observe.report.findings import accuracy_words, first_findings
 from laurel.observe.run_record import read_run_record
 from laurel.plugins import Command, find
-from laurel.run.grpo import Measurement, measure_policy, train_policy
+from laurel.run.grpo import MeasuredPolicy, measure_policy, train_policy
 from laurel.run.reward_model import train_reward_model
 from laurel.run.sft import fine_tune
 from laurel.run.train import MAX_LINES
@@ -229,7 +229,7 @@ def _finished(outcome: RunOutcome, console: Console) -> Path:
 
 
 def _compare(
-    before: Measurement, after: Measurement, reward_model: Path, console: Console
+    before: MeasuredPolicy, after: MeasuredPolicy, reward_model: Path, console: Console
 ) -> list[Comparison]:
     """Pair the first answers to each held-out task before and after GRPO, with their scores."""
     from laurel.rewards.open import open_local
@@ -290,7 +290,7 @@ def _stage(console: Console, number: int, title: str) -> None:
     console.rule(f"{number} of {NUM_STAGES}. {title}", style="dim")
 
 
-def _say_rate(console: Console, when: str, measured: Measurement) -> None:
+def _say_rate(console: Console, when: str, measured: MeasuredPolicy) -> None:
     num_samples = sum(len(group.rollouts_G) for group in measured.groups)
     console.print(
         f"true success {when}: {measured.success_rate:.1%} of {num_samples} answers to "
@@ -316,7 +316,7 @@ def _conclude(
     reward_model: Path,
     rewarding: RunOutcome,
     learning: RunOutcome,
-    rates: tuple[Measurement, Measurement],
+    rates: tuple[MeasuredPolicy, MeasuredPolicy],
     seconds: float,
 ) -> None:
     """Print the end of the demo in `MAX_LINES` lines: results, findings, and the next command."""
