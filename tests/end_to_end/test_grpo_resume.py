@@ -348,9 +348,10 @@ def test_another_run_is_refused_and_the_change_is_named(tmp_path_factory, model,
     assert [p.name for p in (directory / "logs").iterdir()] == ["exp_001"]
 
 
-@pytest.mark.parametrize("more", [[], [LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]])
-def test_fine_tuning_goes_on(tmp_path, more):
-    changes = ["sft.max_num_epochs=3", "sft.val_period=4", *more, *HOOKED]
+def test_fine_tuning_goes_on(tmp_path):
+    """Without adapters: `test_older_runs.py`."""
+    adapters = (LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2")
+    changes = ["sft.max_num_epochs=3", "sft.val_period=4", *adapters, *HOOKED]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grouped = sft(sft_settings(straight, *changes))
     interrupt_at(5, where="update")

@@ -155,9 +155,7 @@ def test_the_rows_of_a_refused_step_are_kept_to_look_at(tmp_path):
 @pytest.mark.parametrize(("hurries", "num_groups"), [(False, 64), (True, 8)])
 def test_a_run_whose_validation_was_broken_off_scores_few_groups(monkeypatch, hurries, num_groups):
     monkeypatch.setattr(state, "golden_by", lambda *_: ())
-    monkeypatch.setattr(
-        state, "reward_values", lambda outputs, tokens, _: [[1.0]] * 2 * len(tokens)
-    )
+    monkeypatch.setattr(state, "reward_values", lambda _, tokens, __: np.ones((2 * len(tokens), 1)))
     contract = SimpleNamespace(scalar=itemgetter(0), with_rules=lambda **rules: rules)
     made = RewardRunState(
         MagicMock(),
