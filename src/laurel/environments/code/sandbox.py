@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 BACKLOG = 1024
-"""Programs that may wait for their turn; whoever has more waits to hand them in."""
+"""Programs that may wait for their turn; a caller with more waits until it can hand them in."""
 
 
 def open_pool(
