@@ -107,6 +107,11 @@ class ToolEnvironment(EnvironmentInterface):
         """
         import torch
 
+        # Before any call begins: a call may have effects.
+        if len(message_log_batch) != len(metadata):
+            raise EnvironmentFailedError(
+                f"{len(message_log_batch)} conversations came with metadata for {len(metadata)}"
+            )
         counts = [Counter[str]((entry or {}).get(COUNTS) or {}) for entry in metadata]
         form = needed_form(self._form, "env.tools")
         # All calls begin before the first of them is waited for.
