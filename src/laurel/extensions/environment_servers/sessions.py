@@ -353,6 +353,7 @@ class SessionEnvironment(EnvironmentInterface):
 
         Raises:
             EnvironmentFailedError: It answers something else.
+            SessionLostError: It is lost, too.
         """
         session = await self._open(episode.task)
         try:

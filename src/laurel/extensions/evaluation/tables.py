@@ -158,6 +158,9 @@ def run_compare(benchmark: str, first_path: Path, second_path: Path, *, as_json:
     Each path is any of the files that `--output` wrote. Rows with an outcome in both results are
     compared by McNemar's exact test, in each subset and over all. Without the outcomes of rows, as
     in files of accuracies alone, the test is left out.
+
+    Raises:
+        UserError: A file holds no result, or the two are of different evaluations.
     """
     first, second = read_result(first_path), read_result(second_path)
     for result in (first, second):

@@ -36,6 +36,10 @@ def run_export(
 
     Everything that needs no model is checked first. A directory that fails the test of its scores
     is not kept.
+
+    Raises:
+        UserError: A model, a directory, a setting or a login cannot be used, or the directory
+            would give other scores.
     """
     messages = messages or message_console()
 

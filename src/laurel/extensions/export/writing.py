@@ -53,7 +53,11 @@ def write_policy(
     options: ExportOptions,
     say: Say,
 ) -> None:
-    """Write a policy, reload it without Laurel, and compare log-probabilities."""
+    """Write a policy, reload it without Laurel, and compare log-probabilities.
+
+    Raises:
+        UserError: The model is not a policy, or the written one gives other log-probabilities.
+    """
     device = choose_device(options.device)
     load = partial(load_policy, seed=0, max_length=1, device=device)
     weights = None
@@ -123,6 +127,9 @@ def write_reward_model(
 
     Returns:
         How far the models whose mean is written agree; None where there is one model.
+
+    Raises:
+        UserError: The model is not a reward model, or the written one gives other scores.
     """
     facts, agreement = facts_beside(places[0].name), None
     weights = None
@@ -274,6 +281,9 @@ def _scores(scorer: LocalScorer, conversations: Sequence[Conversation]) -> np.nd
     """Return the scores `[N, K]` of conversations, each scored by itself.
 
     Those of a process reward model are the values of all steps, `[S, 1]`.
+
+    Raises:
+        ScoringContractError: A conversation has no score.
     """
     groups = [conversation_group(messages) for messages in conversations]
     scores = [score for (score,) in scorer.score_now(groups)]
@@ -286,7 +296,11 @@ def _scores(scorer: LocalScorer, conversations: Sequence[Conversation]) -> np.nd
 
 
 def _compare(who: str, computed: np.ndarray, expected: np.ndarray, tolerance: float) -> float:
-    """Return the largest difference of scores."""
+    """Return the largest difference of scores.
+
+    Raises:
+        ScoringContractError: The difference is beyond the tolerance.
+    """
     worst = largest_difference(computed, expected)
     if not worst <= tolerance:
         row = int(np.argmax(np.nan_to_num(np.abs(computed - expected).max(axis=1), nan=np.inf)))

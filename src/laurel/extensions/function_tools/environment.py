@@ -75,7 +75,11 @@ class ToolEnvironment(EnvironmentInterface):
     """
 
     def __init__(self, env_config: ToolsConfig | Mapping[str, Any]) -> None:
-        """Import the functions and describe them; processes start with the first call."""
+        """Import the functions and describe them; processes start with the first call.
+
+        Raises:
+            ConfigError: Settings are invalid, or a function cannot be described.
+        """
         self.config = config = settings_of(ToolsConfig, env_config, where="env.tools")
         if not config.functions:
             raise ConfigError("env.tools.functions is empty: name at least one, module.function")
@@ -107,6 +111,11 @@ class ToolEnvironment(EnvironmentInterface):
         """
         import torch
 
+        # Before any call begins: a call may have effects.
+        if len(message_log_batch) != len(metadata):
+            raise EnvironmentFailedError(
+                f"{len(message_log_batch)} conversations came with metadata for {len(metadata)}"
+            )
         counts = [Counter[str]((entry or {}).get(COUNTS) or {}) for entry in metadata]
         form = needed_form(self._form, "env.tools")
         # All calls begin before the first of them is waited for.

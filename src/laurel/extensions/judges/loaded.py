@@ -94,6 +94,10 @@ class ModelJudge:
 
         Args:
             chat: The chat format of the judge; nothing else may use it.
+
+        Raises:
+            ConfigError: The template cannot be used.
+            ModelError: The words of the verdict cannot be distinguished.
         """
         self.config, self.engine = config, engine
         self.judges_groups = config.compares

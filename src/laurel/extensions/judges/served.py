@@ -43,6 +43,9 @@ class JudgeReplica(HttpExchange):
 
         Args:
             url: Address of the server, of its `/v1`, or of the endpoint itself.
+
+        Raises:
+            ConfigError: The address cannot be used.
         """
         path = CHAT_PATH if "/v1" in checked_url(url).path else f"/v1{CHAT_PATH}"
         # One for each concurrent reply: waiting for a connection would count as its own time.
@@ -140,7 +143,11 @@ class JudgeScorer(Router):
         where: str = "env.reward_model.judge",
         clock: Clock = time.monotonic,
     ) -> None:
-        """Hold addresses; nothing is asked before the first score is."""
+        """Hold addresses; nothing is asked before the first score is.
+
+        Raises:
+            ConfigError: An address or a template cannot be used.
+        """
         prompt = JudgePrompt(config, where=where)
         self.judges = [
             JudgeReplica(url, config, prompt, api_key=api_key) for url in config.urls or ()
@@ -265,7 +272,11 @@ class JudgePrompt:
     """Renders the judge's prompt. Templates can reach only the variables they are given."""
 
     def __init__(self, config: JudgeConfig, *, where: str) -> None:
-        """Parse the template."""
+        """Parse the template.
+
+        Raises:
+            ConfigError: The template is invalid, or uses an unknown variable.
+        """
         self._config = config
         default = DEFAULT_TEMPLATE
         if config.compares:

@@ -324,7 +324,12 @@ class ReasoningGymEnvironment(EnvironmentInterface):
     spec = EnvironmentSpec(judges="completion", components=())
 
     def __init__(self, env_config: ReasoningGymEnvironmentConfig | Mapping[str, Any]) -> None:
-        """Read the settings, and import the package."""
+        """Read the settings, and import the package.
+
+        Raises:
+            ConfigError: Settings are unknown or invalid.
+            MissingDependencyError: The package is not installed.
+        """
         self.config = settings_of(
             ReasoningGymEnvironmentConfig, env_config, where="env.reasoning_gym"
         )

@@ -183,7 +183,12 @@ class ModelServers:
     """The servers of one model behind one address (`plugins.ModelEndpoint`)."""
 
     def __init__(self, section: ModelServerConfig, services: ScorerServices) -> None:
-        """Start all servers, and wait until they answer."""
+        """Start all servers, and wait until they answer.
+
+        Raises:
+            ConfigError: A server does not start.
+            MissingDependencyError: The engine is not installed.
+        """
         where = services.where
         if services.make_server is None:  # other nodes have their own packages
             plugins.find(Engine, section.backend).check_installed(

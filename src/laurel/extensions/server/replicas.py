@@ -36,6 +36,10 @@ def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Sa
     Args:
         limit: Seconds of a batch after which a replica counts as hung, and is restarted.
         say: Called from any thread, with lines on the first model that is loaded, and on deaths.
+
+    Raises:
+        UserError: The model cannot be used.
+        EngineError: A replica died while it started.
     """
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
@@ -114,7 +118,12 @@ class ReplicaProcess:
     """Runs a model in a process of its own, as the backend of a batcher."""
 
     def __init__(self, index: int, spec: ServingSpec, *, limit: float) -> None:
-        """Start the process, and load the model there."""
+        """Start the process, and load the model there.
+
+        Raises:
+            UserError: The model cannot be used.
+            EngineError: The process died meanwhile.
+        """
         self._limit = limit
         try:
             self._group = SpawnedGroup("replica", ModelWorker, spec, local_rank=index)

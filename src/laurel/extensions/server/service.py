@@ -375,6 +375,9 @@ def open_model(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
 
     Returns:
         Its name, its version, and the backend that computes its scores.
+
+    Raises:
+        UserError: The model is not a reward model, or has changed since it was saved.
     """
     assert spec.scorer is not None
     name = spec.scorer.model.name or ""
@@ -434,6 +437,9 @@ class AccessLog:
 
         Args:
             target: A file, which is appended to; `-` is standard error.
+
+        Raises:
+            OSError: The file cannot be opened.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.dup(2) if target == "-" else os.open(target, flags, 0o600)

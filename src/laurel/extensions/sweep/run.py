@@ -40,6 +40,10 @@ def run_sweep(options: SweepOptions) -> None:
     """Run the trials that are left, and set the exit code of the process.
 
     The exit code is 130 after Ctrl-C; the same command goes on where it ended.
+
+    Raises:
+        UserError: A setting, a directory or a package cannot be used.
+        TrainingError: No trial has a value.
     """
     console = message_console(stderr=options.as_json)
     started = time.monotonic()

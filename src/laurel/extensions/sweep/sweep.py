@@ -383,7 +383,11 @@ class Sweep:
     """A search over the settings of a run, in a directory that holds all it knows."""
 
     def __init__(self, options: SweepOptions) -> None:
-        """Check everything that needs no training."""
+        """Check everything that needs no training.
+
+        Raises:
+            ConfigError: A setting, a value to try or the metric cannot be used.
+        """
         # Absolute, because workers have other working directories.
         self.options = options = replace(options, output=options.output.absolute())
         self.dimensions, self._fixed = parse_words(options.overrides or [])
@@ -542,7 +546,11 @@ class Sweep:
         return dict(json.loads(json.dumps(identity)))
 
     def _go_on(self, path: Path, rows: Mapping[str, str]) -> None:
-        """Check that the directory holds this sweep; keep what was the default when it began."""
+        """Check that the directory holds this sweep; keep what was the default when it began.
+
+        Raises:
+            ConfigError: The directory holds another sweep, or its file cannot be read.
+        """
         try:
             saved = json.loads(path.read_bytes())
             read = graft(saved["configuration"], str(path))

@@ -108,6 +108,10 @@ class VerifiersEnvironment(EnvironmentInterface):
 
         Args:
             max_turns: The policy's turns after which an episode ends and is scored as it is.
+
+        Raises:
+            ConfigError: The taskset cannot be used here.
+            MissingDependencyError: The package is not installed.
         """
         self._loaded = loaded = load_taskset(name, config, max_turns=max_turns)
         self._name, self._form_name = name, config.form

@@ -437,7 +437,11 @@ class EpisodeRunner:
     """Holds an environment of theirs open in a thread, and plays its episodes."""
 
     def __init__(self, env: Any, policy: str) -> None:
-        """Start the thread, and the servers that all episodes share."""
+        """Start the thread, and the servers that all episodes share.
+
+        Raises:
+            Exception: The environment's own, if it cannot be opened.
+        """
         self._env, self._policy = env, policy
         self.conversations: dict[str, Conversation] = {}
         """The open ones, by the names that `begin` got."""

@@ -59,6 +59,10 @@ class VllmPooling(VllmProcesses):
             batch_tokens: Most tokens of one forward pass; raised to `max_length` if that is larger.
             reads_last: True: the score is read from the last token. False: the model pools by
                 itself.
+
+        Raises:
+            MissingDependencyError: vLLM is not installed.
+            EngineError: vLLM does not start; the message has the reason that vLLM gives.
         """
         super().__init__("A reward model in vLLM")
         self._max_length = max_length

@@ -78,7 +78,11 @@ class VllmProcesses:
     """
 
     def __init__(self, purpose: str) -> None:
-        """Import vLLM; `_start` starts it."""
+        """Import vLLM; `_start` starts it.
+
+        Raises:
+            MissingDependencyError: vLLM is not installed.
+        """
         with environment(ENVIRONMENT):
             self._vllm = import_vllm(purpose)
             self._on_cpu = bool(self._vllm.current_platform.is_cpu())
@@ -89,7 +93,11 @@ class VllmProcesses:
         self._segments: set[str] = set()
 
     def _start(self, name: str, model: str, arguments: Callable[[], dict[str, Any]]) -> None:
-        """Start vLLM and prepare it, or leave nothing of it behind."""
+        """Start vLLM and prepare it, or leave nothing of it behind.
+
+        Raises:
+            EngineError: vLLM does not start; the message has the reason that vLLM gives.
+        """
         self._background = BackgroundLoop(name)
         atexit.register(self.close)
         try:

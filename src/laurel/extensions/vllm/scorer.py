@@ -50,7 +50,14 @@ class VllmScorer(ContractScorer):
         options: PoolingOptions | None = None,
         batch_tokens: int = 8192,
     ) -> None:
-        """Start vLLM, which takes seconds, and check its scores; `close` ends it."""
+        """Start vLLM, which takes seconds, and check its scores; `close` ends it.
+
+        Raises:
+            MissingDependencyError: vLLM is not installed.
+            EngineError: vLLM does not start.
+            ModelError: The tokenizer has tokens that the model does not embed.
+            ScoringContractError: There are no golden scores, or vLLM gives others.
+        """
         super().__init__(contract, batch_tokens=batch_tokens)
         rules = contract.rules
         if rules.steps is not None:
@@ -170,7 +177,12 @@ def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: fl
 
 
 def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:
-    """Start vLLM with a reward model, and check that it scores as it did when it was saved."""
+    """Start vLLM with a reward model, and check that it scores as it did when it was saved.
+
+    Raises:
+        UserError: The model is not a reward model, or has changed; or vLLM is not installed.
+        EngineError: vLLM does not start.
+    """
     rules = read_rules(place)
     if rules is not None and rules.golden:
         tokenizer = find_tokenizer(replace(spec.model, name=place.name))
