@@ -50,7 +50,7 @@ from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.loop_scorer import LoopScorer
-from laurel.rewards.preparing import WORKER, Preparers
+from laurel.rewards.preparing import WORKER, Preparers, Preparing
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
@@ -410,7 +410,7 @@ def _open_replicas(
 
     if placement.is_one_group or not spec.in_loop:
         return _with_workers(open_group(None, shape, say), spec, placement)
-    preparers: list[Preparers] = []
+    preparers: list[Preparing] = []
 
     def open_replica(index: int) -> GroupScorer:
         ranks = range(index * shape.tp, (index + 1) * shape.tp)

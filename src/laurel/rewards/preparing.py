@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Protocol
 
 from laurel.errors import DataError, WorkerError
 from laurel.models.scoring import ScoringContract
@@ -107,6 +108,20 @@ Prepared = tuple[TokenGroup | None, tuple[str | None, ...]]
 """Tokens of the completions of a group that can be rendered, None where none can; and the failure
 of each completion, None where it can be rendered.
 """
+
+
+class Preparing(Protocol):
+    """Renders and tokenises in other processes; thread-safe."""
+
+    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
+        """Render and tokenise groups as `prepared_by` does.
+
+        Raises:
+            WorkerError: The processes are lost for good (`is_lost`).
+        """
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
 
 
 def prepared_by(contract: ScoringContract, groups: Sequence[Group]) -> list[Prepared]:

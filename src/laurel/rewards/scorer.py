@@ -35,7 +35,7 @@ from laurel.models.loading.policy import (
     own_attention,
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
-from laurel.rewards.preparing import Prepared, Preparers, Rendered, fill_in, prepared_by
+from laurel.rewards.preparing import Prepared, Preparing, Rendered, fill_in, prepared_by
 from laurel.rewards.version import model_version
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
 
@@ -48,7 +48,7 @@ class ModelScorer(ABC):
 
     def __init__(self, contract: ScoringContract) -> None:
         self.contract = contract
-        self.preparers: Preparers | None = None
+        self.preparers: Preparing | None = None
         """Workers that render and tokenise instead; they end with the scorer's context."""
 
     @property

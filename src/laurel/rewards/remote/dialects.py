@@ -12,7 +12,7 @@ from laurel import plugins
 from laurel.errors import ConfigError, DataError, ModelError
 from laurel.models.scoring import ScoringContract
 from laurel.plugins import AskedServers, ServerDialect
-from laurel.rewards.preparing import Prepared, Preparers, prepared_by
+from laurel.rewards.preparing import Prepared, Preparing, prepared_by
 from laurel.rewards.remote.replica import ReplicaReply, failed
 from laurel.rewards.remote.wire import (
     SCORE_PATH,
@@ -83,7 +83,7 @@ class RenderedDialect(Dialect):
         as_text: bool,
         make: Callable[[Sequence[Any]], Body],
         read: Callable[[Any, int], list[float]],
-        preparers: Preparers | None = None,
+        preparers: Preparing | None = None,
     ) -> None:
         """Describe a protocol.
 
@@ -203,7 +203,7 @@ def dialect_of(
     contract: ScoringContract | None = None,
     model: str = "",
     reward_key: str = "",
-    preparers: Preparers | None = None,
+    preparers: Preparing | None = None,
 ) -> Dialect:
     """Return the dialect of a protocol.
 

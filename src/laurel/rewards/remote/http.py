@@ -16,7 +16,7 @@ import httpx2
 from laurel.config.environments import checked_urls
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.preparing import Preparers, fill_in, filter_readable, is_text
+from laurel.rewards.preparing import Preparing, fill_in, filter_readable, is_text
 from laurel.rewards.remote.dialects import Dialect, ServerQuery, dialect_of
 from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply
 from laurel.rewards.remote.router import Router, RouterOptions
@@ -292,7 +292,7 @@ class HttpScorer(Router):
         contract: ScoringContract | None = None,
         model: str = "",
         reward_key: str = "",
-        preparers: Preparers | None = None,
+        preparers: Preparing | None = None,
         options: RouterOptions | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
