@@ -112,6 +112,7 @@ def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
         "placement": placement_row,
         "vllm": vllm_row,
         "pushed": pushed_row,
+        "best-of": best_of_row,
     }
 
 
@@ -259,7 +260,7 @@ def judge_row(options: argparse.Namespace) -> None:
             "precision": "float32",
             "read_out": read_out,
             "compares": True,
-            **({"max_tokens": 96} if read_out == "written" else {}),
+            **({"max_tokens": 320} if read_out == "written" else {}),
         }
         file = run / "judge.yaml"
         file.write_text(json.dumps({"judge": judge}), encoding="utf-8")
@@ -389,6 +390,7 @@ def short_run(options: argparse.Namespace, command: str, judge: Path) -> tuple[s
             f"data.train_data_path={data('ukp_convarg1/train')}",
             "~data.val_data_path",
             "policy.train_global_batch_size=2",
+            "policy.precision=float32",  # of bfloat16 the losses of places differ by its rounding
             "rm.max_num_steps=3",
             "checkpointing.enabled=false",
             "cluster.device=cpu",
@@ -449,10 +451,10 @@ def vllm_row(options: argparse.Namespace) -> None:
     write_figures(run, **{key: [line[f"train/{key}"] for line in steps] for key in keys})
 
 
-def pushed_row(options: argparse.Namespace) -> None:
-    """GRPO against a reward model, known answers beside it, at the rate and at ten times it."""
+def judge_of_numbers(options: argparse.Namespace) -> Path:
+    """The run of a reward model that prefers the largest number to another of the list."""
     problems = written_by("largest_number", options)
-    judge = options.work / "pushed_judge"
+    judge: Path = options.work / "pushed_judge"
     if not list(judge.glob("step_*")):
         train(
             options,
@@ -466,6 +468,12 @@ def pushed_row(options: argparse.Namespace) -> None:
             "policy.precision=float32",
             "rm.max_num_steps=20",
         )
+    return judge
+
+
+def pushed_row(options: argparse.Namespace) -> None:
+    """GRPO against a reward model, known answers beside it, at the rate and at ten times it."""
+    judge = judge_of_numbers(options)
     for name, rate in (("rate", 1e-5), ("ten times the rate", 1e-4)):
         run = options.work / f"pushed_{rate:g}"
         if figures_of(run):
@@ -488,18 +496,65 @@ def pushed_row(options: argparse.Namespace) -> None:
         write_figures(run, name=name, steps=steps)
 
 
+def best_of_row(options: argparse.Namespace) -> None:
+    """The best of 16 answers by that reward model, without any training of the policy."""
+    run = options.work / "best_of"
+    if figures_of(run):
+        return
+    problems = written_by("largest_number", options)
+    run.mkdir(parents=True, exist_ok=True)
+    samples, groups = run / "samples.parquet", run / "groups.jsonl"
+    drawn = evaluate(
+        options,
+        "best_of_samples",
+        *("policy", "-c", str(RECIPES / "smollm2_grpo_cpu.yaml")),
+        *("-m", str(newest(warm_up(options))), "-n", "16", "--temperature", "1"),
+        *("--max-samples", "200", "--samples", str(samples)),
+        f"data.system_prompt_file={problems}/system.txt",
+        f"data.validation.data_path={problems}/tasks_test.jsonl",
+    )["figures"]
+    write_groups(problems, samples, groups)
+    found = evaluate(
+        options,
+        "best_of_scores",
+        *("best-of-n", "-m", str(newest(judge_of_numbers(options))), "-d", str(groups)),
+        *("--device", "cpu"),
+    )
+    write_figures(run, policy=drawn, found=found)
+
+
+def write_groups(problems: Path, samples: Path, groups: Path) -> None:
+    """Write what was sampled as lists of completions, each with which of them are correct."""
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    tasks = (problems / "tasks_test.jsonl").read_text(encoding="utf-8").splitlines()
+    lists: dict[str, dict[str, Any]] = {}
+    for row in parquet.read_table(samples).to_pylist():
+        question = json.loads(tasks[int(row["task"].rpartition(":")[2]) - 1])["question"]
+        empty = {"prompt": prompt_of(problems, question), "completions": [], "correct": []}
+        one = lists.setdefault(row["task"], empty)
+        one["completions"].append(row["completion"])
+        one["correct"].append(row["reward"] == 1.0)
+    lines = (json.dumps(one) + "\n" for one in lists.values())
+    groups.write_text("".join(lines), encoding="utf-8")
+
+
+def prompt_of(problems: Path, question: str) -> list[dict[str, str]]:
+    """The messages before an answer about the largest number."""
+    system = (problems / "system.txt").read_text(encoding="utf-8")
+    return [{"role": "system", "content": system}, {"role": "user", "content": question}]
+
+
 def number_pairs(problems: Path, name: str, count: int) -> Path:
     """Write pairs: the largest number in a box, and another number of the list in one."""
     written = problems / f"pairs_{name}.jsonl"
-    chance, system = random.Random(1), (problems / "system.txt").read_text(encoding="utf-8")
+    chance = random.Random(1)
     lines = []
     for text in (problems / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:count]:
         row = json.loads(text)
         others = [number for number in row["question"].split(", ") if number != row["answer"]]
-        turns = [("system", system), ("user", row["question"])]
         lines.append(
             {
-                "prompt": [{"role": role, "content": said} for role, said in turns],
+                "prompt": prompt_of(problems, row["question"]),
                 "chosen": f"\\boxed{{{row['answer']}}}",
                 "rejected": f"\\boxed{{{chance.choice(others)}}}",
             }
@@ -721,10 +776,12 @@ def report(options: argparse.Namespace) -> str:
         parts.append(table(header, lines, as_markdown=options.markdown))
     for name, of_run in {
         "tools": lines_of_tools,
+        "judge_*": lines_of_judge,
         "resume_*": lines_of_resume,
         "placement_*": lines_of_placement,
         "vllm": lines_of_vllm,
         "pushed_*": lines_of_pushed,
+        "best_of": lines_of_best_of,
     }.items():
         there = {
             path.name: run for path in sorted(options.work.glob(name)) if (run := figures_of(path))
@@ -744,6 +801,28 @@ def lines_of_tools(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
             [step, *(f"{figures[name]:.3f}" for name in TOOL_FIGURES)]
             for step, figures in run["curve"].items()
         ),
+    ]
+
+
+def lines_of_judge(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each way to ask: agreement beside length, and how much of it is the position."""
+    lines = [["run", "right", "longer wins", "without a score", "follow the position"]]
+    for name, run in runs.items():
+        final, asked = run["found"]["final"], run["found"]["judge"]
+        shares = (final["value"], final["longer_wins"], asked.get("position_flips"))
+        right, longer, flips = ("none" if one is None else f"{one:.3f}" for one in shares)
+        failed = f"{run['found']['num_failures']} of {run['found']['num_completions']}"
+        lines.append([name, right, longer, failed, flips])
+    return lines
+
+
+def lines_of_best_of(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """How often the best of 16 is right, beside one at random and beside any of them."""
+    (run,) = runs.values()
+    figures = [*run["found"]["sections"], run["found"]["final"]]
+    return [
+        [figure["name"] for figure in figures],
+        [share(figure["value"], figure["num_rows"]) for figure in figures],
     ]
 
 

@@ -41,18 +41,18 @@ from rounds import table
 from laurel.data.forest import to_padded
 from laurel.extensions.doctor.checks import SIZES, peak_of, with_vocabulary
 from laurel.extensions.doctor.phases import StepPhases
+from laurel.extensions.plan.step_time import Efficiency
 from laurel.generation.transformers.static import chooses_static_slots
 from laurel.models.forest.attention import FOREST
 from laurel.observe.json_output import json_text
 from laurel.planning.memory import ModelShape, Shapes
-from laurel.planning.request import TrainingRequest, Workload
-from laurel.planning.step_time import (
+from laurel.planning.operations import (
     Device,
-    Efficiency,
     forward_operations,
     known_devices,
     training_operations,
 )
+from laurel.planning.request import TrainingRequest, Workload
 
 WORKLOADS = ("8x8:512+512", "8x16:1024+256", "2x16:8192+512")
 TINY = ("2x4:32+16",)

@@ -220,7 +220,7 @@ def scores(scorer: LocalScorer, answers: Sequence[str]) -> list[float]:
 
 
 def largest_advantage(rewards: Sequence[float], noise: float) -> float:
-    config = GRPOConfig(use_leave_one_out_baseline=False, normalize_rewards=True)
+    config = GRPOConfig.model_validate({"adv_estimator": {"use_leave_one_out_baseline": False}})
     (values_G,) = compute_advantages([rewards], resolve(config), noise=noise).values_BG
     return float(abs(values_G).max())
 

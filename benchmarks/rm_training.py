@@ -66,7 +66,7 @@ VARIANTS = {
     ),
     "dynamic": Variant(
         label="Laurel, packing off, dynamic batching",
-        overrides={**PADDED, "dynamic_batching": {"enabled": True}},
+        overrides={"sequence_packing": {"enabled": False, "train_mb_tokens": 8 * 8192}},
     ),
     "padded": Variant(label="Laurel, packing off", overrides=PADDED),
 }

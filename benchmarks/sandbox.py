@@ -166,7 +166,7 @@ def pool_on_ray(workers: int) -> NodePool:
     from laurel.workers.ray_group import NodeGroup, nodes_to_work_on
 
     nodes = ClusterNodes(nodes_to_work_on, NodeGroup, lambda: False)
-    return NodePool(SandboxConfig(num_workers=workers, cgroup="off"), nodes)
+    return NodePool(SandboxConfig(cgroup="off"), nodes, num_workers=workers)
 
 
 def ways(workers: int, *, on_ray: bool) -> list[Way]:

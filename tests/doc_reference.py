@@ -16,7 +16,7 @@ from doc_models import models_text
 from laurel.config.dump import entry, literal
 from laurel.config.plugged import all_fields
 from laurel.config.resuming import mark_of
-from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
+from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, kinds_of_field, sections_of
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 
@@ -150,7 +150,7 @@ def _key(owner: type[Section], name: str, info: FieldInfo, values: Section | Non
         default = entry(name, literal(value)).strip().removeprefix(name)
     about = info.description or ""
     if re.fullmatch(_OF_A_SET + r"\.", about):
-        (block, *_) = sections_of(kinds_of(owner.model_fields["train"].annotation))
+        (block, *_) = sections_of(kinds_of_field(owner.model_fields["train"]))
         about = block.model_fields[name].description or ""
     about = re.sub(_OF_A_SET, f"See `data.train.{name}`", about)
     mark = RESUMES if mark_of(info) else ""

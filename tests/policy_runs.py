@@ -18,6 +18,7 @@ from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
+from laurel.models.tokenizer import CHATML
 from laurel.observe.loggers import read_metrics
 from laurel.run.grpo import train_policy
 from laurel.run.sft import fine_tune
@@ -67,6 +68,36 @@ TINY_SFT = (
 
 MATCHES = ("data.env_name=matches", "+env.custom.matches.name=policy_fakes.Matches")
 """Judge in this process by looking for the known answer; see `policy_fakes`."""
+
+FORGETS = CHATML.replace("['content'] }}", "['content'].lstrip('' if loop.last else '\\\\') }}")
+"""A template that rewrites earlier turns, without the backslash with which answers begin."""
+
+
+def rewritten_turns(directory: Path, *tree: int) -> tuple[str, ...]:
+    """Two turns of the policy, each a sequence of its own, with rollouts that branch after one.
+
+    Args:
+        directory: Where the template is written.
+        tree: How many completions begin with the prompt, and how many branch off them, if any do.
+    """
+    template = directory / "forgets.jinja"
+    directory.mkdir(parents=True, exist_ok=True)
+    template.write_text(FORGETS)
+    branching: tuple[str, ...] = ()
+    if tree:
+        initial, branches = tree
+        branching = (
+            f"grpo.tree={{initial: {initial}, branches: {branches}, rounds: 1, at: turn}}",
+            "grpo.adv_estimator.name=tree",
+        )
+    return (
+        "data.env_name=shouts",
+        "+env.custom.shouts.name=policy_fakes.Shouts",
+        "grpo.max_rollout_turns=2",
+        f"policy.tokenizer.chat_template={template}",
+        *branching,
+    )
+
 
 HOOKED = (
     "~policy.optimizer",

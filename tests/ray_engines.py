@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,32 +44,19 @@ def maker(directory: str, policy: Any, tokenizer: Any, *, max_concurrent: int) -
     )
 
 
-class TellingWorker(EngineWorker):
-    """Says where it runs."""
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
 def groups(
     cluster: Any,
     make_engine: EngineMaker,
     count: int,
     *,
-    on_pid: Callable[[int, int], None] = lambda index, pid: None,
     limit: float = 60.0,
 ) -> Callable[[int], WorkerGroup]:
-    """For `GeneratorReplicas`: each replica has a slot of its own, also after a restart.
-
-    `on_pid` is told the process of each that is made.
-    """
+    """For `GeneratorReplicas`: each replica has a slot of its own, also after a restart."""
     from laurel.workers.ray_group import RayGroup
 
     slots = cluster.reserve("generation", count, Resources(cpus=0.5))
 
     def make_group(index: int) -> WorkerGroup:
-        group = RayGroup(slots.part("generation", [index]), TellingWorker, make_engine, limit=limit)
-        on_pid(index, group.call_one(0, "pid"))
-        return group
+        return RayGroup(slots.part("generation", [index]), EngineWorker, make_engine, limit=limit)
 
     return make_group

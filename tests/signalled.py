@@ -47,11 +47,9 @@ def main(job):
     send = partial(os.kill, os.getpid(), job["signal"])
     if "save" in job:
         before_sealing(job["save"], send)
-    elif "seconds" in job:
+    else:
         before_update(job["update"], threading.Timer(job["seconds"], send).start)
         before_update(job["update"] + LATEST, send)
-    else:
-        before_update(job["update"], send)
     sys.argv = ["laurel", "rm", *sys.argv[2:]]
     laurel()
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from house import House
+from house import House, leaf_keys
+from laurel.config.schemas import SCHEMAS
 
 ROOT = Path(__file__).parents[1]
 
@@ -361,3 +362,14 @@ def test_a_maze_is_seen(tmp_path: Path) -> None:
     assert form.visited_by_the_run() == ["data/e.py", "data/g.py"]
     assert form.names_defined_twice() == ["f"]
     assert form.skips() == ["models/c.py:2"]
+
+
+def test_every_key_of_a_configuration_is_read() -> None:
+    """A key that nothing reads changes nothing, and is one more that somebody has to know."""
+    texts, away = House().texts, ("config/", "extensions/importing/")
+    sources = "".join(text for name, text in texts.items() if not name.startswith(away))
+    settings = "".join(text for name, text in texts.items() if name.startswith("config/"))
+    read = set(re.findall(r"[.\"'](\w+)", sources)) | set(re.findall(r"\.(\w+)", settings))
+    keys = {key.rpartition(".")[2] for one in SCHEMAS.values() for key in leaf_keys(one, "")}
+    # `logger.<name>_enabled` is read by the logger's name.
+    assert {key for key in keys - read if not key.endswith("_enabled")} == set()

@@ -47,7 +47,7 @@ def configuration() -> GRPORun:
             "val_period": 0,
             "val_at_end": False,
             # TRL's own defaults, so that both sides take the same steps
-            "use_leave_one_out_baseline": False,
+            "adv_estimator": {"use_leave_one_out_baseline": False},
         },
         "loss_fn": {"reference_policy_kl_penalty": SETTINGS["beta"]},
         "policy": {

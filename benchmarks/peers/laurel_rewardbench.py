@@ -50,7 +50,7 @@ def main() -> None:
     benchmark = BENCHMARKS["reward-bench"]
     rows = benchmark.read(request)
     groups = [row.group for row in rows]
-    with open_evaluation_scorer(request.scorer.found(), make_console(stderr=True)) as scorer:
+    with open_evaluation_scorer(request.scorer.resolved(), make_console(stderr=True)) as scorer:
         assert scorer.reference is not None
         tokens = scorer.reference.encode(groups)
         channel.say(

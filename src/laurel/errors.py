@@ -305,7 +305,6 @@ def counted(number: int, what: str) -> str:
     """Format a count with its noun, e.g. `1 row`, `2,000 rows`.
 
     Args:
-        number: How many.
         what: One of them; more take an s.
     """
     return f"{number:,} {what}" + ("" if number == 1 else "s")
@@ -315,7 +314,6 @@ def counted_that(number: int, what: str, verb: str) -> str:
     """Format a count with noun and verb, e.g. `1 row has`, `2 rows have`.
 
     Args:
-        number: The count.
         what: The noun in the singular.
         verb: The verb in the plural.
     """

@@ -94,7 +94,6 @@ class Loss(Choice):
         """Return the function from `training.policy_loss.TokenValues` to the losses of tokens [U].
 
         Args:
-            section: The plug-in's own settings.
             settings: The whole section `loss_fn`.
         """
 
@@ -120,7 +119,6 @@ class PreferenceLoss(Choice):
         """Return the function that computes the loss, which is never divided by a batch.
 
         Args:
-            section: The plug-in's own settings.
             settings: The whole section `rm.loss`.
         """
 
@@ -172,7 +170,6 @@ class Advantage(Choice):
         """Return the function from `grpo.advantages.Rewards` to its advantages, a `Compared`.
 
         Args:
-            section: The plug-in's own settings.
             settings: The `grpo.advantages.AdvantageRule` of the run.
         """
 
@@ -197,12 +194,7 @@ class Logger(Plugin):
 
     @abstractmethod
     def make(self, section: Any, run: LoggerServices) -> MetricLogger:
-        """Open the logger.
-
-        Args:
-            section: The plug-in's own settings.
-            run: The run.
-        """
+        """Open the logger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +225,6 @@ class ServerDialect(Choice):
         """Return a `rewards.remote.dialects.Dialect`.
 
         Args:
-            section: The plug-in's own settings.
             servers: What is known of the servers.
         """
 
@@ -263,10 +254,6 @@ class RewardManager(Choice):
         calls the function once, within its timeout, and returns its `types.Score`s, as a tuple. It
         may wait, call again or change what it is given, and returns such a tuple. No more than
         `max_concurrent` of it run at a time.
-
-        Args:
-            section: The plug-in's own settings.
-            function: The function.
         """
 
 
@@ -306,7 +293,6 @@ class ScoreSource(Plugin):
         """Open the source.
 
         Args:
-            section: The settings.
             services: Where it computes, and how it is named.
         """
 
@@ -374,7 +360,6 @@ class Engine(Choice):
         """Start the engine.
 
         Args:
-            section: The plug-in's own settings.
             start: The weights, and how they are sampled from.
 
         Raises:
@@ -515,6 +500,8 @@ class EnvironmentServices:
     """Where a model computes: `auto`, `cpu` or `cuda`."""
     max_turns: int | None = None
     """The policy's turns in a rollout."""
+    timeout_seconds: float = 600.0
+    """Seconds of one step of an environment, after which all of it fails."""
     say: Callable[[str], None] | None = None
     """Prints a line about what takes long."""
     placement: Any = None
@@ -536,7 +523,6 @@ class EnvironmentKind(Plugin):
         """Check that the settings fit the run, such as the policy's turns.
 
         Args:
-            section: The settings.
             run: The configuration of the run, a `config.grpo_run.GRPORun`.
             where: The key of the settings.
 
@@ -546,12 +532,7 @@ class EnvironmentKind(Plugin):
 
     @abstractmethod
     def make(self, section: Any, services: EnvironmentServices) -> Any:
-        """Return the environment, a `protocols.Environment`.
-
-        Args:
-            section: The settings.
-            services: What the run has.
-        """
+        """Return the environment, a `protocols.Environment`."""
 
     def needs(self, section: Any) -> Collection[Literal["answers", "tests"]]:
         """Return what every task has to have: a known answer, or tests."""

@@ -258,7 +258,7 @@ def test_an_endless_request_does_not_outlive_its_task(setup):
     same(run(cancelled()), again, setup)
 
 
-def test_new_weights_are_drawn_from_and_reported(make):
+def test_new_weights_are_drawn_from_and_closing_ends_what_is_open(make):
     with make() as setup:
         asked = request("Where?", seeds=range(5))
         (before,) = draw(setup.generator, asked)
@@ -276,6 +276,22 @@ def test_new_weights_are_drawn_from_and_reported(make):
             assert one.logprobs_L == near(full_logprobs(setup.policy, asked, one), setup)
         old = np.concatenate([full_logprobs(setup.policy, asked, one) for one in before])
         assert np.abs(old - np.concatenate([one.logprobs_L for one in before])).max() > 0.05
+
+        async def closed_meanwhile():
+            endless = request(seeds=(1, 2), max_new_tokens=900)
+            task = asyncio.create_task(collect(setup.generator, endless))
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(setup.generator.close)
+            await task
+
+        for use in (
+            lambda: run(closed_meanwhile()),
+            lambda: draw(setup.generator, request()),
+            lambda: run(setup.generator.update_weights(setup.weights(8))),
+        ):
+            with pytest.raises(EngineError, match="closed"):
+                use()
+            setup.generator.close()  # again
 
 
 def test_weights_that_have_not_changed_are_not_read_and_the_version_goes_on(setup):
@@ -335,35 +351,6 @@ def test_asleep_requests_wait_until_it_wakes(setup):
     (awake,) = draw(setup.generator, request())
     for one, other in zip(found, awake, strict=True):
         same(one, other, setup)
-
-
-def test_a_closed_generator_says_so(make):
-    with make() as setup:
-        assert isinstance(setup.generator.weight_version, int)
-        draw(setup.generator, request(max_new_tokens=2))
-        setup.generator.close()
-        setup.generator.close()
-        for use in (
-            lambda: draw(setup.generator, request()),
-            lambda: run(setup.generator.update_weights(setup.weights(1))),
-        ):
-            with pytest.raises(EngineError, match="closed"):
-                use()
-
-
-def test_closing_ends_open_requests(make):
-    with make() as setup:
-
-        async def closed_meanwhile():
-            task = asyncio.create_task(
-                collect(setup.generator, request(seeds=(1, 2), max_new_tokens=900))
-            )
-            await asyncio.sleep(0.1)
-            await asyncio.to_thread(setup.generator.close)
-            await task
-
-        with pytest.raises(EngineError, match="closed"):
-            run(closed_meanwhile())
 
 
 @pytest.mark.parametrize(

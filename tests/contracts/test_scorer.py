@@ -17,9 +17,9 @@ from judges import tiny_judge, word_judge, word_judge_config
 from laurel.config.environments import FunctionConfig
 from laurel.extensions.judges.loaded import ModelJudge
 from laurel.extensions.judges.served import JudgeScorer
+from laurel.extensions.reward_functions.scorer import FunctionScorer
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards.ensemble import EnsembleScorer, Member
-from laurel.rewards.function import FunctionScorer
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.router import Router
 from laurel.types import Completion, Group, Message, group_of

@@ -136,7 +136,7 @@ def test_a_kill_in_a_replacement_leaves_the_old_or_the_new(
 def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path):
     moments = random.Random(7)
     size, saved, in_mid_save = 400_000, -1, 0
-    for number in range(16):
+    for number in range(8):
         job = {"size": size, "keep_top_k": 2, "in_background": number % 2 == 1}
         with running(tmp_path, first_step=saved + 1, endless=True, **job) as process:
             first = wait_for(process, "saved")
@@ -154,7 +154,7 @@ def test_kills_at_random_moments_never_cost_a_finished_checkpoint(tmp_path):
         saved = int(newest.path.name.removeprefix("step_"))
         assert_whole(newest.path, saved, 1, size)
     assert_settled(tmp_path)
-    assert in_mid_save > 5, "the kills missed the saves, so nothing was tested"
+    assert in_mid_save > 2, "the kills missed the saves, so nothing was tested"
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name descriptors")

@@ -109,8 +109,7 @@ def test_the_recipe_begins(tmp_path, writer):
     assert figures["env/code/sandbox_failures"] == 0
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_code_as_a_tool(tmp_path, caller, ends):
+def test_code_as_a_tool_that_ends_with_its_first_call(tmp_path, caller):
     write_rows(tmp_path / "tasks.jsonl", [{"prompt": f"What is {i}?"} for i in range(16)])
     done = grpo(
         grpo_settings(
@@ -119,16 +118,16 @@ def test_code_as_a_tool(tmp_path, caller, ends):
             *CODE,
             *TOOL,
             "grpo.max_rollout_turns=2",
-            f"env.code.terminate_on_evaluation={str(ends).lower()}",
+            "env.code.terminate_on_evaluation=true",
         )
     )
     assert done.outcome.ended == "finished"
     figures = metrics_of(tmp_path)[1]
-    assert figures["train/max_turns_per_sample"] == (1 if ends else 2)
+    assert figures["train/max_turns_per_sample"] == 1
     texts = [row["completion"] for row in completions_of(tmp_path, 1)]
     called = [text for text in texts if text.startswith("<code>40 + 2</code>")]
     assert len(called) > len(texts) / 2
-    assert all(("<result>42</result>" in text) == (not ends) for text in called)
+    assert not any("<result>" in text for text in called)
 
 
 def test_eight_turns_with_a_tool_compute_each_token_once(tmp_path, caller, monkeypatch):
@@ -166,6 +165,7 @@ def test_eight_turns_with_a_tool_compute_each_token_once(tmp_path, caller, monke
     figures, rows, num_computed = played(tmp_path / "kept", 2)
     num_rollouts = len(rows)
     assert figures["train/avg_turns_per_sample"] > 6
+    assert any("<result>42</result>" in row["completion"] for row in rows)
     # Each prompt counts once for its four completions.
     distinct = figures["train/total_num_tokens"] - (
         figures["train/mean_prompt_length"] * num_rollouts * 3 / 4

@@ -86,29 +86,6 @@ def test_a_signal_does_not_wait_for_rollouts_that_run_ahead(tmp_path, model):
     assert behind == [0, 0, 1], "the second batch was drawn with the weights that were saved"
 
 
-DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=50")
-
-
-def test_dynamic_sampling_ends_when_all_epochs_are_used_up(tmp_path, model):
-    changes = [
-        *MATCHES,
-        *DYNAMIC,
-        RARELY_SAVED,
-        "grpo.val_period=0",
-        "grpo.max_staleness=1",
-        "loss_fn.use_importance_sampling_correction=true",
-        "grpo.max_num_steps=100",
-    ]
-    done = grpo(grpo_settings(tmp_path, model, *changes))
-    step = done.outcome.step
-    assert done.outcome.ended == "finished"
-    assert 1 <= step < 6, "18 tasks are 6 steps only where none is left out"
-    said = f"no step {step + 1}: all 18 tasks have been used (grpo.max_num_epochs=1)"
-    assert said in done.text.replace("\n", " ")
-    assert saves(tmp_path) == [f"step_{step}"]
-    assert "validation/reward_mean" in metrics_of(tmp_path)[step], "val_at_end"
-
-
 def test_a_validation_that_is_good_enough_ends_the_run(tmp_path, model):
     changes = [*MATCHES, RARELY_SAVED, "grpo.val_period=2", "grpo.max_num_steps=5"]
     goal = ["grpo.stop_at_validation_metric=accuracy", "grpo.stop_at_validation_threshold=0.0"]

@@ -101,11 +101,10 @@ LORA = "policy.dtensor_cfg.lora_cfg.enabled=true"
 MANNERS = {
     "synchronous": [],
     "one step ahead": ["grpo.max_staleness=1", CORRECTED],
-    "two steps ahead": ["grpo.max_staleness=2", CORRECTED],
-    "adapters, one step ahead": [
+    "adapters, two steps ahead": [
         LORA,
         "policy.dtensor_cfg.lora_cfg.dropout=0.1",
-        "grpo.max_staleness=1",
+        "grpo.max_staleness=2",
         CORRECTED,
     ],
     "advantages per step, one step ahead": [
@@ -122,8 +121,9 @@ MANNERS = {
         "grpo.max_staleness=1",
         CORRECTED,
     ],
-    "several updates": ["grpo.num_iterations=2", "policy.train_global_batch_size=6"],
-    "dynamic sampling": [
+    "several updates, dynamic sampling": [
+        "grpo.num_iterations=2",
+        "policy.train_global_batch_size=6",
         "grpo.use_dynamic_sampling=true",
         "grpo.dynamic_sampling_max_gen_batches=50",
         "grpo.max_num_epochs=99",
@@ -132,11 +132,9 @@ MANNERS = {
 
 
 @pytest.mark.slow_parameters(
-    "two steps ahead",
-    "adapters, one step ahead",
+    "adapters, two steps ahead",
     "branching, one step ahead",
-    "several updates",
-    "dynamic sampling",
+    "several updates, dynamic sampling",
 )
 @pytest.mark.parametrize("manner", [name for name in MANNERS if name != "one step ahead"])
 def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(tmp_path, model, manner):
@@ -144,7 +142,7 @@ def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(tmp_path,
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *changes))
 
-    updates_a_step = 4 if manner == "several updates" else 1
+    updates_a_step = 4 if "several updates" in manner else 1
     interrupt_at(2 * updates_a_step, where="update")
     first = grpo(grpo_settings(broken, model, *changes)).outcome
     assert (first.ended, first.step) == ("signal", 2), "the step is finished and saved"
@@ -173,7 +171,7 @@ def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(tmp_path,
 
 @pytest.mark.slow
 def test_rollouts_that_run_ahead_are_in_the_checkpoint_and_not_drawn_again(tmp_path, model):
-    changes = [*LENGTH, *MANNERS["two steps ahead"], "grpo.val_at_end=false"]
+    changes = [*LENGTH, *MANNERS["adapters, two steps ahead"], "grpo.val_at_end=false"]
     interrupt_at(3, where="update")
     grpo(grpo_settings(tmp_path, model, *changes))
     calls = interrupt_at(1000, where="judge")
@@ -272,14 +270,6 @@ def test_the_reference_of_a_policy_from_nothing_is_the_same_when_a_run_goes_on(t
     assert_same_runs(tmp_path / "straight", tmp_path / "broken", 4)
 
 
-def test_a_longer_run_goes_on_from_a_finished_one(tmp_path, model):
-    changes = [*LENGTH, "grpo.val_at_start=true", "grpo.val_at_end=false"]
-    grpo(grpo_settings(tmp_path / "straight", model, *changes))
-    for limit in (2, 2, 5, NUM_STEPS):
-        grpo(grpo_settings(tmp_path / "broken", model, *changes, f"grpo.max_num_steps={limit}"))
-    assert_same_runs(tmp_path / "straight", tmp_path / "broken", NUM_STEPS)
-
-
 KILLED = """
 import itertools, os, signal, sys, threading, torch
 from laurel.run.train import run_training
@@ -358,9 +348,10 @@ def test_another_run_is_refused_and_the_change_is_named(tmp_path_factory, model,
     assert [p.name for p in (directory / "logs").iterdir()] == ["exp_001"]
 
 
-@pytest.mark.parametrize("more", [[], [LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2"]])
-def test_fine_tuning_goes_on(tmp_path, more):
-    changes = ["sft.max_num_epochs=3", "sft.val_period=4", *more, *HOOKED]
+def test_fine_tuning_goes_on(tmp_path):
+    """Without adapters: `test_older_runs.py`."""
+    adapters = (LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2")
+    changes = ["sft.max_num_epochs=3", "sft.val_period=4", *adapters, *HOOKED]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grouped = sft(sft_settings(straight, *changes))
     interrupt_at(5, where="update")

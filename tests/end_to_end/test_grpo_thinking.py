@@ -48,17 +48,16 @@ def demonstrations(count=512, share_calling=0.4):
         }
 
 
-@pytest.mark.slow
-def test_a_policy_learns_to_call_in_contexts_that_forget_and_resumes(tmp_path):
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    for directory in (tmp_path / "sft", straight):
-        directory.mkdir()
-    template = tmp_path / "forgetful.jinja"
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A policy that calls now and then, in a template without the thoughts of earlier turns."""
+    directory = tmp_path_factory.mktemp("sft")
+    template = directory / "forgetful.jinja"
     template.write_text(FORGETFUL)
-    write_rows(tmp_path / "sft" / "demonstrations.jsonl", demonstrations())
-    taught = sft(
+    write_rows(directory / "demonstrations.jsonl", demonstrations())
+    return sft(
         sft_settings(
-            tmp_path / "sft",
+            directory,
             "policy.max_total_sequence_length=512",
             f"policy.tokenizer.chat_template={template}",
             "policy.scratch.hidden_size=48",
@@ -66,57 +65,73 @@ def test_a_policy_learns_to_call_in_contexts_that_forget_and_resumes(tmp_path):
             "sft.max_num_epochs=6",
             "sft.max_num_steps=150",
         )
-    )
+    ).outcome.latest
+
+
+def train(directory, model, *changes):
+    directory.mkdir(exist_ok=True)
     tasks = [
         {"input": f"Secret {key}?", "output": tool_functions.secret(key)} for key in range(10)
     ] * 4
-    write_rows(straight / "tasks.jsonl", tasks)
-
-    def train(directory, steps):
-        return grpo(
-            grpo_settings(
-                directory,
-                taught.outcome.latest,
-                "policy.max_total_sequence_length=384",
-                "policy.generation.max_new_tokens=64",
-                "policy.train_global_batch_size=64",
-                "policy.optimizer.kwargs.lr=1e-3",
-                "loss_fn.use_importance_sampling_correction=true",
-                "grpo.max_staleness=1",
-                "grpo.max_rollout_turns=3",
-                "grpo.num_prompts_per_step=8",
-                "grpo.num_generations_per_prompt=8",
-                f"grpo.max_num_steps={steps}",
-                "grpo.max_num_epochs=8",
-                "grpo.val_period=0",
-                "grpo.val_at_end=false",
-                f"checkpointing.save_period={STEPS // 2}",
-                "data.split_validation_size=0",
-                "data.env_name=tools",
-                "env.tools.functions=[tool_functions.secret]",
-                "env.tools.graded_by=told",
-                "env.tools.num_workers=1",
-                "+env.custom.told.name=policy_fakes.Told",
-            )
+    write_rows(directory / "tasks.jsonl", tasks)
+    return grpo(
+        grpo_settings(
+            directory,
+            model,
+            "policy.max_total_sequence_length=384",
+            "policy.generation.max_new_tokens=64",
+            "policy.train_global_batch_size=64",
+            "policy.optimizer.kwargs.lr=1e-3",
+            "loss_fn.use_importance_sampling_correction=true",
+            "grpo.max_staleness=1",
+            "grpo.max_rollout_turns=3",
+            "grpo.num_prompts_per_step=8",
+            "grpo.num_generations_per_prompt=8",
+            "grpo.max_num_epochs=8",
+            "grpo.val_period=0",
+            "grpo.val_at_end=false",
+            "data.split_validation_size=0",
+            "data.env_name=tools",
+            "env.tools.functions=[tool_functions.secret]",
+            "env.tools.graded_by=told",
+            "env.tools.num_workers=1",
+            "+env.custom.told.name=policy_fakes.Told",
+            *changes,
         )
+    )
 
-    assert train(straight, STEPS).outcome.ended == "finished"
-    figures = metrics_of(straight)
+
+@pytest.mark.slow
+def test_a_policy_learns_to_call_in_contexts_that_forget(tmp_path, taught):
+    settled = (f"grpo.max_num_steps={STEPS}", "checkpointing.enabled=false")
+    assert train(tmp_path, taught, *settled).outcome.ended == "finished"
+    figures = metrics_of(tmp_path)
     first, last = figures[1], figures[STEPS]
     assert last["train/reward"] > first["train/reward"] + 0.2
     assert last["env/tools/tools/calling_share"] > 0.7
     # A call and the answer after it are two sequences.
     assert 1 < first["train/sequences_per_rollout"] < last["train/sequences_per_rollout"]
-    called = [row for row in completions_of(straight, STEPS) if row["num_turns"] == 2]
+    called = [row for row in completions_of(tmp_path, STEPS) if row["num_turns"] == 2]
     assert called
     assert any(row["completion"].count("</think>") == 2 for row in called)
     assert any(row["num_sequences"] == 2 for row in called)
 
-    # The rollouts that were ahead of the checkpoint keep their sequences.
-    saved = STEPS // 2
+
+@pytest.mark.slow
+def test_rollouts_ahead_of_a_checkpoint_keep_their_sequences_and_branches(tmp_path, taught):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    settled = (
+        "grpo.tree={initial: 4, branches: 4, rounds: 1, at: turn}",
+        "grpo.adv_estimator.name=tree",
+        "grpo.max_num_steps=3",
+    )
+    assert train(straight, taught, *settled).outcome.ended == "finished"
     shutil.copytree(straight, resumed)
-    shutil.rmtree(resumed / "saves" / f"step_{STEPS}")
-    assert f"after step {saved}" in train(resumed, saved + 1).text
-    assert figures[saved + 1]["train/sequences_per_rollout"] > 1
-    assert metrics_of(resumed)[saved + 1] == figures[saved + 1]
-    assert completions_of(resumed, saved + 1) == completions_of(straight, saved + 1)
+    shutil.rmtree(resumed / "saves" / "step_3")
+    assert "after step 2" in train(resumed, taught, *settled).text
+    figures = metrics_of(straight)[3]
+    assert figures["train/sequences_per_rollout"] > 1
+    assert figures["train/tree/branched_share"] > 0
+    assert figures["train/tree/shared_share"] > 0
+    assert metrics_of(resumed)[3] == figures
+    assert completions_of(resumed, 3) == completions_of(straight, 3)

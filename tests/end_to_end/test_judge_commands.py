@@ -69,6 +69,7 @@ def test_eval_counts_the_verdicts_and_says_how_often_they_flip(called, judge, tm
     assert report["judge"]["position_flips"] == pytest.approx(flips)
     shown = called("eval", "reward-bench", "--judge", judge, "-d", data, "--device", "cpu")
     assert f"verdicts that change with the position {flips:.3f}" in shown.stdout
+    assert ("warning: where most verdicts" in shown.stdout) == (flips > 0.5)
 
 
 def test_score_writes_the_probabilities(called, judge, tmp_path):

@@ -60,11 +60,12 @@ def assert_same(found, expected, *more):
             assert figures[name] == pytest.approx(value, rel=BOUND, abs=BOUND), name
 
 
-@pytest.fixture
-def two_nodes(no_ray):
+@pytest.fixture(scope="module")
+def two_nodes():
     """Of one slot each, and nothing besides; their address."""
     from ray.cluster_utils import Cluster
 
+    ray.shutdown()  # the cluster of tests before
     slots = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": STORE}
     nodes = Cluster(initialize_head=True, head_node_args={**slots, "include_dashboard": False})
     try:

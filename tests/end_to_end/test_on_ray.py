@@ -9,6 +9,7 @@ from policy_runs import (
     grpo,
     grpo_settings,
     metrics_of,
+    rewritten_turns,
     sft,
     sft_settings,
 )
@@ -121,9 +122,10 @@ def own_slots(judge):
 
 
 ROLES = {
-    "one rank each": (
-        "cluster.gpus_per_node=3",
-        "env.reward_model.resources.gpus_per_node=1",
+    "slots of their own": (
+        "cluster.gpus_per_node=4",
+        "env.reward_model.resources.gpus_per_node=2",
+        "env.reward_model.dtensor_cfg.tensor_parallel_size=2",
         "policy.generation.colocated.enabled=false",
         "policy.generation.colocated.resources.gpus_per_node=1",
     ),
@@ -155,8 +157,10 @@ def test_grpo_is_the_same_with_roles_of_their_own(tmp_path, model, judge, grpo_h
     way = "object_store" if setting in ways else "broadcast"
     assert f"sampled by GeneratorReplicas, weights by {way}" in finished.text
     if "env.reward_model.resources.gpus_per_node=2" in ways:
-        assert "generation: node 0, slots 0-1, in turns with policy" in finished.text
         assert "reward_model: node 0, slots 2-3" in finished.text
+        own = "policy.generation.colocated.enabled=false" in ways
+        generation = "slot 1" if own else "slots 0-1, in turns with policy"
+        assert f"generation: node 0, {generation}" in finished.text
     assert "broke off" not in caplog.text
     lines = read_metrics(tmp_path / "logs" / "exp_001" / "metrics.jsonl")
     key = "performance/weight_transfer_fallbacks"
@@ -164,6 +168,21 @@ def test_grpo_is_the_same_with_roles_of_their_own(tmp_path, model, judge, grpo_h
     for step in (1, 2):
         assert_close(figures(tmp_path, step, GRPO_FIGURES), figures(grpo_here, step, GRPO_FIGURES))
     AutoModelForCausalLM.from_pretrained(tmp_path / "saves" / "step_2")
+
+
+@pytest.mark.slow
+def test_rollouts_of_several_sequences_are_the_same_on_two_ranks(tmp_path, model):
+    """They branch, too: the sequences of a rollout stay with one rank."""
+    settled = (*GRPO, NO_SAVES, "grpo.val_period=0", "grpo.val_at_end=false")
+    for place, mesh in (("one", ()), ("two", DP_2)):
+        turns = rewritten_turns(tmp_path / place, 2, 2)
+        grpo(grpo_settings(tmp_path / place, model, *settled, *turns, *mesh))
+    names = (*GRPO_FIGURES, "train/sequences_per_rollout", "train/tree/sampled_tokens")
+    for step in (1, 2):
+        expected = figures(tmp_path / "one", step, names)
+        assert expected["train/sequences_per_rollout"] > 1.5
+        assert expected["train/grad_norm"] > 0
+        assert_close(figures(tmp_path / "two", step, names), expected)
 
 
 def test_one_rank_on_ray_is_one_rank_here(tmp_path, model):

@@ -289,31 +289,7 @@ def test_serve_gives_the_values_of_steps_and_the_aggregate(run: Path, tmp_path: 
     assert "Send messages" in json.dumps(pooled)
 
 
-def test_the_aggregate_is_the_reward_of_an_environment(run: Path) -> None:
-    answers = (
-        "step 0 is right\n\nstep 1 is wrong",
-        "step 0 is right\n\nstep 1 is right",
-        "a\n\n" * 60,
-    )
-    logs = [
-        [{"role": "user", "content": "question 1"}, {"role": "assistant", "content": answer}]
-        for answer in answers
-    ]
-    place = str(run / "saves")
-    group = solutions_of("question 1", *answers)
-    (scores,) = open_local(place, say=lambda _: None).score_now([group])
-    with RewardModelEnvironment(
-        {"precision": "float32", "model_name": place}, device="cpu"
-    ) as environment:
-        found = environment.step(logs, [{}] * len(logs))
-    assert found.rewards.tolist()[:2] == pytest.approx([one.value for one in scores[:2]], abs=1e-6)
-    # An answer whose steps cannot all be read has no reward, and takes no part.
-    assert found.failures is not None
-    assert found.failures[:2] == [None, None]
-    assert "longer than 128 tokens" in str(found.failures[2])
-
-
-def test_an_environment_gives_the_rewards_of_steps(run: Path) -> None:
+def test_an_environment_gives_the_rewards_of_steps_and_their_aggregate(run: Path) -> None:
     answers = (
         "step 0 is right\n\nstep 1 is wrong\n\n",
         "\n\nstep 0\n\n \n\nstep 1",
@@ -335,6 +311,13 @@ def test_an_environment_gives_the_rewards_of_steps(run: Path) -> None:
     with RewardModelEnvironment(config, device="cpu") as environment:
         assert environment.spec.gives_steps
         found = environment.step(logs, [{}] * len(logs))
+    assert found.rewards.tolist()[:3] == pytest.approx(
+        [2.0 * (one.value or 0.0) - 1.0 for one in scores[:3]], abs=1e-5
+    )
+    # An answer whose steps cannot all be read has no reward, and takes no part.
+    assert found.failures is not None
+    assert found.failures[:3] == [None] * 3
+    assert "longer than 128 tokens" in str(found.failures[3])
     assert found.steps is not None
     # The last step goes on to the end, blanks and separators included.
     ends = [[step.end for step in steps or ()] for steps in found.steps]

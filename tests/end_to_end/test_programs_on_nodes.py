@@ -77,8 +77,8 @@ def pool(two_nodes, groups):
         return groups[-1]
 
     with RayCluster(two_nodes.address):
-        config = SandboxConfig(num_workers=2, min_tier="D")
-        with NodePool(config, ClusterNodes(nodes_to_work_on, make, is_on_the_only_node)) as pool:
+        nodes = ClusterNodes(nodes_to_work_on, make, is_on_the_only_node)
+        with NodePool(SandboxConfig(min_tier="D"), nodes, num_workers=2) as pool:
             yield pool
 
 

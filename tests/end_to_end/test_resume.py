@@ -20,55 +20,41 @@ from runs import (
 )
 
 MANNERS = {
-    "plain": [],
-    "hidden dropout": [
-        "policy.scratch.architecture=phi",
-        "+policy.scratch.config_overrides.resid_pdrop=0.3",
-        "+policy.scratch.config_overrides.embd_pdrop=0.1",
-    ],
-    "dropout recomputed": [
+    "a model that was loaded": [],
+    "adapters, dropout recomputed and a scheduler list": [
         "+policy.scratch.config_overrides.attention_dropout=0.3",
         "policy.dtensor_cfg.activation_checkpointing=true",
-    ],
-    "LoRA and a scheduler list": [
         "policy.dtensor_cfg.lora_cfg.enabled=true",
         "policy.dtensor_cfg.lora_cfg.dropout=0.2",
         "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, "
         "total_iters: 6}}, {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 0.5, "
         "total_iters: 3}}, {milestones: [6]}]",
     ],
-    "padded rows in bfloat16": [
+    "hidden dropout, padded rows in bfloat16": [
+        "policy.scratch.architecture=phi",
+        "+policy.scratch.config_overrides.resid_pdrop=0.3",
+        "+policy.scratch.config_overrides.embd_pdrop=0.1",
         "policy.precision=bfloat16",
         "policy.sequence_packing.enabled=false",
         "policy.train_micro_batch_size=3",
-        "+policy.scratch.config_overrides.attention_dropout=0.3",
     ],
 }
+"""A plain run goes on in `test_a_torn_newest_is_skipped_by_name_and_the_one_before_used`."""
 
 
-@pytest.mark.slow_parameters(*(name for name in MANNERS if name != "plain"))
+@pytest.mark.slow_parameters(*list(MANNERS)[1:])
 @pytest.mark.parametrize("manner", MANNERS)
 def test_resumed_equals_uninterrupted(tmp_path, manner):
-    changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null", *MANNERS[manner]]
-    train(settings(tmp_path / "straight", *changes))
-    # Step 4 is inside an epoch and step 7 in the next; neither is a period of anything.
-    for limit in (4, 7, -1):
-        train(settings(tmp_path / "broken", *changes, f"rm.max_num_steps={limit}"))
-    assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))
-
-
-def test_a_model_that_was_loaded_goes_on_as_well(tmp_path):
     model = save_model(tmp_path / "model")
-    changes = [
-        f"policy.model_name={model}",
-        "rm.max_num_epochs=3",
-        "checkpointing.keep_top_k=null",
-    ]
+    changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null", *MANNERS[manner]]
 
     def overrides(name, *more):
-        return [*LOADED, *settings(tmp_path / name, *changes, *more)[len(TINY) :]]
+        chosen = settings(tmp_path / name, *changes, *more)
+        loaded = [*LOADED, *chosen[len(TINY) :], f"policy.model_name={model}"]
+        return loaded if "loaded" in manner else chosen
 
     train(overrides("straight"))
+    # Step 4 is inside an epoch and step 7 in the next; neither is a period of anything.
     for limit in (4, 7, -1):
         train(overrides("broken", f"rm.max_num_steps={limit}"))
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))
@@ -191,20 +177,17 @@ EARLY = (
 )
 
 
-def test_a_run_that_no_longer_improves_ends_at_the_same_step_when_it_was_broken_off(tmp_path):
-    outcome = train(settings(tmp_path / "straight", *EARLY)).outcome
+def test_a_run_that_no_longer_improves_ends_and_goes_on_where_it_is_to_wait_longer(tmp_path):
+    """In pieces it ends where it ends in one: `unit/training/test_loop.py`."""
+    outcome = train(settings(tmp_path, *EARLY)).outcome
     assert (outcome.step, outcome.is_early, outcome.ended) == (8, True, "finished")
-    for limit in (3, 6, -1):
-        train(settings(tmp_path / "broken", *EARLY, f"rm.max_num_steps={limit}"))
-    assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=8, common=(5,))
     # It has ended: the same command takes no further step, unless it is to wait longer.
-    assert train(settings(tmp_path / "broken", *EARLY)).outcome.step == 8
-    patient = [*EARLY, "rm.early_stopping.patience=4"]
-    assert train(settings(tmp_path / "broken", *patient)).outcome.step == 10
+    assert train(settings(tmp_path, *EARLY)).outcome.step == 8
+    assert train(settings(tmp_path, *EARLY, "rm.early_stopping.patience=4")).outcome.step == 10
     with pytest.raises(
         CheckpointError, match=r"rm\.early_stopping\.min_delta: 0\.9 then, 0\.5 now"
     ):
-        train(settings(tmp_path / "broken", *EARLY, "rm.early_stopping.min_delta=0.5"))
+        train(settings(tmp_path, *EARLY, "rm.early_stopping.min_delta=0.5"))
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(tmp_path, mo
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     log = tmp_path / "log.txt"
     with SamePort(tmp_path, "--null") as server:
-        settings = asking([server], request_timeout=15, attempt_timeout=10)
+        settings = asking([server], request_timeout=15)
         settings += ("env.max_failed_share=0",)  # one failed score ends it: none is left out
         grpo(grpo_settings(straight, model, *settings))
         overrides = grpo_settings(broken, model, *settings)

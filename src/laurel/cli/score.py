@@ -96,12 +96,8 @@ def run_score(
     not at all; messages go to standard error. Everything that needs no model is checked first.
 
     Args:
-        rows_file: The rows, and how they are read.
         model: A directory or a hub name, as `rewards.spec.find_model` reads it.
         judge_file: The file of a judge that scores in place of a model.
-        output: The file that JSON lines are written to.
-        as_json: Print JSON lines.
-        options: How the model is loaded and scores.
         settings: The settings of `--set`, as `policy_of_settings` reads them.
         cpu_threads: The number of threads on a CPU; None is one per core.
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from laurel import plugins
-from laurel.config.yaml_tree import MAY_CHANGE, NO_ITEMS_IS_NONE, Section, foreign
+from laurel.config.yaml_tree import BY_NAME, IN_LIST, MAY_CHANGE, Section, foreign
 
 
 class SetConfig(Section):
@@ -95,16 +95,11 @@ class SetsConfig(Section):
 
     def without_effect(self) -> dict[str, str]:
         """Return the shares of validation sets, of which nothing is held out."""
-        share, sets = "split_validation_size", getattr(self, "validation", None)
-        named = {"validation": sets}
-        if isinstance(sets, dict):
-            named = {f"validation.{name}": one for name, one in sets.items()}
-        elif isinstance(sets, list):
-            named = {f"validation[{index}]": one for index, one in enumerate(sets)}
+        share, named = "split_validation_size", getattr(self, "validation", None) or {}
         why = "it is the part of a training set that is held out for validation"
         return {
-            f"{at}.{share}": why
-            for at, one in named.items()
+            f"validation.{name}.{share}": why
+            for name, one in named.items()
             if isinstance(one, SetConfig) and one.get(share) and not is_endless(filled(self, one))
         }
 
@@ -124,11 +119,6 @@ class TextDataConfig(SetsConfig):
     seed: int = 42
     """Seed of the held-out share, and of rows that are made."""
 
-    @field_validator("train", "validation", mode="before", check_fields=False)
-    @classmethod
-    def _empty_is_none(cls, value: Any) -> Any:
-        return None if value in ({}, []) else value
-
 
 S = TypeVar("S", bound=SetConfig)
 
@@ -137,7 +127,7 @@ def train_sets(data: Any, kind: type[S]) -> list[S]:
     """Return the training sets of a `data` section as sections of `kind`, with their defaults."""
     if data.train is None:
         return [flat_set(data, kind, data.train_data_path, data.train_split)]
-    return [filled(data, block) for block in _listed(data.train)]
+    return [filled(data, block) for block in data.train]
 
 
 def validation_sets(data: Any, kind: type[S]) -> list[S]:
@@ -147,7 +137,7 @@ def validation_sets(data: Any, kind: type[S]) -> list[S]:
     if there are none.
     """
     if data.validation is not None:
-        return [filled(data, block) for block in _listed(data.validation)]
+        return [filled(data, block) for block in data.validation.values()]
     if data.val_data_path is None and data.val_split is None:
         return []
     path = data.val_data_path or data.train_data_path
@@ -188,12 +178,6 @@ def is_endless(config: SetConfig) -> bool:
     """Report whether a set has rows without end, divided between training and validation."""
     made = row_maker(config)
     return made is not None and made.endless
-
-
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else [value]
 
 
 # A benchmark of reward models as a validation set.
@@ -305,11 +289,9 @@ class DataConfig(SetsConfig):
     target_key: str | None = None
     """See `data.train.target_key`."""
 
-    train: DatasetConfig | list[DatasetConfig] | None = None
-    """Block form of the training set; a list is concatenated."""
-    validation: Annotated[
-        dict[str, DatasetConfig | BenchmarkSetConfig] | None, NO_ITEMS_IS_NONE
-    ] = None
+    train: Annotated[list[DatasetConfig] | None, IN_LIST] = None
+    """Training sets, instead of the one of the flat keys; all rows of all."""
+    validation: Annotated[dict[str, DatasetConfig | BenchmarkSetConfig] | None, BY_NAME] = None
     """Validation sets by name (a block without one is called `default`); any of them may be a
     `benchmark`, such as `{Bench: {benchmark: reward-bench, data_path: rows.jsonl.gz}}`."""
 
@@ -344,7 +326,7 @@ class DataConfig(SetsConfig):
             if isinstance(block, dict)
             else block
             for name, block in value.items()
-        } or None
+        }
 
     @model_validator(mode="after")
     def _one_form(self) -> DataConfig:
@@ -432,12 +414,12 @@ class TaskDataConfig(TextDataConfig):
     """See `data.train.env_name`; null is `reward_model` where that is enabled, else `math`."""
     tasks: dict[str, Annotated[float, Field(gt=0)] | GeneratorConfig] | None = None
     """See `data.train.tasks`."""
-    train: TaskSetConfig | list[TaskSetConfig] | None = None
-    """Block form of the training set; a list is a mixture, all rows of all."""
-    validation: TaskSetConfig | list[TaskSetConfig] | dict[str, TaskSetConfig] | None = None
-    """Block form of the validation set; a list is a mixture. So are several by name, and each has
-    figures of its own besides, `validation-<Name>/...`, as blocks of a list have by their
-    `task_name`."""
+    train: Annotated[list[TaskSetConfig] | None, IN_LIST] = None
+    """Training sets, instead of the one of the flat keys: a mixture, all rows of all."""
+    validation: Annotated[dict[str, TaskSetConfig] | None, BY_NAME] = None
+    """Validation sets by name, together a mixture; each of several has figures of its own besides,
+    `validation-<Name>/...`. A block without a name is called `default`; those of a list have their
+    `task_name`, or their place."""
 
     max_input_seq_length: int | None = Field(default=None, ge=1)
     """Longest prompt in tokens; longer ones are left out and counted. Null leaves room for at least
@@ -452,12 +434,6 @@ class TaskDataConfig(TextDataConfig):
         return validation_sets(self, TaskSetConfig)
 
     def validation_names(self) -> list[str]:
-        """Return the name of each validation set, which is empty for one without a name.
-
-        Blocks by name have those, and blocks of a list have their `task_name`.
-        """
-        if isinstance(self.validation, dict):
-            return list(self.validation)
-        if isinstance(self.validation, list):
-            return [block.task_name or "" for block in self.validation_sets()]
-        return []
+        """Return the names of validation sets that have figures of their own."""
+        names = list(self.validation or ())
+        return [] if names == ["default"] else names

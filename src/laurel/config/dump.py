@@ -11,7 +11,7 @@ import yaml
 
 from laurel.config.interpolation import escaped
 from laurel.config.plugged import all_fields, fields_in, values_in
-from laurel.config.schema_info import item_kinds, kinds_of, sections_of
+from laurel.config.schema_info import item_kinds, kinds_of, kinds_of_field, sections_of
 from laurel.config.yaml_tree import Section, read_scalars_our_way
 
 _WIDTH = 100
@@ -64,7 +64,6 @@ def to_yaml(
     were given and no others: flat keys may fill the rest, which a written null would prevent.
 
     Args:
-        config: The whole configuration.
         describe: Write the description of each key above it.
         keys: The dotted names of the keys to write, each with everything below it; None is all.
         more: Text to append to the descriptions of keys, by dotted name.
@@ -110,7 +109,7 @@ def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type
         return about
     section, name = found["section"] or _TRAIN, found["key"] or key
     if section == _TRAIN:
-        target = next(iter(sections_of(kinds_of(owner.model_fields["train"].annotation))), None)
+        target = next(iter(sections_of(kinds_of_field(owner.model_fields["train"]))), None)
     else:
         bases = {one.__name__: one for one in owner.__mro__ if issubclass(one, Section)}
         target = {**bases, **named}.get(section)

@@ -43,8 +43,6 @@ class SandboxConfig(Section):
 
     removed: ClassVar[Mapping[str, Removed]] = removed("SandboxConfig")
 
-    num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
-    """Programs at a time; at most one per core, and as many as fit into memory."""
     min_tier: Annotated[Literal["A", "B", "C", "D"], MAY_CHANGE] = "C"
     """Worst isolation for a run to start; `laurel sandbox check` shows this machine's. A:
     namespaces, Landlock and seccomp; B: no namespaces; C: no Landlock; D: neither, so that a
@@ -59,12 +57,8 @@ class SandboxConfig(Section):
     cpu_seconds: float = Field(default=5.0, gt=0)
     """CPU time of one process of a program: the limit that programs usually meet."""
     wall_seconds: float = Field(default=10.0, gt=0)
-    """Wall-clock time; generous, for a busy machine."""
-    total_wall_seconds: float | None = Field(default=None, gt=0)
-    """Wall-clock limit for all tests of a program that run as processes of their own (stdin, and
-    asserts with a share of the reward); later ones time out. Null: three times `wall_seconds`.
-    Default: tests of a right program take a fraction of a second each, and a sleeping one must not
-    take a limit for each of its tests."""
+    """Wall-clock time; generous, for a busy machine. All tests of a program that run as processes
+    of their own (stdin, and asserts with a share of the reward) have three times this."""
     memory_mb: int = Field(default=512, ge=64)
     """Address space of one process."""
     disk_mb: int = Field(default=32, ge=1)
@@ -72,12 +66,6 @@ class SandboxConfig(Section):
     stdout_kb: int = Field(default=64, ge=1)
     """Output, at most; more ends the program. At least four times an expected text, and 1024 for an
     expected value."""
-    stderr_kb: int = Field(default=16, ge=1)
-    """What it may print to stderr; more ends it."""
-    result_kb: int = Field(default=256, ge=1)
-    """The values that it returns, together. At least four times what its tests expect."""
-    backlog: Annotated[int, MAY_CHANGE] = Field(default=1024, ge=1)
-    """Programs that may wait for their turn."""
 
     @model_validator(mode="after")
     def _wall_is_longer(self) -> SandboxConfig:
@@ -92,18 +80,19 @@ class SandboxConfig(Section):
     def seconds_of_all_tests(self) -> float:
         """Return the limit, in seconds, for all tests of a program together.
 
-        It is `total_wall_seconds`, or three times `wall_seconds` by default.
+        Tests of a right program take a fraction of a second each, and a sleeping one must not take
+        a limit for each of its tests.
         """
-        return self.total_wall_seconds or 3 * self.wall_seconds
+        return 3 * self.wall_seconds
 
 
 # The `env.code` section: programs that are run, and graded by tests.
 
-_SANDBOX = SandboxConfig()
-
 
 class CodeEnvironmentConfig(Section):
     """Programs of the policy, run in a sandbox: scored by tests, or used as a tool."""
+
+    removed: ClassVar[Mapping[str, Removed]] = removed("CodeEnvironmentConfig")
 
     num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Programs at a time on each machine (on Ray: on every node). At most one per core, and as many
@@ -135,10 +124,7 @@ class CodeEnvironmentConfig(Section):
     task's metadata (for `CodeTasks` the benchmark's own grader), otherwise `laurel`."""
     max_observation_chars: int = Field(default=4096, ge=64)
     """Longest result that the policy sees; a longer one loses its middle."""
-    deadline_seconds: Annotated[float, MAY_CHANGE] = Field(default=540.0, gt=0)
-    """Programs that have not begun after this time in one call are failures. Less than
-    `env.timeout_seconds`, after which the whole call would be."""
-    sandbox: SandboxConfig = _SANDBOX
+    sandbox: SandboxConfig = SandboxConfig()
     """How programs are locked in, and what each may use."""
 
     @model_validator(mode="after")
@@ -150,20 +136,6 @@ class CodeEnvironmentConfig(Section):
                 "that benchmark's grader does: leave one of them out"
             )
         return self
-
-    @model_validator(mode="after")
-    def _workers_are_said_once(self) -> CodeEnvironmentConfig:
-        if self.sandbox.num_workers not in (_SANDBOX.num_workers, self.num_workers):
-            raise ValueError(
-                f"sandbox.num_workers={self.sandbox.num_workers} is said by num_workers="
-                f"{self.num_workers} here: leave it out"
-            )
-        return self
-
-    @property
-    def placed_sandbox(self) -> SandboxConfig:
-        """Return the sandbox settings, with the number of workers that the environment sets."""
-        return self.sandbox.model_copy(update={"num_workers": self.num_workers})
 
 
 # Where the scores of a reward-model environment come from.
@@ -224,23 +196,18 @@ class AskingConfig(KeyedConfig):
     """Requests to servers that this run did not start."""
 
     request_timeout: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0)
-    """Seconds for a score, all tries together; then the completion has failed."""
-    attempt_timeout: Annotated[float, MAY_CHANGE] = Field(default=30.0, gt=0)
-    """Seconds of one try."""
+    """Seconds for a score, all tries together; then the completion has failed. One try has a
+    quarter of them."""
     hedge: Annotated[bool, MAY_CHANGE] = False
     """Ask a second server as well where an answer takes unusually long. Default: it doubles some of
     the work."""
     connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=0)
     """Seconds to wait at the start for a server that does not answer yet."""
 
-    @model_validator(mode="after")
-    def _times_fit(self) -> AskingConfig:
-        if self.attempt_timeout > self.request_timeout:
-            raise ValueError(
-                f"attempt_timeout={self.attempt_timeout:g} is one try of request_timeout="
-                f"{self.request_timeout:g} seconds, and cannot be longer"
-            )
-        return self
+    @property
+    def attempt_timeout(self) -> float:
+        """Return the seconds of one try: a server that hangs leaves time to ask three others."""
+        return self.request_timeout / 4
 
 
 class ScoringEngineSection(OpenSection):
@@ -282,6 +249,8 @@ class JudgeConfig(AskingConfig, ScoringEngineSection):
     What it is shown was written by the policy, which learns to persuade it. The default template
     puts the response between marks that the policy cannot write; a template of your own should too.
     """
+
+    removed: ClassVar[Mapping[str, Removed]] = removed("JudgeConfig")
 
     urls: Annotated[list[str] | None, MAY_CHANGE] = Field(default=None, min_length=1)
     """Servers of the same judge; `/v1/chat/completions` is added if it is missing. Null: this
@@ -354,9 +323,8 @@ class JudgeConfig(AskingConfig, ScoringEngineSection):
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More keys of the request, as they are, e.g. `chat_template_kwargs`."""
     request_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
-    """Seconds for a score, all tries together; then the completion has failed."""
-    attempt_timeout: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0)
-    """Seconds of one try."""
+    """Seconds for a score, all tries together; then the completion has failed. One try has a
+    quarter of them."""
 
     @field_validator("words", mode="before")
     @classmethod
@@ -470,10 +438,7 @@ LOADED_JUDGE_KEYS = (
     *("tokenizer", "read_out", "compares", "words", "max_opponents"),
 )
 """The keys of `judge` without effect on one that is asked at `urls`."""
-_ASKED = (
-    *("api_key_env", "request_timeout", "attempt_timeout", "hedge", "connect_patience"),
-    "extra_body",
-)
+_ASKED = (*("api_key_env", "request_timeout", "hedge", "connect_patience", "extra_body"),)
 _SCORE = ("score_pattern", "score_key", "lowest", "highest")
 _WRITTEN = (
     *_SCORE,

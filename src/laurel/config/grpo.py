@@ -112,7 +112,6 @@ class GenerationConfig(OpenSection):
         """Return the name of the engine, which `auto` chooses.
 
         Args:
-            has_gpu: Whether there is a GPU.
             runs_here: Whether its package has to be installed here; a plan is for other machines.
         """
         if self.backend != "auto":
@@ -437,16 +436,16 @@ class AdvantageConfig(OpenSection):
     `pass_at_k`: what a completion adds to the best of k; `remax`: against a greedy completion;
     `tree`: against the group, and against those that branched from the same one (`grpo.tree`).
     Default: the method the command is named after."""
-    normalize_rewards: bool | None = None
-    """Null is `grpo.normalize_rewards`."""
     use_leave_one_out_baseline: bool | None = None
-    """Null is `grpo.use_leave_one_out_baseline`."""
+    """Compare each sample with the others of its group only. Null: true, but for
+    `reinforce_plus_plus`, whose baseline is the group's mean. Default: a sample in its own baseline
+    would shrink its advantage."""
     minus_baseline: bool = True
     """REINFORCE++: subtract the group's mean first. Default: without it easy prompts push every
     answer up."""
     scale: Literal["group", "batch", "none"] | None = None
     """The divisor of advantages: the standard deviation of the group, of the batch, or none. Null:
-    `group` with normalised rewards, otherwise `none`."""
+    `group`, where the estimator has no other. Default: GRPO as published (arXiv 2402.03300)."""
     leave_one_out_std: bool = False
     """With a leave-one-out baseline: each sample's standard deviation is that of the others, as in
     NeMo RL. There the only right answer of a group is not normalised, and weighs less than each of
@@ -605,11 +604,6 @@ class GRPOConfig(Section):
     """After a stop signal, rollouts that run ahead have this time to finish. Unfinished ones are
     dropped and sampled again when the run resumes, with newer weights than an uninterrupted run
     would have used. Default: a scheduler's grace period has to hold the save, too."""
-    normalize_rewards: bool = True
-    """Divide advantages by a standard deviation. Default: GRPO as published (arXiv 2402.03300)."""
-    use_leave_one_out_baseline: bool = True
-    """Compare each sample with the others of its group only. Default: a sample in its own baseline
-    would shrink its advantage."""
     adv_estimator: AdvantageConfig = AdvantageConfig()
     advantage_clip_low: float | None = None
     """Lowest advantage. Default: nothing is cut."""
@@ -736,11 +730,10 @@ class GRPOConfig(Section):
             )
         if own.whitens:
             self._divides_by_nothing_else()
-        if not own.divides and (given.scale not in (None, "none") or given.normalize_rewards):
-            key = "normalize_rewards=true" if given.scale is None else f"scale={given.scale}"
+        if not own.divides and given.scale not in (None, "none"):
             raise ValueError(
-                f"adv_estimator.{key} has no effect: {given.name} divides by no deviation; leave "
-                "it out, or use adv_estimator.name=grpo"
+                f"adv_estimator.scale={given.scale} has no effect: {given.name} divides by no "
+                "deviation; leave it out, or use adv_estimator.name=grpo"
             )
         if own.baseline != "mean" and given.use_leave_one_out_baseline:
             raise ValueError(
@@ -755,11 +748,7 @@ class GRPOConfig(Section):
         said = f"{given.name} divides by the deviation of the whole batch"
         if given.scale is not None:
             raise ValueError(
-                f"adv_estimator.scale={given.scale} has no effect: {said}; leave it out"
-            )
-        if not self.normalize_rewards or given.normalize_rewards is False:
-            raise ValueError(
-                f"normalize_rewards=false has no effect: {said}; leave it out, or use "
+                f"adv_estimator.scale={given.scale} has no effect: {said}; leave it out, or use "
                 "adv_estimator.name=grpo"
             )
         if given.use_leave_one_out_baseline and not given.minus_baseline:
@@ -800,23 +789,7 @@ class GRPOConfig(Section):
 
     def without_effect(self) -> dict[str, str]:
         """Return the keys that the estimator, or dynamic sampling that is off, does not read."""
-        given, found = self.adv_estimator, dict[str, str]()
-        own = self._estimator
-        if own.whitens:
-            if given.use_leave_one_out_baseline is None and not self.use_leave_one_out_baseline:
-                why = f"the baseline of {given.name} is the mean of the whole group"
-                found["use_leave_one_out_baseline"] = why
-        elif not own.divides:
-            if not self.normalize_rewards:
-                found["normalize_rewards"] = f"{given.name} divides by no deviation"
-        elif given.scale is not None:
-            if not self.normalize_rewards:
-                found["normalize_rewards"] = "adv_estimator.scale decides"
-            if given.normalize_rewards is not None:
-                found["adv_estimator.normalize_rewards"] = "scale decides"
-        if own.baseline != "mean" and not self.use_leave_one_out_baseline:
-            found["use_leave_one_out_baseline"] = f"{given.name} has a baseline of its own"
-        found |= own.without_effect(self)
+        found = dict(self._estimator.without_effect(self))
         if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
             found["batch_multiplier"] = "use_dynamic_sampling is off"
         return found
@@ -824,15 +797,9 @@ class GRPOConfig(Section):
     @property
     def scale(self) -> Literal["group", "batch", "none"]:
         """Return what advantages are divided by, with what the nulls of the keys stand for."""
-        given = self.adv_estimator
-        normalize = given.normalize_rewards
-        if normalize is None:
-            normalize = self.normalize_rewards
         if self._estimator.whitens:
             return "batch"
-        if not self._estimator.divides:
-            return "none"
-        return given.scale or ("group" if normalize else "none")
+        return self.adv_estimator.scale or ("group" if self._estimator.divides else "none")
 
     @property
     def compares_within_groups(self) -> bool:
@@ -844,17 +811,9 @@ class GRPOConfig(Section):
 
     @property
     def leaves_one_out(self) -> bool:
-        """Report whether a sample's baseline leaves out the sample itself.
-
-        The key of `adv_estimator` decides if it is set. Otherwise `grpo`'s key does, except for
-        one that whitens, whose baseline is then the mean of the whole group.
-        """
-        chosen = self.adv_estimator
-        if self._estimator.baseline != "mean":
-            return False
-        if chosen.use_leave_one_out_baseline is not None:
-            return chosen.use_leave_one_out_baseline
-        return self.use_leave_one_out_baseline and not self._estimator.whitens
+        """Report whether a sample's baseline leaves out the sample itself."""
+        asked, own = self.adv_estimator.use_leave_one_out_baseline, self._estimator
+        return own.baseline == "mean" and (not own.whitens if asked is None else asked)
 
     @model_validator(mode="after")
     def _end_is_whole(self) -> GRPOConfig:

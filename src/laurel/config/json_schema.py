@@ -13,7 +13,7 @@ from laurel.config.nemo_rl import reason
 from laurel.config.plugged import OpenSection, field_of, field_of_section
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.yaml_tree import MINUS_1_IS_OFF, NO_ITEMS_IS_NONE, Section
+from laurel.config.yaml_tree import BY_NAME, IN_LIST, MINUS_1_IS_OFF, Section
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # No value, one that the loader looks up, or one that another file or an override has to give.
@@ -121,8 +121,11 @@ def _accept(
         about = " ".join(meaning(section, key, field.description or "", named).split())
         if MINUS_1_IS_OFF in field.metadata:
             entry["minimum"] = -1
-        if NO_ITEMS_IS_NONE in field.metadata:
-            entry["anyOf"].append({"type": "array", "maxItems": 0})
+        if IN_LIST in field.metadata or BY_NAME in field.metadata:
+            inside = next(one[name] for one in entry["anyOf"] for name in _INSIDE if name in one)
+            entry["anyOf"] += inside.get("anyOf", [inside])
+            if BY_NAME in field.metadata:
+                entry["anyOf"].append({"type": "array", "items": inside})
         kept = {name: entry.pop(name) for name in ("default",) if name in entry}
         for name in ("title", "description"):
             entry.pop(name, None)

@@ -219,11 +219,7 @@ class Checker:
         return built if whole else _BROKEN
 
     def warnings(self, moved: Collection[str] = ()) -> Iterator[str]:
-        """Yield one line for each setting that is lost, ignored, without effect or null.
-
-        Args:
-            moved: The keys that were translated.
-        """
+        """Yield one line for each setting that is lost, ignored, without effect or null."""
         unread = unread_keys(self.tree, self.ignored)
         lost = {one.key: one.why for one in unread if one.is_lost}
         if lost:

@@ -21,7 +21,6 @@ from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.schema_info import (
     Kinds,
     is_mapping,
-    item_kinds,
     kind_that_fits,
     sections_of,
     step_into,
@@ -93,7 +92,6 @@ def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
     """List the keys of a file that the sections accept but ignore, with reasons.
 
     Args:
-        tree: The settings of the file, translated to Laurel's keys.
         ignored: The ignored dotted keys. A block such as Megatron's is listed by its parts.
     """
     found: list[UnreadKey] = []
@@ -195,18 +193,19 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
         _translate_megatron(work, values, problems)
     if values.get("grpo.async_grpo.enabled") is True and "grpo" in schema.model_fields:
         _translate_async(work, values, problems)
+    if "grpo" in schema.model_fields:
+        _name_estimator(work, values, problems)
     if "loss_fn" in schema.model_fields:
         _name_loss(work, values, problems)
         _leave_out_inherited_clips(work, schema, values)
     if "data" in schema.model_fields:
-        _name_lone_set(work, schema, values)
         _name_validation_sets(work, schema, values, problems)
         _fill_sets(work, schema, values, problems)
         _give_own_keywords(work, schema, values)
     problems += _heads_out_of_place(schema, values)
     if "policy" in schema.model_fields:
-        _take_budget_of_padded_rows(work, values)
         _pack_where_rows_are_divided(work)
+        _take_budget_of_padded_rows(work, values)
     return work
 
 
@@ -309,6 +308,7 @@ BACKEND_SENTENCE = (
     "(FSDP2, tensor and context parallelism), with policy.optimizer and policy.scheduler"
 )
 _MEGATRON = "policy.megatron_cfg."
+_WHOLE_BUDGET = "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
 _DTENSOR = "policy.dtensor_cfg."
 _SIMPLE: Mapping[str, str] = {
     "tensor_model_parallel_size": _DTENSOR + "tensor_parallel_size",
@@ -481,7 +481,6 @@ def _set_adapters(work: Adapted, values: _Values) -> None:
                 )
             names += _LAYERS[name]
         found[key] = names
-    found["match_all_linear"] = not found["target_modules"]
     for key, value in found.items():
         work.set(ours + key, value, by=at + key, was=values.get(at + key))
 
@@ -502,6 +501,27 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
         f"grpo.async_grpo is translated: grpo.max_staleness={age}, the steps that generation may "
         "run ahead of training"
     )
+
+
+def _name_estimator(work: Adapted, values: _Values, problems: list[str]) -> None:
+    """Say what `grpo` says of its estimator by the estimator's own keys."""
+    at = "grpo.adv_estimator."
+    for keys, ours, off in (
+        ((f"{at}normalize_rewards", "grpo.normalize_rewards"), f"{at}scale", "none"),
+        (("grpo.use_leave_one_out_baseline",), f"{at}use_leave_one_out_baseline", False),
+    ):
+        key = next((key for key in keys if values.get(key) is not None), None)
+        if key is None:
+            continue
+        value, there = values.get(key), values.get(ours)
+        if not isinstance(value, bool):
+            found = _at(work.tree, key)
+            place = found.place if found else work.tree.place
+            problems.append(f"{place}: {key}: must be true or false, not {value!r}")
+        elif not value and there is None:
+            work.set(ours, off, by=key, was=False)
+        elif not value and there != off:
+            work.sentences.append(f"{key}=false has no effect beside {ours}={there}")
 
 
 def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:
@@ -551,17 +571,6 @@ def _file(node: YamlNode) -> str:
     return node.place.rpartition(":")[0]
 
 
-def _name_lone_set(work: Adapted, schema: type[Section], values: _Values) -> None:
-    """Name a validation set `default` that stands where sets stand by their names."""
-    block, kinds = _block_at(work, values, "data.validation"), _kinds_of_sets(schema, "validation")
-    has_names_alone = not sections_of(kinds) and any(map(is_mapping, kinds))
-    if block is None or not has_names_alone or not isinstance(block.value, dict):
-        return
-    if not all(isinstance(one.value, dict) for one in block.value.values()):
-        named = YamlNode({"default": block}, block.place)
-        work.tree = with_key(work.tree, ["data", "validation"], named)
-
-
 def _name_validation_sets(
     work: Adapted, schema: type[Section], values: _Values, problems: list[str]
 ) -> None:
@@ -570,7 +579,8 @@ def _name_validation_sets(
     if paths is None:
         return
     there, split = _block_at(work, values, "data.validation"), _at(work.tree, "data.val_split")
-    named = dict(there.value) if there is not None else {}
+    is_named = there is not None and _are_named(there, _kinds_of_sets(schema, "validation"))
+    named = {} if there is None else dict(there.value) if is_named else {"default": there}
     base = {} if split is None else {"split": split}
     for name, one in paths.value.items():
         if name in named:
@@ -622,9 +632,7 @@ def _with_keywords(block: YamlNode, kinds: Kinds, of_sets: Kinds) -> YamlNode:
     said = block.value.get("dataset_name") if isinstance(block.value, dict) else None
     if said is None or not re.search(r"[.:]", str(said.value)):
         return block
-    inside = (inner for kind in of_sets for inner in item_kinds(kind) or ())
-    sections = sections_of((*of_sets, *inside))
-    known = [key for one in sections for key in (*one.model_fields, *one.foreign_keys)]
+    known = [key for one in sections_of(of_sets) for key in (*one.model_fields, *one.foreign_keys)]
     own = {
         key: value
         for key, value in block.value.items()
@@ -688,12 +696,20 @@ def _heads_out_of_place(schema: type[Section], values: _Values) -> Iterator[str]
 
 
 def _take_budget_of_padded_rows(work: Adapted, values: _Values) -> None:
-    """Take the token budget of dynamic batching as the only one, if rows are padded."""
-    by, ours = "policy.dynamic_batching.train_mb_tokens", "policy.sequence_packing.train_mb_tokens"
-    is_padded = values.get("policy.sequence_packing.enabled") is False
-    budget = values.get(by)
-    if budget and is_padded and values.get("policy.dynamic_batching.enabled") is True:
-        work.set(ours, budget, by=by, was=budget)
+    """Say by `sequence_packing` alone whether padded rows have a token budget, and which."""
+    at, packing = "policy.dynamic_batching.", "policy.sequence_packing."
+    switch, is_on = _at(work.tree, at + "enabled"), values.get(at + "enabled")
+    now = _at(work.tree, packing + "enabled")
+    if switch is None or now is None or values.get(packing + "enabled") is not False:
+        return
+    budget: Any = None
+    if is_on is True:
+        said = (values.get(at + "train_mb_tokens"), values.get(packing + "train_mb_tokens"))
+        budget = next((one for one in said if isinstance(one, int)), _WHOLE_BUDGET)
+    elif now.value is True:  # they are packed
+        return
+    node = YamlNode(budget, switch.place)
+    work.tree = with_key(work.tree, [*packing.split(".")[:-1], "train_mb_tokens"], node)
 
 
 def _pack_where_rows_are_divided(work: Adapted) -> None:
@@ -709,7 +725,6 @@ def _pack_where_rows_are_divided(work: Adapted) -> None:
     if not isinstance(size.value, int) or size.value < 2:
         return
     work.set(key, True, by=key, was=False)
-    work.set("policy.dynamic_batching.enabled", False, by=key, was=False)
     work.sentences.append(
         f"policy.sequence_packing.enabled is true: {_DTENSOR}context_parallel_size={size.value} "
         "divides token forests here, which give the same sums as padded rows"

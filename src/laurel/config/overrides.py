@@ -79,7 +79,6 @@ def parse_override(text: str, *, place: str | None = None) -> Override:
     """Parse the text of an override.
 
     Args:
-        text: The override as on a command line.
         place: Its name in messages; None quotes the text.
 
     Raises:

@@ -219,11 +219,9 @@ class LoraConfig(Section):
     enabled: bool = False
     """Train adapters and the head instead of every weight. Default: full training where it fits."""
     target_modules: list[str] = Field(default_factory=list)
-    """Names of the linear layers to adapt; with `match_all_linear` they are not needed."""
+    """Names of the linear layers to adapt; none: every one of the decoder."""
     exclude_modules: list[str] = Field(default_factory=list)
     """Names left out."""
-    match_all_linear: bool = True
-    """Adapt every linear layer of the decoder."""
     dim: int = Field(default=8, ge=1)
     """Rank of the adapters."""
     alpha: float = Field(default=32.0, gt=0)
@@ -255,23 +253,17 @@ class DTensorConfig(Section):
     """Adapters."""
 
 
-class BatchingConfig(Section):
-    """Token budgets of micro-batches."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("BatchingConfig")
-
-    enabled: bool = False
-    """See `policy.sequence_packing` and `policy.dynamic_batching`."""
-
-
-class PackingConfig(BatchingConfig):
+class PackingConfig(Section):
     """Token forests: no padding, and each prompt computed once for all its completions."""
+
+    foreign_keys: ClassVar[frozenset[str]] = foreign("PackingConfig")
 
     enabled: bool = True
     """On: exact and several times faster. Off: padded rows, one per completion."""
     train_mb_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Tokens of one micro-batch, also of a padded one; null means max_total_sequence_length *
-    train_micro_batch_size. A larger group is computed in parts of this size. `auto`: on a GPU the
+    """Tokens of one micro-batch, also of a padded one, which then has rows of similar lengths; null
+    means max_total_sequence_length * train_micro_batch_size, and where packing is off that many
+    rows. A larger group is computed in parts of this size. `auto`: on a GPU the
     largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
     keeps what it began with."""
     share_prompts: bool = True
@@ -369,8 +361,6 @@ class PolicyConfig(Section):
     GPU's time."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     sequence_packing: Annotated[PackingConfig, MAY_CHANGE] = PackingConfig()
-    dynamic_batching: Annotated[BatchingConfig, MAY_CHANGE] = BatchingConfig()
-    """Where packing is off: padded micro-batches of similar lengths up to a token budget."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm; null leaves them. Default: one odd batch cannot throw
     the model off."""
@@ -401,10 +391,10 @@ class PolicyConfig(Section):
     @property
     def batch_limits(self) -> BatchLimits:
         """Return the token limits of micro-batches that these settings imply."""
-        has_budget = self.dynamic_batching.enabled or self.sequence_packing.enabled
+        packing = self.sequence_packing
         return BatchLimits(
             forest_tokens=self.token_budget,
-            padded_tokens=self.token_budget if has_budget else None,
+            padded_tokens=self.token_budget if packing.enabled else packing.tokens,
             padded_groups=self.train_micro_batch_size,
             share_prompts=self.sequence_packing.share_prompts,
             least_shared=LEAST_SHARED,

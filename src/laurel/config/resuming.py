@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from laurel.config.environments import ScorerSource, SourceConfig
 from laurel.config.schema_info import KeyInfo, Kinds, says_nothing, sections_of, step_into
 from laurel.config.yaml_tree import (
+    BY_NAME,
+    IN_LIST,
     KeyPath,
     MayChange,
     Section,
@@ -43,9 +45,7 @@ def changes(
     that the schema no longer has is not compared.
 
     Args:
-        schema: The schema of both.
         before: The plain values of one, such as a checkpoint's `config.yaml`.
-        now: Those of the other.
         in_sweep: Whether the length of a run counts, too, as it does where trials are compared.
     """
     return _changes((schema,), before, now, (), None, in_sweep=in_sweep)
@@ -55,11 +55,6 @@ def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[tuple[s
     """Yield the keys of a saved configuration that there are no more, each with what holds instead.
 
     Those that ask for nothing but what holds now are left out.
-
-    Args:
-        kinds: The schema of the configuration.
-        before: The configuration as it was saved.
-        path: Where it stands.
     """
     if isinstance(before.value, list):
         for i, child in enumerate(before.value):
@@ -131,7 +126,10 @@ def _entries(kinds: Kinds, before: Any, now: Any) -> Iterator[tuple[str | int, K
         info = step_into(fitting or kinds, key)
         if info.standing in ("field", "name"):
             missing = _default(info)
-            yield key, info, before.get(key, missing), now.get(key, missing)
+            one = before.get(key, missing)
+            for mark in info.field.metadata if info.field else ():
+                one = mark.func(one) if mark in (IN_LIST, BY_NAME) else one
+            yield key, info, one, now.get(key, missing)
 
 
 def _default(info: KeyInfo) -> Any:

@@ -12,7 +12,9 @@ from pydantic.fields import FieldInfo
 
 from laurel.config.plugged import NO_SETTINGS, NameOf, field_of, known_keys
 from laurel.config.yaml_tree import (
+    BY_NAME,
     DEFAULT,
+    IN_LIST,
     Removed,
     Section,
     YamlNode,
@@ -40,8 +42,13 @@ def kinds_of(annotation: Any) -> Kinds:
 
 
 def kinds_of_field(field: FieldInfo) -> Kinds:
-    """Return the alternatives of a key's type; the names of plug-ins count as its words."""
-    return _names_of(field.metadata) or kinds_of(field.annotation)
+    """Return what a key's value may be written as; the names of plug-ins count as its words."""
+    kinds = _names_of(field.metadata) or kinds_of(field.annotation)
+    if IN_LIST not in field.metadata and BY_NAME not in field.metadata:
+        return kinds
+    inside = tuple(sections_of([one for kind in kinds for one in item_kinds(kind) or ()]))
+    listed: Any = list[Union[inside]]  # type: ignore[valid-type]  # noqa: UP007
+    return (*inside, *((listed,) if BY_NAME in field.metadata else ()), *kinds)
 
 
 def _names_of(marks: Sequence[Any]) -> Kinds:
@@ -49,7 +56,7 @@ def _names_of(marks: Sequence[Any]) -> Kinds:
     return () if named is None else (Literal[tuple(named.words)],)
 
 
-def sections_of(kinds: Kinds) -> list[type[Section]]:
+def sections_of(kinds: Sequence[Any]) -> list[type[Section]]:
     """Return those alternatives of a key's type that are sections."""
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 

@@ -17,6 +17,8 @@ from laurel.config.policy import (
     PolicyConfig,
 )
 from laurel.config.yaml_tree import (
+    BY_NAME,
+    IN_LIST,
     LENGTH_MAY_CHANGE,
     MAY_CHANGE,
     OffPeriod,
@@ -51,10 +53,10 @@ class DemonstrationDataConfig(TextDataConfig):
     """See `DemonstrationSetConfig.chat_key`."""
     system_prompt: str | None = None
     """See `DemonstrationSetConfig.system_prompt`."""
-    train: DemonstrationSetConfig | list[DemonstrationSetConfig] | None = None
-    """Block form of the training set; a list is a mixture, all rows of all."""
-    validation: DemonstrationSetConfig | list[DemonstrationSetConfig] | None = None
-    """Block form of the validation set."""
+    train: Annotated[list[DemonstrationSetConfig] | None, IN_LIST] = None
+    """Training sets, instead of the one of the flat keys: a mixture, all rows of all."""
+    validation: Annotated[dict[str, DemonstrationSetConfig] | None, BY_NAME] = None
+    """Validation sets by names of your own, together a mixture."""
 
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens; the end of longer ones is cut off and counted. Null is

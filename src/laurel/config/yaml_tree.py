@@ -375,8 +375,29 @@ OffPeriod = Annotated[int, MINUS_1_IS_OFF]
 """The number of steps between two events; 0, or -1 as in other systems, disables them."""
 
 
-NO_ITEMS_IS_NONE = BeforeValidator(lambda value: None if value == [] else value)
-"""Marks a key that takes no list, but an empty one, which means the same as null."""
+def _in_list(value: Any) -> Any:
+    return [value] if value and isinstance(value, dict | Section) else value or None
+
+
+def _by_name(value: Any) -> Any:
+    if isinstance(value, list):
+        said = [one.get("task_name") if isinstance(one, dict | Section) else None for one in value]
+        names = [
+            name if name and said.count(name) == 1 else str(place) if len(said) > 1 else "default"
+            for place, name in enumerate(said, 1)
+        ]
+        return dict(zip(names, value, strict=True)) or None
+    of_one = isinstance(value, Section) or (
+        isinstance(value, dict) and not all(isinstance(v, dict | Section) for v in value.values())
+    )
+    return {"default": value} if of_one else value or None
+
+
+IN_LIST = BeforeValidator(_in_list)
+"""Marks a list of sections, one of which may also be written alone."""
+BY_NAME = BeforeValidator(_by_name)
+"""Marks sections by name that may also be written in a list, or one alone, as `default`. Those of a
+list have the names that they give themselves, or their places in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,13 +106,11 @@ def read_benchmark(
     """Read all rows of a benchmark from files, directories or hub data sets.
 
     Args:
-        form: The form of the rows.
         paths: Files (.jsonl, .json, .csv, .parquet, .arrow; also .gz), directories written by
             `datasets.save_to_disk`, or names on the hub. If empty, the benchmark's own place on
             the hub is read.
         split: The split of a directory or a hub data set; None is the benchmark's own, or `train`.
         limit: The largest number of rows to read from each path.
-        say: Called with each note on the columns of the rows.
 
     Raises:
         DataError: A file or a row cannot be used; the message names the place and what is expected.
@@ -155,7 +153,6 @@ def rows_of_preferences(
     """Convert preferences to benchmark rows.
 
     Args:
-        preferences: The preferences of one data set, as `data.preferences` reads them.
         subset: The subset of all these rows, which also prefixes their ids; None is no subset.
     """
     return [
@@ -506,10 +503,6 @@ ON_HUB: dict[BenchmarkName, BenchmarkForm] = {
 
 def benchmark_in(path: str, *, split: str | None) -> BenchmarkName:
     """Recognize the benchmark that the rows of a file, a directory or a hub data set belong to.
-
-    Args:
-        path: The place of the rows, as `--data` names it.
-        split: The split of a directory or a hub data set.
 
     Raises:
         DataError: The rows cannot be read, or their columns fit no benchmark.

@@ -62,7 +62,6 @@ def question_of(
     LLaMA-Factory has them, are the turns before.
 
     Args:
-        row: The row.
         key: The column of the question. One with another name than `QUESTIONS` is taken alone.
         but: Columns that are something else, such as the answer.
         setting: The key of `data` that can name another column, for messages.
@@ -218,8 +217,6 @@ class ColumnNotes:
         """Compare a row with what was read from it.
 
         Args:
-            source: The row's place.
-            row: The row.
             said: All messages that were read.
             others: Other texts that were read, such as those of functions.
             read: Columns that were read in another way.

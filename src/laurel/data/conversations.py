@@ -110,7 +110,6 @@ def read_scoring_rows(
             `chosen_key`, `rejected_key`, `system_key`.
         on_bad_row: Whether an unreadable row is an error, or is yielded with its `problem`.
         stdin: A stream that is read in place of this process's standard input.
-        notes: Notes on the columns of the rows, which are added to.
 
     Raises:
         DataError: A row cannot be read (the message has its file and line), or there are no rows.
@@ -153,11 +152,7 @@ def scoring_row(
     """Read the prompt and the completions of a row to score.
 
     Args:
-        row: A row in any of the accepted forms.
-        source: The row's place in its file, for `ScoringRow.source`.
         where: The row's place with the path of the file, for messages and as the group's id.
-        columns: The columns with other names, as in `read_scoring_rows`.
-        on_bad_row: Whether an unreadable row is an error, or is returned with its `problem`.
 
     Raises:
         DataError: The row cannot be read.
@@ -193,8 +188,6 @@ def with_steps_joined(
 
     Args:
         row: A row; one without labels is returned as it is.
-        separator: The text between two steps.
-        on_bad_row: As for `scoring_row`.
 
     Raises:
         DataError: A step is empty, or holds the separator; or the labels do not fit the steps.
@@ -463,10 +456,7 @@ def load_demonstrations(
     """Read the conversations of several data sets in sequence, and report what was left out.
 
     Args:
-        sets: The data sets, each with its own columns and prompt files.
         name: The name of the whole, in the report and at the start of every id.
-        on_bad_row: Whether a malformed row is an error, or is left out and counted.
-        limit: The largest number of rows to use in all.
 
     Raises:
         DataError: A file or a row cannot be used, or no row of a set is left.

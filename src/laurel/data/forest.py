@@ -91,7 +91,6 @@ def prefix_trees(sequences: Sequence[np.ndarray], least: int) -> list[PrefixNode
 
     Args:
         sequences: Sequences of at least one token.
-        least: The fewest tokens of a shared run, at least 1.
 
     Returns:
         The runs of all trees in depth-first order, tree after tree, in the order in which the
@@ -177,9 +176,7 @@ def shared_parts(
     """Divide groups into those that share tokens, within the budget of a micro-batch.
 
     Args:
-        groups: The groups.
         budget: The largest number of distinct tokens of a part; a larger group is one by itself.
-        least_shared: The fewest tokens of a shared run, as in `to_forest`.
 
     Returns:
         The indices of the groups of each part, with its number of distinct tokens. Every index
@@ -308,7 +305,6 @@ def bin_pack(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Divide items over micro-batches by first-fit decreasing, which needs few of them.
 
     Args:
-        sizes: The number of tokens of each item.
         budget: The largest number of tokens in a micro-batch; a larger item gets its own.
 
     Returns:
@@ -339,7 +335,6 @@ def pack_evenly(sizes: Sequence[int], budget: int, *, dp_size: int) -> list[list
     """Divide items over micro-batches that several data-parallel ranks compute side by side.
 
     Args:
-        sizes: The number of tokens of each item.
         budget: The largest number of tokens in a micro-batch; a larger item gets its own.
         dp_size: The number of ranks. For one rank the result is that of `bin_pack`.
 

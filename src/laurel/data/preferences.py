@@ -83,16 +83,12 @@ def load_preferences(
     """Return the usable preferences of one data set, and the report of all rows.
 
     Args:
-        config: The data set.
         name: The set's name in the report and the start of its groups' ids, which are unique if
             names are.
         ties: Whether rows with a single rank are kept, left out, or errors.
-        duplicates: Whether rows that are equal to an earlier one are kept.
-        on_bad_row: Whether a malformed row is an error or is left out and counted.
         attributes: The ratings to read; each completion gets a number for each, NaN if unrated.
         max_samples: Reading stops when so many rows (or the configuration's, if less) are kept.
         remedy: Advice for a malformed row, if there is no configuration whose keys could be set.
-        separator: The text between two steps of an answer, where rows label steps.
         needs_steps: Whether rows must, or must not, label steps; None: both are read.
 
     Raises:

@@ -288,10 +288,8 @@ def read_sets(
     """Read several data sets in sequence, and report what was left out of all.
 
     Args:
-        sets: The data sets.
         read: Reads one, given its name in the report and the largest number of rows to keep.
         name: The name of the whole, in the report and at the start of every name.
-        limit: The largest number of rows to keep of all sets.
 
     Raises:
         DataError: There is no set, or `read` raises one.

@@ -190,7 +190,6 @@ class RowReport(ABC):
         """Note how many rows spell a control token, which is plain text in a message.
 
         Args:
-            rows: The source of each row, and its conversations.
             find: Returns the first control token that a text spells; None if it spells none.
         """
         count, first = 0, ""

@@ -905,9 +905,7 @@ def complaint(problem: UnusableRow, path: str | None, source: str, *, said: str 
     """Return the error message for a row that cannot be used, with the row's place.
 
     Args:
-        problem: The problem of the row.
         path: The file or name that the rows come from; None if an object supplies them.
-        source: The row's place, as `read_rows` gives it.
         said: Advice that replaces the usual advice about configuration keys.
     """
     where = source if path is None else locate(path, source)

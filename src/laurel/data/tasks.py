@@ -574,12 +574,9 @@ def load_tasks(
     """Read the tasks of several data sets in sequence, and report what was left out.
 
     Args:
-        sets: The data sets, each with its own environment, name, prompt files and processor.
         name: The name of the whole, in the report and at the start of every id.
         default_environment: The environment of sets that name none.
-        environments: The names of all environments.
         needs: What environments cannot grade without; a row that lacks it is malformed.
-        on_bad_row: Whether a malformed row is an error, or is left out and counted.
         limit: The largest number of rows to use in all, before any is repeated.
         sources: What makes the rows of the sets that packages bring, by the names of these.
         endless: Where sets without end are put, of which the first rows are returned; None: of
@@ -639,8 +636,6 @@ def check_environment(
     """Check that an environment is among those that exist.
 
     Args:
-        environment: The name.
-        environments: Those that exist.
         named_by: The key or the option that names it, as it is written before the name.
 
     Raises:

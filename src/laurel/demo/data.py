@@ -49,8 +49,6 @@ def errands(count: int, *, seed: int, held_out: bool = False) -> Iterator[dict[s
     brings another thing, goes to another place, or is rude.
 
     Args:
-        count: The number of rows.
-        seed: The seed of the sampling.
         held_out: Whether to use the sixth of all prompts that is reserved for validation, instead
             of the other five sixths.
     """
@@ -111,7 +109,6 @@ class FunctionTasks:
         """Generate the rows.
 
         Args:
-            seed: The seed of the sampling.
             count: The number of rows of the split `train`.
             share_wrong: The probability that a training row has a wrong answer.
         """
@@ -228,8 +225,6 @@ def demonstrations(count: int, *, seed: int, share_wrong: float) -> Iterator[dic
     """Yield rows `{"messages"}` for fine-tuning, some of which have a wrong digit.
 
     Args:
-        count: The number of rows.
-        seed: The seed of the sampling.
         share_wrong: The probability that a row is wrong.
     """
     for generator, prompt, number in _sampled(count, seed, "demonstrations", held_out=False):
@@ -247,8 +242,6 @@ def preferences(count: int, *, seed: int, held_out: bool = False) -> Iterator[di
     """Yield preferences, rows `{"prompt", "chosen", "rejected"}`, of right over wrong answers.
 
     Args:
-        count: The number of rows.
-        seed: The seed of the sampling.
         held_out: Whether the rows are about held-out numbers.
     """
     for generator, prompt, number in _sampled(count, seed, "preferences", held_out=held_out):
@@ -330,7 +323,6 @@ class CalculatorTasks:
         """Generate the rows.
 
         Args:
-            seed: The seed of the sampling.
             count: The number of rows of the split `demonstrations`.
             share_calling: The probability that one of these calls the calculator.
         """

@@ -88,6 +88,7 @@ class CodeEnvironment(EnvironmentInterface):
         *,
         detection: Detection | None = None,
         nodes: ClusterNodes | None = None,
+        timeout_seconds: float = 600.0,
     ) -> None:
         """Find out how well programs can be isolated; processes start with the first program.
 
@@ -96,6 +97,8 @@ class CodeEnvironment(EnvironmentInterface):
             detection: The isolation that this machine supports; detected once by default.
             nodes: The cluster nodes that run programs, each with its own detection; None for this
                 machine.
+            timeout_seconds: The time after which a whole call fails. Programs that have not begun
+                before are failures, and those that have are verdicts.
 
         Raises:
             ConfigError: Settings are unknown or invalid; or this machine, or a node, isolates
@@ -106,12 +109,13 @@ class CodeEnvironment(EnvironmentInterface):
             components=(), judges="completion", stop_strings=tuple(self.config.stop_strings or ())
         )
         self._limits = program_limits(self.config.sandbox)
-        placed = self.config.placed_sandbox
+        sandbox, workers = self.config.sandbox, self.config.num_workers
         self._pool: ProgramPool = (
-            open_pool(placed, detection=detection or _detected())
+            open_pool(sandbox, num_workers=workers, detection=detection or _detected())
             if nodes is None or nodes.is_only_this()
-            else NodePool(placed, nodes)
+            else NodePool(sandbox, nodes, num_workers=workers)
         )
+        self._seconds_to_begin = 0.9 * timeout_seconds
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
@@ -127,7 +131,7 @@ class CodeEnvironment(EnvironmentInterface):
             raise EnvironmentFailedError(
                 f"{len(message_log_batch)} conversations came with metadata for {len(metadata)}"
             )
-        deadline = time.monotonic() + self.config.deadline_seconds
+        deadline = time.monotonic() + self._seconds_to_begin
         begun = [
             self._begin(last_answer(message_log), dict(given or {}), deadline, len(metadata))
             for message_log, given in zip(message_log_batch, metadata, strict=True)

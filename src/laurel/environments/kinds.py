@@ -52,7 +52,9 @@ class Code(EnvironmentKind):
         """Return the environment."""
         from laurel.environments.code_environment import CodeEnvironment
 
-        return CodeEnvironment(section, nodes=services.nodes)
+        return CodeEnvironment(
+            section, nodes=services.nodes, timeout_seconds=services.timeout_seconds
+        )
 
     def needs(self, section: CodeEnvironmentConfig) -> Needs:
         """Return that tasks have tests."""

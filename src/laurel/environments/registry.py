@@ -66,7 +66,6 @@ def register_env(name: str, class_path: str) -> None:
     arguments. `env.custom.<name>` of a configuration takes precedence.
 
     Args:
-        name: The name of the environment in tasks.
         class_path: The path `module.Class` or `module:Class`, which is imported when the
             environment is created.
 
@@ -144,7 +143,13 @@ def create_environments(
                 )
             named[name] = section
     services = EnvironmentServices(
-        name="", device=device, max_turns=max_turns, say=say, placement=opening, nodes=nodes
+        name="",
+        device=device,
+        max_turns=max_turns,
+        timeout_seconds=config.timeout_seconds,
+        say=say,
+        placement=opening,
+        nodes=nodes,
     )
     # An environment that is named both by itself and as a part of a composite is made once. Each
     # may be shut down, since `shutdown` is idempotent.

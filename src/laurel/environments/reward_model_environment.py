@@ -568,7 +568,6 @@ def score_cases(
 
     Args:
         cases: The cases, which have not failed so far.
-        score: Scores groups, as `Scorer.score` does.
         share_prompts: Whether conversations with the same prompt form one group.
         reads_metadata: Whether the scorer reads metadata, so that a group needs equal metadata.
         judges_groups: Whether the scorer compares the completions of a group. Then equal
@@ -712,7 +711,6 @@ class ScoreTransform:
         """Convert scores into rewards.
 
         Args:
-            scores: The scores of the conversations.
             references: The scores of the reference answers to the same prompts, if they are
                 subtracted. The stored mean then cancels out.
         """
@@ -835,7 +833,6 @@ def measure_noise(
     equally in any batch, as bfloat16 on a CPU may, shows its noise only here.
 
     Args:
-        score: Scores groups, as `Scorer.score` does.
         groups: The groups to score. The layouts of batches differ only with at least two prompts
             that have two answers each.
         exact: Scores groups in a higher precision.

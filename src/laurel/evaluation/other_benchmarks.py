@@ -251,7 +251,6 @@ def measure_process_bench(
     paper; without subsets it is that of all rows.
 
     Args:
-        rows: The steps of each solution with their values.
         threshold: A step with a lower value is called wrong.
         fit_on: The subset on which the threshold with the highest F1 is chosen instead, as the
             paper does on GSM8K.

@@ -56,7 +56,6 @@ class EngineWorker:
         """Make the engine and the thread that runs it.
 
         Args:
-            place: Role, rank and rendezvous address of this worker.
             make_engine: Makes the engine; called once, in this constructor.
         """
         self._engine = make_engine()
@@ -89,7 +88,6 @@ class EngineWorker:
         Args:
             new: Requests to start, each with a number that was never used before.
             aborted: Numbers of requests to abort. Each of them still ends with a last event.
-            ended: Names of conversations that have ended.
             wait: Seconds to wait for an event when there is none yet.
         """
         if ended:
@@ -142,7 +140,6 @@ class EngineWorker:
         """Set the engine's version to a new one whose weights have the same values.
 
         Args:
-            version: The new version.
             same_as: The version that the engine must have now, with equal weights.
 
         Returns:
@@ -165,7 +162,6 @@ class EngineWorker:
         """Prepare for the buckets of new weights; the engine first finishes running requests.
 
         Args:
-            version: The version of the weights.
             changing_only: Whether only the weights that training can change will be sent.
 
         Returns:

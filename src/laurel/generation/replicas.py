@@ -74,7 +74,6 @@ class GeneratorReplicas:
         Args:
             make_group: Makes the worker group (of one `EngineWorker`) of the replica with the given
                 number. It is called again for a restart, after the old group was shut down.
-            num_replicas: Number of replicas, at least one.
             current_weights: Returns the weights of `weight_version`. It is called when a replica
                 restarts between two updates while no other replica can generate, and never before
                 the first update. If it returns None or another version, the replica waits for the

@@ -81,7 +81,6 @@ class BackgroundLoop:
         """Refuse new coroutines, run a last one, cancel the others, and end the thread.
 
         Args:
-            last: The coroutine that runs before the others are cancelled.
             patience: Seconds to wait for the cancelled coroutines to end, after which they are
                 abandoned. None: no limit.
             limit: Seconds for the whole call; None: no limit.

@@ -157,7 +157,6 @@ def compute_advantages(
 
     Args:
         rewards_BG: The reward of each completion; None if its scoring failed or it is excluded.
-        estimator: The result of `resolve` for the `grpo` section.
         noise: The standard deviation of the errors of rewards (such as rounding), in units of the
             reward: one number, or one per group. It bounds divisors from below.
         components_BG: The named components of each reward; only GDPO uses them.
@@ -255,9 +254,7 @@ def compute_step_advantages(
     Those of rewards are about the completions.
 
     Args:
-        groups: The rollouts with the rewards of their steps.
         rewards_BG: The reward of each completion; None if it is left out.
-        estimator: The result of `resolve` for the `grpo` section.
         noise: The standard deviation of the errors of each group's rewards. It bounds divisors from
             below.
     """
@@ -414,10 +411,6 @@ def component_weights(
     components: Iterable[Collection[str]], estimator: AdvantageConfig
 ) -> dict[str, float]:
     """Return the weights of the components that GDPO compares, which are not 0, by name.
-
-    Args:
-        components: The names of the components of each reward.
-        estimator: The section `grpo.adv_estimator`.
 
     Raises:
         ConfigError: There are no components, not the same ones for all rewards, or not those for
@@ -775,8 +768,6 @@ def overlong_penalty(num_tokens: int, config: RewardShapingConfig, *, longest: i
     linear: `overlong_buffer_penalty` at `max_response_length` and, as in NeMo RL, larger beyond.
 
     Args:
-        num_tokens: The number of tokens that the policy generated.
-        config: The section `grpo.reward_shaping`.
         longest: The value of `max_response_length` if the section sets none.
     """
     limit = config.max_response_length or longest
@@ -816,8 +807,6 @@ def shape_rewards(
     """Return rewards after `reward_scaling`, `reward_shaping` and `overlong_filtering`.
 
     Args:
-        groups: The rollouts with their rewards.
-        config: The section `grpo`.
         longest: The value of `max_response_length` if the section sets none.
     """
     rewards_BG, penalties = list[list[float | None]](), list[float]()
@@ -877,10 +866,7 @@ def completion_divergence(
     not finite.
 
     Args:
-        policy_L: Log-probabilities under the policy that sampled the completion.
-        reference_L: Log-probabilities under the reference policy.
         mask_L: True for tokens of the policy; the other tokens are ignored.
-        config: The section `loss_fn`.
     """
     given = reference_L[mask_L].astype(np.float64), policy_L[mask_L].astype(np.float64)
     if not np.isfinite(given).all():

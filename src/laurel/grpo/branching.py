@@ -46,9 +46,7 @@ def branch_off(
     completion has two segments, completions begin at the prompt.
 
     Args:
-        rollouts: The finished completions of the prompt.
-        tree: The section `grpo.tree`.
-        token_ends: Finds the tokens at which segments end, as `Chat.token_ends` does.
+        token_ends: Finds the tokens at which segments end, as `ChatFormat.token_ends` does.
         seed: Of a choice at random.
     """
     places = [

@@ -138,12 +138,7 @@ class RolloutInProgress:
         return sum(map(len, self.ids)) + (0 if self.begun is None else len(self.begun[0]))
 
     def add_turn(self, generated: Generated, text_of: Callable[[TokenIds], str]) -> None:
-        """Append an assistant turn that the generator has sampled, or the rest of one.
-
-        Args:
-            generated: What was sampled.
-            text_of: Returns the text of a turn's tokens.
-        """
+        """Append an assistant turn that the generator has sampled, or the rest of one."""
         ids, logprobs, text = generated.ids_L, generated.logprobs_L, generated.text
         if self.begun is not None:
             ids = np.concatenate((self.begun[0], ids))
@@ -194,7 +189,7 @@ class RolloutInProgress:
         One that is cut off before may have no steps.
 
         Args:
-            ends_of: Finds the tokens, as `Chat.token_ends` does.
+            ends_of: Finds the tokens, as `ChatFormat.token_ends` does.
             step: The method that returned them, for error messages.
         """
         given, self.new_steps = self.new_steps, None
@@ -288,7 +283,6 @@ def take_verdict(
 
     Args:
         step: The method that was called, for error messages.
-        returned: The value that it returned.
         rollouts: The conversations, in the order in which they were passed to `step`.
 
     Raises:
@@ -401,7 +395,6 @@ class RolloutStats:
         """Mark a conversation as truncated and over before its environment ended it, and count it.
 
         Args:
-            rollout: The conversation.
             is_out_of_turns: Whether the limit of turns ended it; otherwise its tokens ran out.
         """
         rollout.truncated = rollout.is_over = True
@@ -453,9 +446,8 @@ class Graders:
 
         Args:
             timeout: The maximum seconds of a call. A call for n groups may take n times as long.
-            num_threads: The maximum number of concurrent calls.
-            ends_of: Finds the tokens at which steps end, as `Chat.token_ends` does; None if nothing
-                reads rewards of steps.
+            ends_of: Finds the tokens at which steps end, as `ChatFormat.token_ends` does; None if
+                nothing reads rewards of steps.
         """
         self._timeout = timeout
         self._ends_of = ends_of
@@ -483,8 +475,6 @@ class Graders:
         conversations fail with that reason.
 
         Args:
-            environment: The environment whose `step` is called.
-            pending: The conversations to score, each with its prompt.
             calls: Limits how many environment calls of the batch run at the same time, and times
                 them.
             num_groups: The number of groups that the conversations come from; the time limit of a
@@ -708,8 +698,6 @@ class PatientThreads:
 
         Args:
             slots: A semaphore of the running event loop that admits `limit` calls.
-            function: The function to call.
-            arguments: The positional arguments of the function.
             timeout: The maximum seconds of the call; waiting for a slot does not count.
 
         Raises:
@@ -755,7 +743,6 @@ def described(error: BaseException, called: Callable[..., Any] | None = None) ->
     """Describe an exception in one line, with the line of code that raised it.
 
     Args:
-        error: The exception.
         called: The function whose author reads the message. The line shown is then the innermost
             one in the function's file, or in a file that is part of no installed package.
     """

@@ -549,9 +549,7 @@ def policy_logprobs(
     """Compute the log-probability of every token of every completion, without gradients.
 
     Args:
-        outputs: Computes log-probabilities under the policy, or under the reference policy.
         groups: Prompts of at least one token, with their completions.
-        batcher: Divides groups into micro-batches of its budget of tokens.
 
     Returns:
         For each group, an array float32 [L] for each completion, in order: of its sequences, one

@@ -40,7 +40,7 @@ from laurel.rewards.remote.replica import failure_reason
 from laurel.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
-    from laurel.grpo.rollouts import Chat
+    from laurel.models.chat import ChatFormat
     from laurel.types import TokenIds
 
 # NeMo RL's environments write such prefixes before their metrics, e.g. `reward_model_env/`.
@@ -116,7 +116,7 @@ def _prompt_length(group: RolloutGroup, rollout: Rollout) -> int:
     return len(group.prompt_ids) + (rollout.turns[0].begin if rollout.turns else 0)
 
 
-def control_token_metrics(groups: Sequence[RolloutGroup], chat: Chat) -> dict[str, float]:
+def control_token_metrics(groups: Sequence[RolloutGroup], chat: ChatFormat) -> dict[str, float]:
     """Return the share of completions in which the policy spells a control token as text.
 
     Control tokens are those of the policy, and the marks of common chat templates, which a judge or
@@ -197,7 +197,6 @@ def failures_with(figures: dict[str, float], left_out: Mapping[str, int]) -> dic
     `num_failures` covers only the batch.
 
     Args:
-        figures: The metrics of the batch.
         left_out: The number of failures in dropped groups by reason.
     """
     found = {**figures, "num_failures_left_out": float(sum(left_out.values()))}
@@ -341,7 +340,6 @@ class HealthWatch:
         Args:
             alarms: The alarms, new or restored from a checkpoint.
             run_dir: The log directory of the run, in which alarms are written to `health.jsonl`.
-            say: Prints text on the console.
         """
         self._alarms = alarms
         self._path = run_dir / HEALTH_FILE
@@ -382,8 +380,6 @@ class HealthWatch:
         """Update the alarms with the metrics of a step; report alarms that were raised or cleared.
 
         Args:
-            step: The number of the step.
-            groups: The rollouts of the step.
             figures: The metrics that the step logs, by their full names.
 
         Returns:
@@ -400,13 +396,7 @@ class HealthWatch:
     def validated(
         self, step: int, groups: Sequence[RolloutGroup], figures: Mapping[str, float]
     ) -> None:
-        """Update the alarms with the metrics of a validation; report those raised or cleared.
-
-        Args:
-            step: The number of the step after which the validation ran.
-            groups: The rollouts of the validation.
-            figures: The metrics of the validation, by their full names.
-        """
+        """Update the alarms with the metrics of a validation; report those raised or cleared."""
         if self._is_enabled:
             self._update_alarms(step, groups, figures)
 
@@ -483,7 +473,6 @@ def completion_metrics(
     completions without a reward.
 
     Args:
-        groups: The rollouts of the step.
         figures: The other metrics of the step, which count the failures of dropped groups.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
@@ -559,7 +548,6 @@ def samples_of(groups: Sequence[RolloutGroup], evidence: Evidence) -> list[dict[
     They are of different prompts if possible.
 
     Args:
-        groups: The rollouts of the step.
         evidence: The property of the completions that are chosen, such as `longest` or `failed`.
     """
     ordered = _ordered(groups, evidence)

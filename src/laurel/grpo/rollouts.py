@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -41,91 +41,18 @@ from laurel.grpo.grading import (
 from laurel.grpo.shared_devices import SharedDevices, Use
 from laurel.protocols import Environment, Generator
 from laurel.types import (
-    Conversation,
     GenerationRequest,
-    Message,
-    Observation,
     RolloutGroup,
     SamplingParams,
     Task,
-    ToolSchemas,
 )
 
 if TYPE_CHECKING:
+    from laurel.models.chat import ChatFormat
     from laurel.types import TokenIds
 
 TRAINING, VALIDATION = 0, 1
 """The first of the numbers from which the seeds of a batch are derived."""
-
-
-class Chat(Protocol):
-    """The part of `models.chat.ChatFormat` that rollouts use: it tokenises conversations."""
-
-    def prompt_ids(self, conversation: Conversation, /, *, tools: ToolSchemas) -> TokenIds:
-        """Tokenise a conversation, including the opening of the assistant's next turn.
-
-        Args:
-            conversation: The messages so far.
-            tools: Functions that the prompt shows to the policy.
-        """
-
-    def observation_ids(
-        self,
-        observation: Observation,
-        /,
-        *,
-        history: Conversation,
-        turn_ids: TokenIds,
-        tools: ToolSchemas,
-    ) -> TokenIds:
-        """Tokenise an environment's messages and the text around, up to the policy's next turn.
-
-        Args:
-            observation: The `role` and `content` of the message, or several messages.
-            history: The conversation before the policy's turn that the message answers.
-            turn_ids: The tokens of that turn.
-            tools: The functions that the prompt showed.
-        """
-
-    def rewritten_ids(
-        self,
-        observation: Observation,
-        /,
-        *,
-        history: Conversation,
-        turn: Message,
-        tools: ToolSchemas,
-    ) -> TokenIds | None:
-        """Tokenise a conversation up to the policy's next turn if the template rewrites its turns.
-
-        Args:
-            observation: The environment's message, or several, that follow the turn.
-            history: The conversation before the policy's turn.
-            turn: The policy's turn.
-            tools: The functions that the prompt showed.
-
-        Returns:
-            All tokens from the first on; None if the template appends the turn and what follows to
-            the text in which the turn was sampled.
-        """
-
-    def control_token_in(self, text: str, /) -> str | None:
-        """Return the first control token of the policy that a text spells; None if none."""
-
-    def token_ends(self, turn_ids: TokenIds, text: str, ends: Sequence[int], /) -> list[int]:
-        """Return the number of a turn's tokens up to each of several places in its text.
-
-        Args:
-            turn_ids: The tokens of the turn, as the policy sampled them.
-            text: The text of the turn.
-            ends: Numbers of characters, in ascending order.
-
-        Raises:
-            DataError: The tokens do not spell the text.
-        """
-
-    def text_of(self, turn_ids: TokenIds, /) -> str:
-        """Return the text of a turn's tokens, as generators give it: without special tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +122,7 @@ class Rollouts:
         self,
         generator: Generator,
         environments: Mapping[str, Environment],
-        chat: Chat,
+        chat: ChatFormat,
         limits: RolloutLimits,
         *,
         seed: int,
@@ -206,10 +133,7 @@ class Rollouts:
         """Set the components and limits that stay the same during a run.
 
         Args:
-            generator: Samples the completions.
             environments: The environments by the names that tasks give.
-            chat: The policy's chat format.
-            limits: What conversations and calls may take.
             seed: The seed of the run. The seed of each turn is derived from it and from the
                 numbers of the batch, task, completion and turn.
             per_step: Whether rollouts get the rewards of their steps.
@@ -258,13 +182,11 @@ class Rollouts:
 
         Args:
             tasks: Tasks whose prompts fit into the context.
-            num_generations: The number of completions for each task.
             sampling: The sampling parameters. Each turn's `max_new_tokens` is reduced to the tokens
                 that `max_length` leaves.
             batch: Numbers that identify this batch within the run; the seeds depend on them.
             with_greedy: Whether each group gets a `greedy` completion besides, which is scored in
                 the same calls.
-            stats: Accumulates the seconds and counts of these rollouts.
             on_group: Called with each group as soon as it is finished, in any order.
 
         Returns:

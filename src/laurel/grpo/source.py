@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -38,10 +38,13 @@ from laurel.grpo.advantages import (
 from laurel.grpo.branching import tree_segments
 from laurel.grpo.grading import RolloutStats
 from laurel.grpo.metrics import failure_counts
-from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Chat, Rollouts
+from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Rollouts
 from laurel.training.batches import Stream
 from laurel.training.stopping import NothingLeft
 from laurel.types import Rollout, RolloutGroup, SamplingParams, Task
+
+if TYPE_CHECKING:
+    from laurel.models.chat import ChatFormat
 
 # How a batch is collected: the next tasks are taken, and some of their groups are kept.
 
@@ -294,9 +297,6 @@ class RolloutSource:
 
         Args:
             rollouts: Runs the rollouts; `close` closes it too.
-            tasks: The training set.
-            config: The section `grpo`.
-            sampling: The sampling parameters of completions.
             shuffle: Whether each epoch reads the tasks in another random order.
             total_steps: The maximum number of steps. With dynamic sampling there may be fewer,
                 because it uses at most the tasks of all epochs.
@@ -321,7 +321,7 @@ class RolloutSource:
         self._one_at_a_time = asyncio.Lock()
 
     @property
-    def chat(self) -> Chat:
+    def chat(self) -> ChatFormat:
         """The policy's chat format."""
         return self._rollouts.chat
 
@@ -387,7 +387,6 @@ class RolloutSource:
         """Restore the state of a checkpoint.
 
         Args:
-            batches: The batches that were generated ahead.
             consumed: The number of tasks that had been used.
         """
         self._collector.consumed = consumed
@@ -412,8 +411,6 @@ class RolloutSource:
 
         Args:
             tasks: Tasks whose prompts fit into the context.
-            num_generations: The number of completions for each task.
-            sampling: The sampling parameters of completions.
             batch: Numbers that identify this batch within a validation; the seeds depend on them.
             while_waiting: Called a few times a second with the number of groups finished so far. If
                 it raises an exception, the exception is raised here, and the rollouts are

@@ -123,12 +123,7 @@ def _rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
 
 
 def batch_from_dict(saved: Mapping[str, Any], tasks: Mapping[str, Task]) -> Batch:
-    """Convert the result of `batch_to_dict` to a batch.
-
-    Args:
-        saved: The dict.
-        tasks: The tasks of the run by their ids.
-    """
+    """Convert the result of `batch_to_dict` to a batch."""
     return Batch(
         step=saved["step"],
         stats=RolloutStats(**saved["clock"]),

@@ -57,7 +57,6 @@ class PolicyValidation:
         The seeds do not depend on the step, so validations differ only by the policy.
 
         Args:
-            source: Runs the rollouts.
             while_waiting: Called with the number of finished tasks, a few times a second and after
                 each batch. If it raises an exception, the validation ends with that exception.
 

@@ -86,7 +86,6 @@ class ChatFormat:
         tokenizer: A tokenizer from `load_tokenizer`. Its template is changed if it prints the date,
             takes variables, or omits a BOS that the tokenizer adds, so that it renders the same
             text wherever it is loaded.
-        template_kwargs: The variables of the template.
         generation_end_ids: The end tokens of the model's generation configuration.
         today: The date that replaces the current date in a template that prints it.
 
@@ -145,9 +144,7 @@ class ChatFormat:
         """Tokenise many conversations at once, each as `prompt_ids` does.
 
         Args:
-            conversations: The conversations.
             sources: The origin of each conversation, such as a file and a line, for error messages.
-            tools: The functions that each prompt shows.
 
         Raises:
             DataError: The template cannot render a conversation, or a prompt has no token.
@@ -240,8 +237,6 @@ class ChatFormat:
         Args:
             observation: The environment's message, or several, that follow the turn.
             history: The conversation before the policy's turn.
-            turn: The policy's turn.
-            tools: The functions that the prompt showed.
 
         Returns:
             All tokens from the first on, int32 [L]; None if the template appends the turn and what
@@ -374,7 +369,6 @@ class ChatFormat:
             demonstration_id: The id of the demonstration, such as its file and line.
             max_length: The maximum number of tokens; the end of a longer conversation is cut off.
             only_final: Whether the loss covers only the assistant's last turn.
-            tools: Functions that the template shows.
 
         Returns:
             The demonstration; None if no token for the loss is left, such as after truncation.

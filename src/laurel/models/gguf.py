@@ -62,7 +62,6 @@ def local_files(name: str, *, key: str = "policy.model_name") -> str:
 
     Args:
         name: A directory, a hub name or a GGUF file.
-        key: The setting that names the model, for messages.
 
     Raises:
         UserError: `read_gguf` cannot read the file.
@@ -77,7 +76,6 @@ def read_gguf(name: str, *, key: str = "policy.model_name") -> GgufModel:
 
     Args:
         name: A path, or `owner/name/FILE.gguf` (also `owner/name:FILE.gguf`) of the hub.
-        key: The setting that names the model, for messages.
 
     Raises:
         ModelError: There is no such file, it is broken, or transformers cannot read it.

@@ -55,7 +55,6 @@ class PlainContents:
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        template_kwargs: The variables of the template.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -195,8 +194,6 @@ class PlainContents:
         """Tokenise texts, each the beginning of a sequence.
 
         Args:
-            rows: The texts.
-            add_special_tokens: Whether the tokenizer adds its own special tokens.
             with_offsets: Whether the characters of each token are returned, too.
 
         Returns:
@@ -231,7 +228,6 @@ class PlainContents:
         """Tokenise a part of a text.
 
         Args:
-            row: The text.
             start: Where the part begins; if not with the text, it continues a sequence.
             end: Where the part ends; None: with the text.
             continues: Whether the text itself continues a sequence.

@@ -214,11 +214,9 @@ class ScoringContract:
             tokenizer: A tokenizer from `load_tokenizer`. Its template is changed if it prints the
                 date, takes variables, or lacks a BOS or EOS.
             max_length: The maximum number of tokens of a conversation.
-            truncation_side: The side on which longer conversations are truncated.
             append_eos: Whether every conversation ends with EOS, and begins with BOS if there is
                 one. It is True for models trained here. Other models are scored on their template
                 as it is, with the BOS that their tokenizer adds.
-            template_kwargs: The variables of the template.
             pooled: The position of the score: `last` for the last token, `model` if an encoder
                 pools by itself.
             attributes: The names of the outputs of a regression head.
@@ -338,7 +336,6 @@ class ScoringContract:
 
         Args:
             groups: Prompts with at least one completion each.
-            sources: The origin of each group, for error messages.
             exact_steps: Whether a token that holds the end of one step and the start of the next is
                 an error. Otherwise the earlier step is read there.
 
@@ -755,7 +752,6 @@ def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> Token
     Tokens that all conversations share at the start are stored once.
 
     Args:
-        group_id: The id of the group.
         rows: The tokens of each conversation, and whether the conversation was truncated.
     """
     ids_G = [np.asarray(ids, dtype=np.int32) for ids, _ in rows]
@@ -785,7 +781,6 @@ def check_rendering(contract: ScoringContract, *, own_pad: int | None = None) ->
     must not be the padding token.
 
     Args:
-        contract: The contract.
         own_pad: The padding token of a model that was trained elsewhere, which transformers looks
             for to find the last token; None if it does not matter.
 

@@ -112,9 +112,7 @@ def load_tokenizer(
     """Load a tokenizer, and set its chat template and padding token.
 
     Args:
-        config: The tokenizer, its template and its padding.
         model_name: The model whose tokenizer is read if the configuration names no other.
-        trust_remote_code: Whether Python code that comes with the tokenizer may run.
         pad_may_end: Whether padding may be the end-of-sequence token (`settle_padding`).
         notes: Receives a remark if another padding token is picked.
 
@@ -418,10 +416,6 @@ def loses_thoughts(message: Message, text: str) -> bool:
 
 def refuse_left_out(conversation: Conversation, text: str) -> None:
     """Check that a template rendered all messages of a conversation.
-
-    Args:
-        conversation: The conversation.
-        text: The rendered conversation.
 
     Raises:
         ModelError: The text does not contain the content of a message.

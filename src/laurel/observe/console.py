@@ -180,7 +180,6 @@ def wrapped(text: str, width: int, *, indent: str | None = None, end: str = "") 
     such as a path, is broken after one of its separators.
 
     Args:
-        text: The lines.
         width: The width of a line in cells.
         indent: The text before continued lines; None indents them to the column after a short
             label.
@@ -295,9 +294,6 @@ def print_pairs(
     """Print pairs: the prompt and whether the scores are right, then both answers.
 
     Args:
-        console: The console to print on.
-        title: The title of the table.
-        rows: The pairs.
         is_brief: Whether to print one line for the scores of a pair and one for each text, without
             a title.
     """
@@ -615,9 +611,6 @@ def print_completions(
     """Print completions with their rewards.
 
     Args:
-        console: The console to print on.
-        title: The title of the table.
-        rows: The completions.
         is_brief: Whether to print one line for each completion, without a title.
     """
     if is_brief:

@@ -53,7 +53,6 @@ class Alarms:
         """Create the alarms of a new run, none of which is raised.
 
         Args:
-            config: The settings of the alarms.
             members: The names of the reward models if there are several.
             settings: The whole configuration as plain values. A gold metric is searched in it if
                 `config` names none.
@@ -81,10 +80,6 @@ class Alarms:
 
     def see(self, step: int, figures: Mapping[str, float]) -> list[AlarmEvent]:
         """Update all alarms with the metrics of a step, or of a validation after it.
-
-        Args:
-            step: The number of the step.
-            figures: The metrics by their full names.
 
         Returns:
             An event for each alarm that was raised or has ended.

@@ -67,7 +67,6 @@ def check_fetchable(name: str, *, key: str, instead: str = "") -> None:
 
     Args:
         name: The name of the model, which is no directory.
-        key: The setting that names the model.
         instead: An alternative for the error message, with a comma before it.
 
     Raises:
@@ -90,7 +89,6 @@ def why_not_fetched(name: str, kind: Kind = "model") -> str | None:
     Args:
         name: The name of the repository. The result is None if the name is invalid, or if the
             repository is in the cache, because the loader handles these cases.
-        kind: The kind of the repository.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
@@ -119,7 +117,6 @@ def why_no_answer(url: str, *, seconds: float = CONNECT_SECONDS) -> str | None:
     fails immediately is repeated, because a single packet may have been lost.
 
     Args:
-        url: The address of the server.
         seconds: The timeout of the connection, and of the answer. It doubles if the server has
             several addresses and none can be reached.
     """

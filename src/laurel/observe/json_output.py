@@ -49,7 +49,6 @@ def write_json(value: Any, *, indent: int | None = 2) -> None:
     """Write a value as JSON, and a newline; numbers that are not finite are null.
 
     Args:
-        value: A value that `json_text` accepts.
         indent: The number of spaces per level; None writes one line.
     """
     stream = json_stream()

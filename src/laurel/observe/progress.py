@@ -176,7 +176,6 @@ class TrainingProgress:
         """Show a second bar for a part of a step, or for work besides training.
 
         Args:
-            name: The label of the bar.
             total: The number of units of work; None if it is unknown.
             timed: Whether the phase is part of a step, so that the rates include its time.
         """
@@ -305,7 +304,6 @@ class RowProgress:
         """Create the bar without showing it.
 
         Args:
-            console: The console of the bar.
             num_rows: The total number of rows; None if it is unknown.
             chunk: The number of rows that are scored at a time.
             shares_screen: Whether the scores are printed on the same screen, so that the bar must

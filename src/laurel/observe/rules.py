@@ -156,7 +156,6 @@ def _falls_of_gold(
     the fall that chance does not explain.
 
     Args:
-        history: The metrics of the run.
         drop: The share of its peak that gold has to lose.
         least_steps: The least number of steps that are compared.
 
@@ -1165,12 +1164,7 @@ class _Ends(History):
 
     @classmethod
     def of(cls, record: RunRecord, health: Mapping[str, Any]) -> _Ends | None:
-        """Return the history of a run; None where it is too short, or learns from no reward.
-
-        Args:
-            record: The run.
-            health: Its settings of alarms (`grpo.health`).
-        """
+        """Return the history of a run; None where it is too short, or learns from no reward."""
         steps = [figures for figures in record.metrics if not READ.isdisjoint(figures)]
         if len(steps) < MIN_STEPS:
             return None

@@ -68,9 +68,7 @@ def import_object(
     """Import the object at `package.module.Name` or `package.module:Name`.
 
     Args:
-        path: The path.
         where: The key that holds it, with which messages begin.
-        kind: The class of the error.
         instead: What to do if there is no such module, with a semicolon before it.
 
     Raises:
@@ -112,10 +110,6 @@ def member_of(
     """Return what has this name in a module or a class.
 
     Args:
-        holder: The module or the class.
-        name: The name.
-        where: The key that holds it, with which messages begin.
-        kind: The class of the error.
         called: What messages call the holder. Default: its name.
 
     Raises:

@@ -17,12 +17,6 @@ def larger_micro_batch(
     Their tokens are doubled as long as a tenth of the device stays free. Each micro-batch rounds
     all weights and adds up all gradients, so that fewer and larger ones take less time.
 
-    Args:
-        request: Roles, batches and settings of the run.
-        plan: The plan, which fits.
-        shapes: Shapes of its models.
-        device_memory: Bytes of a device.
-
     Returns:
         None if no larger ones fit, or if they would make no fewer passes.
     """

@@ -95,11 +95,6 @@ def decoder_shape(
     """Return the shape of a Llama-like decoder; compute the sizes that are not given.
 
     Args:
-        hidden_size: Width of the residual stream.
-        num_layers: Number of decoder layers.
-        intermediate_size: Width of the feed-forward layers.
-        num_heads: Number of attention heads.
-        vocab_size: Number of rows of the embedding.
         num_kv_heads: Number of key and value heads; None: as many as attention heads.
         head_dim: Width of a head; None: `hidden_size` divided by `num_heads`.
         has_language_head: False for a reward model, whose head is one row.
@@ -286,9 +281,6 @@ def estimate(
     memory during the phase of another is part of that phase.
 
     Args:
-        request: Roles, batches and settings of the run.
-        plan: Slots and meshes of the roles.
-        shapes: Shapes of the models.
         device_memory: Bytes of a device, of which vLLM fills a fraction; None: not known.
     """
     phases = [
@@ -383,8 +375,6 @@ def training_memory(
     """Return the bytes that training takes on one rank, by kind (`weights`, `gradients`, ...).
 
     Args:
-        training: Precision, optimizer, adapters, recomputation, offloading.
-        shape: Shape of the model.
         mesh: Arrangement of the ranks. All of them divide weights, gradients and optimizer states.
             If tp does not divide the vocabulary, embeddings and head are divided by the other axes
             only.
@@ -447,9 +437,6 @@ def scoring_memory(
     layers stay gathered beside their shards.
 
     Args:
-        precision: Dtype of the weights and activations.
-        shape: Shape of the reward model.
-        mesh: Arrangement of the ranks.
         tokens: Most tokens of a forward pass.
     """
     width = COMPUTE_BYTES[precision]
@@ -577,10 +564,7 @@ def gathered_bytes(shape: ModelShape, mesh: Mesh, *, trained: int, compute_bytes
     it computes in float32.
 
     Args:
-        shape: Shape of the model.
-        mesh: Arrangement of the ranks.
         trained: Number of weights that are trained: all of the model's, or those of its adapters.
-        compute_bytes: Bytes of a number in the compute dtype.
     """
     width = compute_bytes
     if mesh.size == 1:
@@ -606,11 +590,7 @@ def activation_bytes(
     The last layer counts like the others, although it keeps less of tokens that nobody reads.
 
     Args:
-        shape: Shape of the model.
         tokens: Number of tokens of a micro-batch on this rank.
-        tp: Number of tensor-parallel ranks.
-        compute_bytes: Bytes of a number in the compute dtype.
-        recomputes: Whether the backward pass recomputes activations.
         sequence_parallel: Whether tensor-parallel ranks divide the tokens between the layers.
     """
     layer = _layer_bytes(
@@ -658,8 +638,6 @@ def key_value_bytes(shape: ModelShape, mesh: Mesh, *, compute_bytes: int) -> int
     head.
 
     Args:
-        shape: Shape of the model.
-        mesh: Arrangement of the ranks.
         compute_bytes: Bytes of a number in the cache.
     """
     heads = max(1, -(-shape.num_kv_heads // mesh.tp))

@@ -26,8 +26,6 @@ def placed_requirements(
     """Assign slots to every role as `cluster.placement` specifies.
 
     Args:
-        request: Roles and settings of the run, and the size of the cluster.
-        placement: The placement of each role that the configuration names.
         conflicts: The list to which a conflict is appended for all that cannot be placed.
 
     Returns:

@@ -260,7 +260,6 @@ class Workload:
         keys and values the parts below need; and the completions, if a loss needs several parts.
 
         Args:
-            budget: Most tokens of a part.
             joins_completions: Whether all completions of a prompt have one loss.
         """
         together = -(-self.per_prompt // self.copies)

@@ -101,7 +101,6 @@ def place_role(requirement: RoleRequirement, conflicts: list[Conflict]) -> RoleP
     """Arrange a role's ranks on its slots as a mesh.
 
     Args:
-        requirement: The role and its slots.
         conflicts: The list to which conflicts are appended.
 
     Returns:

@@ -519,7 +519,6 @@ class BatchingScorer:
         Args:
             backend: Computes the scores. Nothing else may call it.
             model_version: Version of the weights, which the cache belongs to.
-            limits: Limits of batches and queue.
             num_threads: Batches that the backend computes concurrently.
         """
         self.model_version = model_version

@@ -50,7 +50,7 @@ from laurel.protocols import Scorer, WorkerGroup
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.loop_scorer import LoopScorer
-from laurel.rewards.preparing import WORKER, Preparers, Preparing
+from laurel.rewards.preparing import WORKER, Preparers
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
@@ -123,9 +123,7 @@ def open_scorer(
     wrong address or key is reported at once.
 
     Args:
-        spec: What gives the scores.
         say: Called with a line on all that was loaded, found and decided.
-        placement: Where processes are made.
 
     Raises:
         UserError: A setting, a model, a server or a function cannot be used.
@@ -145,7 +143,6 @@ def open_local(model: ScorerSpec | str, *, say: Say) -> LocalScorer:
 
     Args:
         model: What is loaded, and how; a directory or a name alone means every default.
-        say: Called with a line on all that was loaded, found and decided.
 
     Raises:
         UserError: The model is not a reward model, or has changed since it was saved.
@@ -413,7 +410,7 @@ def _open_replicas(
 
     if placement.is_one_group or not spec.in_loop:
         return _with_workers(open_group(None, shape, say), spec, placement)
-    preparers: list[Preparing] = []
+    preparers: list[Preparers] = []
 
     def open_replica(index: int) -> GroupScorer:
         ranks = range(index * shape.tp, (index + 1) * shape.tp)
@@ -480,8 +477,6 @@ def load_scorer(
 
     Args:
         place: Where the model is, as `find_reward_model` returns it.
-        spec: How the model is loaded and scores.
-        say: Called with a line on all that was loaded and found.
         mesh: Mesh to shard the model over; every rank calls this with the same arguments.
 
     Raises:
@@ -539,8 +534,6 @@ def read_contract(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> ScoringCo
 
     Args:
         place: Where the model is, as `find_model` returns it.
-        spec: How the model would be loaded.
-        say: Called with a line on all that was found.
 
     Raises:
         UserError: There is no usable tokenizer or template.

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
 
 from laurel.errors import DataError, WorkerError
 from laurel.models.scoring import ScoringContract
@@ -54,8 +53,6 @@ class Preparers:
         """Start the workers.
 
         Args:
-            contract: Contract to render by.
-            num_workers: Number of workers, at least one.
             make_group: Makes a group of one worker; called with the class and its arguments.
             say: Called with a line on every restart.
 
@@ -112,20 +109,6 @@ of each completion, None where it can be rendered.
 """
 
 
-class Preparing(Protocol):
-    """Renders and tokenises in other processes; thread-safe."""
-
-    def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
-        """Render and tokenise groups as `prepared_by` does.
-
-        Raises:
-            WorkerError: The processes are lost for good (`is_lost`).
-        """
-
-    def close(self) -> None:
-        """End the processes. Idempotent."""
-
-
 def prepared_by(contract: ScoringContract, groups: Sequence[Group]) -> list[Prepared]:
     """Render and tokenise groups; a completion that cannot be rendered carries a failure."""
     groups_left = [group for group in groups if group.completions_G]
@@ -157,7 +140,6 @@ def filter_readable(
     """Return the group of the readable completions, and the failure of each completion.
 
     Args:
-        group: Any group.
         why_not: Called with each completion as a group of its own; returns why it is unreadable.
     """
     failures = tuple(why_not(replace(group, completions_G=(one,))) for one in group.completions_G)

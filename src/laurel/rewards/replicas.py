@@ -54,8 +54,6 @@ def scoring_replicas(
     Args:
         make: Makes the scorer of the replica with this number; called again, from any thread, to
             restart a replica after it was closed.
-        number: Number of replicas, at least one.
-        role: Name of the replicas, for messages.
         say: Called with a line on every restart.
         max_restarts: Restarts of all replicas together.
 
@@ -226,10 +224,8 @@ class ScoringWorker:
         """Load and check the model.
 
         Args:
-            place: Rank and world size of this worker.
             load: Loads the model onto `device`; it must be picklable.
             shape: Shape of `dp_replicate` replicas with `tp` ranks each.
-            device: Device to compute on.
 
         Raises:
             ConfigError: Ranks and shape do not fit each other.

@@ -35,7 +35,7 @@ from laurel.models.loading.policy import (
     own_attention,
 )
 from laurel.models.scoring import GoldenScore, ScoringContract
-from laurel.rewards.preparing import Prepared, Preparing, Rendered, fill_in, prepared_by
+from laurel.rewards.preparing import Prepared, Preparers, Rendered, fill_in, prepared_by
 from laurel.rewards.version import model_version
 from laurel.types import Completion, Conversation, Group, PaddedRows, Score, TokenForest, TokenGroup
 
@@ -48,7 +48,7 @@ class ModelScorer(ABC):
 
     def __init__(self, contract: ScoringContract) -> None:
         self.contract = contract
-        self.preparers: Preparing | None = None
+        self.preparers: Preparers | None = None
         """Workers that render and tokenise instead; they end with the scorer's context."""
 
     @property
@@ -72,7 +72,6 @@ class ModelScorer(ABC):
         """Score groups from a thread without an event loop.
 
         Args:
-            groups: Groups to score.
             on_batch: Called with the progress after each micro-batch.
         """
 
@@ -140,7 +139,6 @@ class ContractScorer(ModelScorer):
         """Hold a contract.
 
         Args:
-            contract: Contract to score by.
             batch_tokens: Token budget of one forward pass.
         """
         super().__init__(contract)
@@ -380,9 +378,7 @@ def score_batches(
     """Score micro-batches, without gradients.
 
     Args:
-        model: The reward model.
         batches: The groups of each micro-batch.
-        pad_id: The padding token, for padded rows.
         least_shared: The fewest tokens that sequences share beyond prompts, with which the
             micro-batches were divided (`divide_into_micro_batches`).
         part_tokens: Most tokens of one pass, where the model reads forests; a group with more is
@@ -457,7 +453,6 @@ def in_order(
     """Return the scores of micro-batches in the order of the groups, `[N, K]`.
 
     Args:
-        groups: All groups.
         parts: Indices of the groups of each micro-batch.
         values: Scores of each micro-batch.
         num_outputs: K, the outputs of the model.
@@ -530,8 +525,6 @@ def golden_by(
 
     Args:
         score_alone: Scores each conversation by itself, `[N, K]`, in the dtype of the weights.
-        contract: Contract to tokenise by.
-        groups: Groups whose conversations are scored.
     """
     conversations = [
         group.conversation(index) for group in groups for index in range(len(group.completions_G))
@@ -573,8 +566,6 @@ def check_golden_by(
 
     Args:
         score_alone: Scores each conversation by itself, `[N, K]`.
-        contract: Contract whose golden scores are checked.
-        dtype: Dtype of the computation.
         why: Names a possible cause for the error message, from the actual and the expected
             outputs `[K]`.
     """

@@ -25,7 +25,6 @@ def model_version(name: str, rules: ScoringRules) -> str:
     loaded is a part of it.
 
     Args:
-        name: The directory or the name on the hub.
         rules: The contract that it scores by.
     """
     directory = Path(name)

@@ -157,7 +157,6 @@ def transfer_of(
 
     Args:
         setting: The value of `policy.generation.weight_transfer`.
-        device: The kind of device that the learner computes on.
         take_turns: Whether the engines use the learner's own devices.
 
     Raises:

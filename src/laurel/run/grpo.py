@@ -212,7 +212,6 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
     """Check that a run has room for the judges that it loads, before anything is started.
 
     Args:
-        config: The run.
         on_cluster: Whether its workers are elsewhere.
 
     Raises:
@@ -247,7 +246,6 @@ def check_engines(config: GRPORun, *, on_cluster: bool) -> None:
     """Check that a run can use the engines that it names, before anything is started.
 
     Args:
-        config: The run.
         on_cluster: Whether its workers are elsewhere.
 
     Raises:
@@ -583,7 +581,7 @@ def sampling_of(config: GRPORun, *, is_validation: bool = False) -> SamplingPara
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Measurement:
+class MeasuredPolicy:
     """A policy's graded answers to the validation tasks, with their metrics."""
 
     groups: Sequence[RolloutGroup]
@@ -597,7 +595,7 @@ class Measurement:
         return self.figures["reward_mean"]
 
 
-def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
+def measure_policy(config: GRPORun, *, console: Console) -> MeasuredPolicy:
     """Sample a policy's answers to the validation tasks of a configuration, and grade them.
 
     Each task gets `grpo.val_num_generations_per_prompt` completions, sampled as in validation.
@@ -622,4 +620,4 @@ def measure_policy(config: GRPORun, *, console: Console) -> Measurement:
         assert parts.validation is not None
         with console.status(f"answering {len(data.validation):,} held-out tasks"):
             groups = parts.validation.play(parts.source)
-        return Measurement(groups=groups, figures=validation_metrics(groups, environments))
+        return MeasuredPolicy(groups=groups, figures=validation_metrics(groups, environments))

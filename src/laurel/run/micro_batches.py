@@ -11,7 +11,7 @@ from laurel.planning.larger import larger_micro_batch
 from laurel.planning.memory import Shapes, estimate
 from laurel.planning.plan import plan_run
 from laurel.run.context import R, RunContext
-from laurel.run.model import settings_of
+from laurel.run.model import saved_settings
 from laurel.run.request import request_of
 from laurel.run.shapes import read_shapes
 
@@ -56,7 +56,7 @@ def largest_tokens(config: Run, shapes: Shapes, device_memory: int) -> int | Non
 def _kept(context: RunContext[R]) -> int | None:
     if context.resume_from is None:
         return None
-    before = plain_values(settings_of(context.resume_from, type(context.config)))
+    before = plain_values(saved_settings(context.resume_from, type(context.config)))
     kept = before.get("policy", {}).get("sequence_packing", {}).get("train_mb_tokens")
     policy = context.config.policy
     # A run that began with null goes on with what null meant.

@@ -48,12 +48,8 @@ def load_trained_model(
     """Load the model to train, check it, and build its optimizer.
 
     Args:
-        context: The context of the run.
         load: A function that loads the model, as `LearnerWorker` takes it.
         seed: The seed of dropout.
-        load_reference: A function that loads the frozen reference model, if there is one.
-        load_teacher: A function that loads the teacher, if there is one.
-        with_entropy: Whether the learner also measures entropies.
         check_room: A function that checks, given the device, that the model fits there; it is
             called before a model is loaded into this process.
 
@@ -113,7 +109,7 @@ def check_same_settings(directory: Path, config: Section) -> list[str]:
     from laurel.training.state import another_run, check_same_rows
 
     check_same_rows(directory, {})
-    before = settings_of(directory, type(config))
+    before = saved_settings(directory, type(config))
     # Both are read the same way, so that no value changes by how it is written.
     now = read_document(to_yaml(config), "this run")
     found = changes(type(config), plain_values(before), plain_values(now))
@@ -127,7 +123,7 @@ def check_same_settings(directory: Path, config: Section) -> list[str]:
     return [f"{directory.name} was saved with settings that are gone: {old}"] if old else []
 
 
-def settings_of(directory: Path, schema: type[Section]) -> YamlNode:
+def saved_settings(directory: Path, schema: type[Section]) -> YamlNode:
     """Return the configuration that a checkpoint was saved with, by today's names.
 
     Raises:

@@ -36,14 +36,11 @@ def load_policy_to_train(
     """Load the policy with its optimizer, after checking that it fits into memory.
 
     Args:
-        context: The context of the run.
         seed: The seed of adapters, a model from scratch and dropout.
         texts: The texts on which a tokenizer from scratch is trained.
         temperature: The temperature at which completions are sampled.
         needs_reference: Whether a frozen copy of the policy before training is kept.
-        teacher: The name of a model that the learner computes besides.
         samples_from_copy: Whether the generator keeps a copy of the weights.
-        with_entropy: Whether the learner also measures entropies.
     """
     with context.console.status("loading torch"):
         from laurel.models.loading.policy import load_policy

@@ -34,7 +34,7 @@ from laurel.run.model import (
     describe_model,
     load_trained_model,
     resolve_model,
-    settings_of,
+    saved_settings,
 )
 from laurel.run.request import why_not_validated
 from laurel.run.specs import (
@@ -75,8 +75,6 @@ def train_reward_model(
     that need the data, then those that need the model. torch is imported after the data is read.
 
     Args:
-        config: The configuration of the run.
-        console: The console for what is read, decided and measured.
         fold: The part of the training set that is held out, in the place of
             `data.split_validation_size`.
         on_validation: Called after each validation; a reason that it returns ends the run.
@@ -106,7 +104,7 @@ def resolve_rate(context: RunContext[RewardTrainingRun]) -> RunContext[RewardTra
         return context
     kept = None
     if resumed is not None:
-        kept = rate_kept(plain_values(settings_of(resumed, RewardTrainingRun)))
+        kept = rate_kept(plain_values(saved_settings(resumed, RewardTrainingRun)))
     rate, why = _rate_chosen(config) if kept is None else (kept, "as the run began")
     context.console.print(rate_note(rate, why), soft_wrap=True)
     return replace(context, config=with_rate(config, rate))

@@ -34,7 +34,6 @@ def read_shapes(
     """Read the shapes of a run's models, with the reason for each that is unknown.
 
     Args:
-        config: The run.
         policy_shape: The policy's shape as `parse_shape` reads it; None: that of its files.
         reward_shape: That of every reward model.
     """

@@ -263,9 +263,7 @@ def open_asked_judge(
     """Open the judge of a command, and close it with the context.
 
     Args:
-        judge: The section of the file.
         options: The options of the command, of which the device counts.
-        console: Shows what was loaded.
         cpu_threads: The number of threads on a CPU; None is one per core.
 
     Raises:

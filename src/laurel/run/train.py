@@ -140,26 +140,6 @@ def trained(
     return outcome
 
 
-def check_selection(config: Run) -> None:
-    """Check that a run measures the metrics that it names, as the run itself does at its start.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    if isinstance(config, RewardTrainingRun):
-        from laurel.run.reward_model import reward_selection
-
-        reward_selection(config)
-    elif isinstance(config, SFTRun):
-        from laurel.run.sft import demonstration_selection
-
-        demonstration_selection(config)
-    else:
-        from laurel.run.grpo import policy_selection
-
-        policy_selection(config)
-
-
 def _use_of(kind: Kind, config: Section) -> str:
     """Return a command that uses the trained model, with {} for the model's directory."""
     # `laurel score` reads files of JSON lines: validation rows or else training rows. Without such
@@ -232,8 +212,6 @@ def conclude(
     """Print how a run ended, on at most `MAX_LINES` lines if its paths fit the terminal.
 
     Args:
-        outcome: The outcome of the run.
-        console: The console to print to.
         use: A command that uses the model, with {} for the model's directory.
         limit: The reason why the run ended at its last step, if that may be unexpected.
         unsaved: The error that left the last checkpoint unsaved; it is printed first, and then that

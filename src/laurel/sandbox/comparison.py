@@ -19,8 +19,6 @@ def same_value(
     """Report whether two values are equal.
 
     Args:
-        expected: The expected value.
-        given: The program's value.
         strict_types: Whether types must be equal: True is not 1, 1 is not 1.0, and a list is not a
             tuple. Otherwise numbers are compared by value, and lists and tuples by their items; a
             bool is never a number.
@@ -91,8 +89,6 @@ def same_output(expected: str, given: str, *, float_tolerance: float = 0.0) -> b
     """Report whether two texts are equal, ignoring blanks at ends of lines and final blank lines.
 
     Args:
-        expected: The expected text.
-        given: The program's text.
         float_tolerance: The largest difference of words that are numbers; with 0, texts are equal.
     """
     wanted, got = _lines(expected), _lines(given)
@@ -132,8 +128,6 @@ def same_output_as(comparison: Comparison, expected: str, given: str) -> bool:
 
     Args:
         comparison: The benchmark; for `laurel` use `same_output`.
-        expected: The expected text.
-        given: The program's text.
     """
     return _OUTPUTS[comparison](expected, given)
 
@@ -144,7 +138,6 @@ def same_value_as(comparison: Comparison, expected: Any, given: Any) -> bool:
     Args:
         comparison: The benchmark; for `laurel` use `same_value`.
         expected: The expected value as the row holds it; most data sets wrap it in a list.
-        given: The program's value.
     """
     return _VALUES[comparison](expected, given)
 

@@ -42,7 +42,6 @@ class Hierarchy:
     """A directory in which control groups can be created.
 
     Args:
-        folder: The directory.
         version: The cgroup version, 1 or 2.
         controllers: The resources that its groups can limit.
     """

@@ -41,8 +41,6 @@ def grade(job: SandboxJob, runner: BoundedZygote, *, tier: str, attempt: int) ->
     """Run a job and grade it.
 
     Args:
-        job: The job.
-        runner: The zygote that runs the programs of the job.
         tier: The letter of its tier.
         attempt: The number of attempts, including this one.
 
@@ -246,12 +244,7 @@ def _tests(job: SandboxJob, runner: BoundedZygote) -> _Graded:
 
 
 def lacked_answer(verdict: ProcessOutcome, limits: Limits) -> bool:
-    """Report whether tests ended because the program ended before it answered.
-
-    Args:
-        verdict: The outcome of the process of the tests.
-        limits: The limits of each process.
-    """
+    """Report whether tests ended because the program ended before it answered."""
     return bool(_test_report(verdict, limits).get("why") == "gone")
 
 

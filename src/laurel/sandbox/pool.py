@@ -49,7 +49,6 @@ class ProgramPool(ABC):
         """Queue a job, and return its future; block while the backlog is full.
 
         Args:
-            job: The job.
             deadline: The time of `time.monotonic` by which the job must end, or it is a
                 SANDBOX_ERROR. While others wait, a job has only a share of the time until then. If
                 that is not enough, it is tried again after the others, each time with twice as
@@ -63,7 +62,6 @@ class ProgramPool(ABC):
         """Run jobs, and return their results in order.
 
         Args:
-            jobs: The jobs.
             timeout_s: The seconds after which remaining jobs are SANDBOX_ERRORs instead of running.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -106,7 +104,6 @@ class SandboxPool(ProgramPool):
         Args:
             tier: The tier that this machine was found to support, or a weaker one. If a layer of it
                 is no longer available, every job is a SANDBOX_ERROR; no job runs in fewer layers.
-            num_workers: The number of concurrent jobs.
             backlog: The number of queued jobs from which on `submit` blocks; 0 for any number.
             interpreter: The Python that runs programs; by default the one that runs this.
             scratch: The directory for temporary directories; by default the system's.
@@ -170,7 +167,6 @@ def affordable_workers(wanted: int, limits_mb: int) -> int:
     """Return how many workers, at least 1, fit into memory if each program uses its limit.
 
     Args:
-        wanted: The maximum number of workers.
         limits_mb: The memory and disk limits of one program together.
     """
     free = available_memory()

@@ -200,8 +200,6 @@ class ZygoteProcess:
         Args:
             header: The kind of the job, and the fields of that kind.
             parts: The source of the program, and the other parts of its kind.
-            limits: The limits of the process.
-            stdin: The standard input of the program.
             channel: One end of a connection for the program; the caller's descriptor stays open.
 
         Raises:
@@ -239,8 +237,6 @@ class ZygoteProcess:
         Args:
             header: The kind of the job, `script` or `call`, and the fields of that kind.
             parts: The source of the program, and the other parts of its kind.
-            limits: The limits of the process.
-            stdin: The standard input of the program.
 
         Raises:
             SandboxLostError: The sandbox failed, and not the program.
@@ -263,10 +259,7 @@ class ZygoteProcess:
         """Run tests that call a program, with a process for the tests and one for the program.
 
         Args:
-            code: The program.
-            header: The header of the tests.
             parts: The source of the tests, and their other parts.
-            limits: The limits of each process.
             is_waiting: Returns, for the outcome of the tests, whether to wait for the program's own
                 end, which explains a missing answer. Otherwise the program is killed.
 
@@ -424,8 +417,6 @@ def inside_command(interpreter: str, module: str, arguments: str) -> list[str]:
     """Return the command that runs a module of `inside` by itself, without the rest of Laurel.
 
     Args:
-        interpreter: The Python that runs it.
-        module: The name of the module.
         arguments: The arguments of its `main`, in Python.
     """
     boot = _BOOT.format(room=str(Path(__file__).parent), module=module, arguments=arguments)

@@ -41,10 +41,8 @@ class Batcher:
         """Choose the layout and limits of micro-batches.
 
         Args:
-            path: The layout of batches: token forests or padded rows.
             limits: The size limits of micro-batches. A larger group is computed in parts, unless
                 prompts are not shared.
-            pad_id: The padding token, for padded rows.
             dp_size: The number of data-parallel ranks, `Learner.dp_size`.
         """
         self.path: Literal["forest", "padded"] = path
@@ -130,8 +128,6 @@ class Batcher:
         sharing, and for padded rows, each completion becomes a group.
 
         Args:
-            tokens: The groups.
-            labels: The label of each group.
             subset: Returns the label of some completions of a group.
         """
         parts: list[TokenGroup] = []
@@ -186,7 +182,6 @@ def reward_values(
     """Compute every output of a reward model at every token at which completions are read.
 
     Args:
-        outputs: Computes the outputs of each micro-batch.
         groups: At least one group, as the contract encodes it.
         batcher: Divides them; lists of answers may be larger than a micro-batch.
         on_batch: Called after each micro-batch with the number of groups that it begins, and of
@@ -247,8 +242,6 @@ def global_batches(
     """Divide groups into batches of `size` completions each, in order; groups may be split.
 
     Args:
-        groups: The groups to train on.
-        labels: The label of each group.
         subset: Returns the label of some completions of a group.
         size: The number of completions of one optimizer step; the last batch may have fewer.
     """
@@ -289,10 +282,8 @@ class StepOrder:
         """Choose the order.
 
         Args:
-            num_rows: The number of rows.
             batch_size: The number of rows of a step.
             shuffle: Whether each epoch has its own order; otherwise it is that of the rows.
-            seed: The seed of the orders.
             units: Rows that stay together, each row in one unit; the units are shuffled instead.
                 The rows of a unit may be divided where a step ends. None: each row by itself.
         """

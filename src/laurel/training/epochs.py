@@ -61,10 +61,7 @@ def validate(
     """Score a validation set and measure how well the scores agree with the preferences.
 
     Args:
-        learner: The learner of the reward model.
-        samples: The validation set.
         micro_batches: The same groups as micro-batches, in any order.
-        loss: The loss of the validation.
         contract: The scoring contract, which combines the outputs of a regression head.
         on_groups: Called with the number of groups of each micro-batch that has been scored.
     """
@@ -224,7 +221,6 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
 
         Args:
             position: The position before the step.
-            taken: The outcome of the step.
             bad_steps: The number of consecutive bad steps, including this one.
             figures: Further metrics to log, by full name.
         """

@@ -165,7 +165,6 @@ class Learner(Protocol):
 
         Args:
             batches: Any number of inputs, as in `MicroBatch`.
-            role: The model, the reference policy, or the teacher.
             in_full_precision: Whether to compute in the dtype of the weights.
             temperature: The temperature of log-probabilities; None: that of the run.
         """
@@ -200,7 +199,6 @@ class Learner(Protocol):
 
         Args:
             directory: An existing directory.
-            card: The text of the README.
             contract: The scoring contract of a reward model.
             in_background: Whether to return as soon as the weights have been copied to the host;
                 `written` then reports on the writing.
@@ -312,12 +310,6 @@ class LocalLearner:
         """Build the optimizer over every parameter that gets gradients.
 
         Args:
-            model: The model to train.
-            optimizer: The class and the arguments of the optimizer.
-            scheduler: The classes and the arguments of the learning-rate schedule.
-            max_grad_norm: The norm to which larger gradients are clipped.
-            reference: The reference policy.
-            teacher: The model from which a policy learns besides.
             tokenizer: The tokenizer that is saved with a policy.
             ranks: The ranks over which the model is sharded; None for a single process.
 
@@ -375,7 +367,6 @@ class LocalLearner:
 
         Args:
             batch: The micro-batches of this rank; every rank has the same number.
-            loss: The loss.
             denominator: The total of `loss.count` over the micro-batches of all ranks.
             fillers: The indices of micro-batches that only make the numbers equal, and count as 0.
             in_step: Whether the ranks agree on their passes first, as they must where one of them

@@ -398,8 +398,6 @@ class WeightExporter(ABC):
 
         Args:
             meeting: The meeting of the engines, as `WeightLink.group` accepts it.
-            changing_only: Whether to send only weights that training changes.
-            num_bytes: The size of a bucket.
             held: The dtype in which the engines hold their weights; None: they are sent as they
                 are.
 
@@ -511,20 +509,14 @@ class LearnerWorker(WeightExporter):
         """Load this rank's shard of the model, check it, and build its optimizer.
 
         Args:
-            place: The place of this rank in the group.
-            load: Loads the model.
             shape: The arrangement of the group's ranks; a single rank holds the whole model.
-            optimizer: The class and the arguments of the optimizer.
             scheduler: The classes and the arguments of the learning-rate schedule; None keeps the
                 rate constant.
             max_grad_norm: The norm to which larger gradients are clipped; None clips none.
-            cluster: The settings of the device and of threads.
             seed: The seed of dropout.
             load_reference: Loads the reference policy if the run needs one; it is `load` itself if
                 that loads the same weights. With adapters it is not called, because the policy
                 without its adapters is the reference.
-            load_teacher: Loads the model from which a policy learns besides.
-            with_entropy: Whether updates measure a policy's entropy.
 
         Raises:
             UserError: The model cannot be used.

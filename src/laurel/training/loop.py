@@ -228,7 +228,6 @@ class TrainingLoop(ABC):
         """Return the number of consecutive bad steps after this one; raise an error after too many.
 
         Args:
-            update: The outcome of the step.
             bad_steps: The number of consecutive bad steps before.
             where: The step and its rows, in words.
             kept: A sentence about where the rows of the step were written.
@@ -441,7 +440,6 @@ class Saving:
         """Save a checkpoint, or begin to save it in the background.
 
         Args:
-            position: The position of the run.
             info: The content of `training_info.json`.
             goes_on: Whether training goes on meanwhile. Otherwise the checkpoint is complete or
                 missed when this returns, and nothing is copied for it.

@@ -321,7 +321,6 @@ class RewardLoss:
 
         Args:
             scores_NK: The scores; K is 1 except for the type `regression`.
-            batch: The groups of the micro-batch.
             num_groups: The global denominator, the sum of `count` over all micro-batches and ranks.
                 The scores of a process reward model are the logits of all steps.
 

@@ -117,7 +117,6 @@ class PolicyLoss:
 
         Args:
             outputs: The outputs for all M branch tokens, branch after branch, in order of groups.
-            batch: The groups of the micro-batch.
             num_groups: The global denominator, the sum of `count` over all micro-batches and ranks.
         """
         assert num_groups > 0, "nothing to learn from: skip the step"

@@ -231,13 +231,7 @@ class LearnerScorer(ContractScorer):
     """A scorer over the model in training, equal to one that loads its checkpoint."""
 
     def __init__(self, learner: Learner, contract: ScoringContract, batcher: Batcher) -> None:
-        """Take the learner of a reward model.
-
-        Args:
-            learner: The learner of a reward model.
-            contract: The scoring contract that is saved with the model.
-            batcher: Divides groups into micro-batches.
-        """
+        """Take the learner of a reward model."""
         super().__init__(contract, batch_tokens=batcher.limits.forest_tokens)
         self.preparers = _Remembering(contract)
         self._learner = learner

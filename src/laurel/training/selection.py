@@ -86,10 +86,6 @@ def select_by(
         metric_name: The configured name, `validation-<set>_<metric>` or `train_<metric>`, with or
             without the prefix `val:` or `train:`.
         higher_is_better: The configured direction; None derives it from the name.
-        sets: The names of the validation sets.
-        attributes: The attributes of a regression head.
-        benchmarks: The names of the metrics of each benchmark that the run measures.
-        has_steps: Whether the model is a process reward model.
         why_not: The reason why nothing is validated, for the message, if nothing is.
         setting: The key that names the metric, for the message.
 
@@ -135,8 +131,6 @@ def select_among(
         higher_is_better: The configured direction; None derives it from the name.
         possible: The names of the metrics that the run measures.
         why_not: The reason why the run validates nothing, for the message; empty if it does.
-        aliases: The names of metrics in other systems.
-        setting: The key that names the metric, for the message.
 
     Raises:
         ConfigError: The run does not measure such a metric; the message lists those it measures.
@@ -221,8 +215,6 @@ def policy_goal(
 
     Args:
         config: The section `grpo`, whose `stop_at_validation_metric` is the target.
-        has_validation: Whether the run has a validation set.
-        environments: The names of the environments of the run.
         why_not: The reason why nothing is validated, for the message, if nothing is.
 
     Raises:

@@ -62,7 +62,6 @@ class RunState(ABC):
         """Take what does not change during the run.
 
         Args:
-            learner: The model with its optimizer.
             parts: What checkpoints hold besides them.
             rows: Fingerprints of the rows, which must be unchanged for the run to be resumed.
         """
@@ -91,7 +90,6 @@ class RunState(ABC):
 
         Args:
             directory: An empty directory.
-            position: The position of the run.
             in_background: Whether only to begin, so that training can go on meanwhile.
 
         Returns:
@@ -158,7 +156,6 @@ def check_same_rows(directory: Path, rows: Mapping[str, str]) -> None:
     """Refuse to resume from the checkpoint of a run with other rows.
 
     Args:
-        directory: The checkpoint.
         rows: The fingerprints as in `RunState`.
 
     Raises:
@@ -185,7 +182,6 @@ def another_run(directory: Path, changed: Sequence[tuple[str, object, object]]) 
     """Return the error for a checkpoint of a run with other settings or rows.
 
     Args:
-        directory: The checkpoint.
         changed: What changed: its name, its value then, and its value now.
     """
     weightiest = sorted(changed, key=lambda one: _weight(one[0]))
@@ -281,13 +277,10 @@ class RewardRunState(RunState):
         """Take what does not change during the run.
 
         Args:
-            learner: The model with its optimizer.
             parts: What checkpoints hold besides them.
             facts: What is known of the model, with its scoring contract.
-            train: The training set.
             validation: The sets of preferences that the model is validated on. The contract holds
                 golden scores of the first, or else of the training set.
-            batcher: Divides what is scored into micro-batches.
         """
         rows = {
             TRAINING_DATA: samples_fingerprint(train),

@@ -75,7 +75,6 @@ class SignalCount:
     """A count of received signals in memory that forked processes share."""
 
     def __init__(self) -> None:
-        """Start counting at 0."""
         self._memory = mmap.mmap(-1, 1)
 
     @property
@@ -240,7 +239,6 @@ class Deadline:
 
         Args:
             budget: The time budget as `DD:HH:MM:SS`; None for no limit.
-            clock: Returns the time in seconds.
         """
         self._clock = clock
         seconds = math.inf if budget is None else parse_duration(budget)

@@ -127,8 +127,6 @@ def error_of(
     reports the gravest kind and mentions the rest.
 
     Args:
-        role: Role of the group.
-        size: Number of workers.
         call: Name of the method, '' for the making of the workers.
         failures: In the order in which they were seen, at least one.
         limit: Seconds that were waited, for those who are late.

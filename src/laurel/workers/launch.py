@@ -115,9 +115,6 @@ def reserve_roles(
     turns on them, have shares of them.
 
     Args:
-        plan: One that fits.
-        cluster: Cluster to reserve on.
-        device: Kind of a slot.
         patience: Seconds to wait for nodes that are missing or slots that are taken; None: not for
             what the cluster has not, and a moment for what is just being given back.
 

@@ -25,7 +25,6 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
     Args:
         device: Choice as in `cluster.device`.
         cpu_threads: Threads of torch on CPU; None is one per core that this process may use.
-        seed: Seed of every random generator.
 
     Raises:
         ConfigError: A GPU is asked for and there is none, or too many threads for this machine.
@@ -96,7 +95,6 @@ class BroadcastGroup:
 
         Args:
             place: In this group; rank 0 tells.
-            store: Store of the group, from `store_of`.
             device: Device of the tensors: gloo broadcasts those on a CPU, NCCL those on GPUs. A
                 GPU can be of one member only.
             patience: Seconds for the others to come, and for each broadcast.

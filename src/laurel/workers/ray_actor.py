@@ -141,7 +141,6 @@ def assign_nodes(rooms: Sequence[int], groups: int, size: int) -> list[int] | No
 
     Args:
         rooms: For how many workers each node has room.
-        groups: How many.
         size: Workers of each, which share a node, unless that is more than any node has room for.
     """
     if max(rooms, default=0) < size:

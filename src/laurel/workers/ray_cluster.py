@@ -222,9 +222,6 @@ class RayCluster:
         """Reserve slots before anything is loaded into them.
 
         Args:
-            role: Role that they are for.
-            workers: How many slots.
-            each: Size of a slot.
             nodes: Index into `nodes()` for each rank; None: as close together as possible.
             patience: Seconds to wait for what is not there: nodes that an autoscaler adds, or
                 another job to end. None: none for what the cluster has not, a moment for what
@@ -350,7 +347,6 @@ class Reservation:
         They are released with the reservation.
 
         Args:
-            role: The role that gets the slots.
             ranks: Ranks of this reservation, in the order of the new one.
             share: The fraction of each slot; None takes all that this reservation has.
         """

@@ -65,11 +65,9 @@ class RayGroup(GroupCalls):
         Args:
             reservation: The slots, or shares of them; its role is the group's.
             worker_class: A class that every node can import.
-            args: For the class.
             limit: Seconds until a call is late, where the call does not say.
             blaming: Seconds that the other ranks have to end after one has raised.
             at_a_time: Calls of a worker that may run concurrently; more wait.
-            kwargs: For the class.
 
         Raises:
             ConfigError: The nodes have different versions of Laurel, torch or transformers.
@@ -230,7 +228,6 @@ def sent_once(calls: Mapping[int, WorkerCall], send: Callable[[Any], Any]) -> di
 
     Args:
         calls: By rank.
-        send: Puts a value where all workers find it.
 
     Returns:
         What `send` gave, for each rank: for its call, then for each shared value in it.

@@ -79,8 +79,6 @@ def join(
     Every rank must call it; it returns when all have. A world of one opens no port.
 
     Args:
-        place: Place of the worker.
-        device: Device of the worker.
         timeout: Limit of each collective. The group has its own, usually shorter, limits.
     """
     import torch
@@ -111,7 +109,6 @@ def store_of(place: RankPlace, *, timeout: timedelta) -> Any:
     """Open the key-value store of a group's ranks; rank 0 holds it.
 
     Args:
-        place: Place of this process in the group.
         timeout: Limit of connecting to rank 0, and of waiting for a key.
     """
     import torch.distributed as dist

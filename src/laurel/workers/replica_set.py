@@ -42,11 +42,7 @@ class ReplicaSet(Supervisor[T]):
         """Start all replicas; parameters not listed here are those of `Supervisor`.
 
         Args:
-            make: Starts a replica by its number.
-            number: At least one.
             name: Name of the replicas, before their number.
-            end: Ends a replica.
-            restarts: Budget of restarts.
             is_lost: Whether what a call raised means that its replica is lost.
             most_losses: Replicas that one call may be lost with before it is refused; None: any.
             ping: Cause of a replica's death, None where it lives; called for those that have
@@ -86,7 +82,6 @@ class ReplicaSet(Supervisor[T]):
         """Run `work` on a free replica; waits for one.
 
         Args:
-            work: Function of the replica.
             proves: Whether a replica that has done it works, and may be started again when it fails
                 once more as it did before.
 

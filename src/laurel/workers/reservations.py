@@ -77,8 +77,6 @@ def shortfall(
     """Explain why the workers do not fit into the nodes; None where they do.
 
     Args:
-        workers: How many.
-        each: Resources of each worker.
         rooms: For how many of them each node has room.
         nodes: Index of the node of each rank; None where any will do.
     """
@@ -98,11 +96,6 @@ def match(
     needs: Sequence[NodeNeed], rooms: Sequence[int], labels: Sequence[frozenset[str]]
 ) -> dict[int, int]:
     """Match as many needs as possible with nodes that have room and the labels, earlier ones first.
-
-    Args:
-        needs: Requirements of the nodes of a plan.
-        rooms: Slots of each node.
-        labels: Labels of each node.
 
     Returns:
         Index of the need -> index of the node; short where no assignment serves all.
@@ -146,10 +139,6 @@ def refusal(
     """Explain a failed reservation: the free resources of each node, and who holds the rest.
 
     Args:
-        role: Role that asked.
-        workers: For how many workers.
-        each: Resources of each worker.
-        states: States of all nodes.
         why: From `shortfall`.
         busy: Whether it would fit, were the cluster empty.
     """

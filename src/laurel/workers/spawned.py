@@ -47,13 +47,10 @@ class SpawnedGroup(GroupCalls):
         """Start the process and make the worker `worker_class(place, *args, **kwargs)`.
 
         Args:
-            role: Role of the worker, for messages.
             worker_class: A class that can be imported.
-            args: For the class.
             limit: Seconds until a call is late, where the call does not say.
             cpu_threads: Threads of its arithmetic; None: one per core.
             local_rank: Which GPU it takes, where there are any.
-            kwargs: For the class.
 
         Raises:
             WorkerError: The worker could not be made.

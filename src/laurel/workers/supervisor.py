@@ -52,7 +52,6 @@ class Restarts:
 
         Args:
             most: Restarts of all replicas together.
-            say: Reports every restart.
         """
         self.most = most
         self.say = say
@@ -150,7 +149,6 @@ class Supervisor(Generic[T]):
                 ended, to start it anew.
             replicas: At least one, without a process.
             end: Ends one. Idempotent; one that is lost may raise a `LaurelError`.
-            restarts: How often they may be started again.
             bring_up: Brings one that is started again to where the others are; what it returns is
                 said after "is back".
 

@@ -28,7 +28,6 @@ class DaemonThread:
     """
 
     def __init__(self, name: str) -> None:
-        """Start the thread."""
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

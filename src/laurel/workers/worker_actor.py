@@ -38,7 +38,6 @@ class WorkerActor:
         """Set up the process.
 
         Args:
-            rank: Rank of the worker.
             paths: Module search path of the process that made the group: the worker's module may be
                 there.
         """

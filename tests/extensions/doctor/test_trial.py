@@ -121,7 +121,7 @@ def test_the_report_holds_each_check_before_the_next_begins(tmp_path):
 
     def check(trial):
         seen.append(json.loads(report.read_text())["checks"] if report.exists() else [])
-        return checks.Found(detail="fine")
+        return checks.Measurement(detail="fine")
 
     checked = dict.fromkeys(("one", "two", "three"), check)
     assert run_doctor_trial(minutes=1.0, report=report, as_json=True, checks=checked)

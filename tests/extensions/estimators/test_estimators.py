@@ -139,7 +139,6 @@ def test_the_order_of_completions_and_a_shift_of_rewards_change_nothing(
     [
         *((name, {"adv_estimator": {"scale": "group"}}, "scale=group") for name in ("gpg", "opo")),
         ("remax", {"adv_estimator": {"scale": "batch"}}, "scale=batch"),
-        ("remax", {"adv_estimator": {"normalize_rewards": True}}, "normalize_rewards=true"),
         *(
             (name, {"adv_estimator": {"use_leave_one_out_baseline": True}}, "leave_one_out")
             for name in NAMES

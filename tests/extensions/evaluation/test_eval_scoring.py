@@ -19,7 +19,7 @@ def refused(status, said, **settings):
         model = EvalScorer(model=server.url, options=ScorerSpec(device="cpu"), **settings)
         with (
             pytest.raises(ConfigError) as caught,
-            open_evaluation_scorer(model.found(), Console(file=io.StringIO())),
+            open_evaluation_scorer(model.resolved(), Console(file=io.StringIO())),
         ):
             pass
     return f"{server.url}/v1/score", str(caught.value)

@@ -132,6 +132,14 @@ def test_a_process_that_dies_is_a_failure_and_harms_no_other(tools):
     assert "a tool failed: die: the pool of tools: the process died" in returned.failures[0]
 
 
+def test_metadata_must_fit_the_conversations_before_any_call_begins(tools, monkeypatch):
+    begun = []
+    monkeypatch.setattr(tools._pool, "submit", begun.append)
+    with pytest.raises(EnvironmentFailedError, match="2 conversations came with metadata for 1"):
+        tools.step([log_of(call("add", left=1))] * 2, [None])
+    assert not begun
+
+
 def test_calls_end_at_the_limit():
     with made_with("add", max_calls=2) as environment:
         three = call("add", left=1) * 3

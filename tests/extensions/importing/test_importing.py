@@ -268,7 +268,7 @@ verl:
   loss_fn: {ratio_clip_c: 3.0, reference_policy_kl_penalty: 0.001, reference_policy_kl_type: k3}
   env.reward_model.function.path: rewards/mine.py:compute_score
   default_environment: reward_model
-  data.validation: {0.data_path: data/gsm8k/test.parquet, 1.data_path: data/math/test.parquet}
+  data.validation: {1.data_path: data/gsm8k/test.parquet, 2.data_path: data/math/test.parquet}
   lost: [trainer.experiment_name]  # of a variable that nobody set
 verl-sft:
   policy: {model_name: Qwen/Qwen2.5-0.5B-Instruct, train_global_batch_size: 64,

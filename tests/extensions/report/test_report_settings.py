@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.extensions.report.page import (
-    _places,
+    _short_paths,
     changed_settings,
     compare_runs,
     write_report,
@@ -155,7 +155,7 @@ def test_everything_of_a_run_is_on_its_page(tmp_path):
 def test_directories_of_one_name_are_told_apart_by_what_is_above(tmp_path):
     def called(*places):
         records = [SimpleNamespace(path=tmp_path / one, title="run") for one in places]
-        return _places(records)  # type: ignore[arg-type]
+        return _short_paths(records)  # type: ignore[arg-type]
 
     assert called("twice/exp_001", "int2/exp_001") == ["twice/exp_001", "int2/exp_001"]
     assert called("a/x/exp_001", "b/x/exp_001") == ["a/x/exp_001", "b/x/exp_001"]

@@ -21,12 +21,12 @@ from laurel.config.environments import FunctionConfig, ModelServerConfig, Scorer
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.errors import ConfigError, EngineError
+from laurel.extensions.reward_functions.source import FunctionSource
 from laurel.extensions.server import model_servers as serving
-from laurel.extensions.server.model_router import RequestRouter, _Asked, _Server
+from laurel.extensions.server.model_router import RequestRouter, _Forwarded, _Server
 from laurel.extensions.server.model_servers import ModelServers, ServerProcess
 from laurel.planning.plan import plan_run
 from laurel.plugins import ScorerServices
-from laurel.rewards.function_source import FunctionSource
 from laurel.run.grpo import check_judges
 from laurel.run.request import judge_notes, request_of
 from laurel.types import Completion, Group, Message
@@ -171,7 +171,7 @@ def test_a_path_that_is_none_goes_nowhere(path):
     router = RequestRouter(patience=5, hedge=False)
     try:
         router.add(0, "127.0.0.1:9")
-        reply = router._background.wait_for(router._answered(_Asked("GET", path, [], b"")))
+        reply = router._background.wait_for(router._respond(_Forwarded("GET", path, [], b"")))
     finally:
         router.close()
     assert reply.status_code == 400
@@ -263,13 +263,13 @@ def test_what_is_asked_of_a_second_server_while_they_fall_asleep_is_ended_too():
             await asyncio.Event().wait()
         finally:
             if not ended:
-                router._begun(server, asked)
+                router._begin(server, asked)
             await asyncio.sleep(0.05)
             ended.append(asked)
 
     async def pause():
-        router._asked = never
-        router._begun(serving_one, _Asked("GET", "/", [], b""))
+        router._ask = never
+        router._begin(serving_one, _Forwarded("GET", "/", [], b""))
         await asyncio.sleep(0)
         await router._paused()
         found.extend(ended)

@@ -1,6 +1,7 @@
 """`laurel grpo` with completions drawn by a real vLLM."""
 
 import importlib.util
+import itertools
 import os
 import signal
 import threading
@@ -14,7 +15,16 @@ import torch
 from laurel.errors import EngineError
 from laurel.observe.loggers import read_metrics
 from policy_fakes import HOOKS
-from policy_runs import HOOKED, MATCHES, grpo, grpo_settings, metrics_of, sft, sft_settings
+from policy_runs import (
+    HOOKED,
+    MATCHES,
+    grpo,
+    grpo_settings,
+    metrics_of,
+    rewritten_turns,
+    sft,
+    sft_settings,
+)
 from sandbox_processes import is_gone, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -35,17 +45,34 @@ def model(tmp_path_factory):
     return saved
 
 
-def test_vllm_draws_from_the_weights_of_each_step(tmp_path, model):
+def test_vllm_draws_from_the_weights_of_each_step_and_its_death_ends_the_run(tmp_path, model):
     """Were a step drawn from older weights, its log-probs would differ by far more than rounding.
 
     At this learning rate a step changes log-probabilities by hundredths.
     """
-    run = grpo(grpo_settings(tmp_path, model, *VLLM, *MATCHES))
-    assert run.outcome.ended == "finished"
-    assert "sampled by VllmEngine" in run.text
-    steps = metrics_of(tmp_path)
-    trained = [figures for figures in steps.values() if "train/loss" in figures]
-    assert len(trained) >= 2, "two steps with a signal, or nothing is shown"
+    psutil = pytest.importorskip("psutil")
+    killed: list[int] = []
+    updates = itertools.count(1)
+
+    def kill_engine_in_the_last_step():
+        if next(updates) < 4:
+            return
+        for child in psutil.Process(os.getpid()).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+                if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
+                    child.send_signal(signal.SIGKILL)
+                    killed.append(child.pid)
+
+    steps = ("grpo.max_num_steps=9", "grpo.max_num_epochs=9")
+    HOOKS["update"] = kill_engine_in_the_last_step
+    try:
+        with pytest.raises(EngineError):
+            grpo(grpo_settings(tmp_path, model, *VLLM, *MATCHES, *HOOKED, *steps))
+    finally:
+        HOOKS.clear()
+    assert killed
+    trained = [figures for figures in metrics_of(tmp_path).values() if "train/loss" in figures]
+    assert len(trained) >= 3, "steps with a signal, or nothing is shown"
     for figures in trained:
         assert figures["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
         assert figures["train/staleness"] == 0.0
@@ -55,24 +82,19 @@ def test_vllm_draws_from_the_weights_of_each_step(tmp_path, model):
     )
 
 
-def test_vllm_that_dies_ends_the_run_with_a_reason(tmp_path, model):
-    psutil = pytest.importorskip("psutil")
-    killed: list[int] = []
-
-    def kill_engine():
-        for child in psutil.Process(os.getpid()).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
-                if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
-                    child.send_signal(signal.SIGKILL)
-                    killed.append(child.pid)
-
-    HOOKS["update"] = kill_engine
-    try:
-        with pytest.raises(EngineError):
-            grpo(grpo_settings(tmp_path, model, *VLLM, *MATCHES, *HOOKED))
-    finally:
-        HOOKS.clear()
-    assert killed
+def test_vllm_samples_rollouts_of_several_sequences_that_branch(tmp_path, model):
+    """Each turn in the context that it is trained in, and ahead of the learner."""
+    ahead = ("grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true")
+    turns = rewritten_turns(tmp_path, 2, 2)
+    run = grpo(grpo_settings(tmp_path, model, *VLLM, *turns, *ahead))
+    assert run.outcome.ended == "finished"
+    trained = [figures for figures in metrics_of(tmp_path).values() if "train/loss" in figures]
+    assert len(trained) == 4
+    for figures in trained:
+        assert figures["train/sequences_per_rollout"] > 1.5
+        assert figures["train/tree/branched_share"] == 0.5
+    # Weights are older by a step from the second on.
+    assert trained[0]["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
 
 
 TWO_SLOTS = (

@@ -85,20 +85,21 @@ def test_every_weight_arrives_at_every_transfer(engine, models, learner):
         assert largest_difference(engine, before) > 1
 
 
-@pytest.fixture
-def in_bfloat16(models):
+@pytest.fixture(scope="module")
+def in_bfloat16():
+    require_vllm()
     settings = GenerationConfig.model_validate({"vllm_cfg": {"precision": "bfloat16"}})
-    learner = Learner(models[0])
-    with started(models[0], lambda ids: learner.logprobs(ids), settings=settings) as engine:
+    model = random_model("qwen3", tied=True, seed=0, vocab_size=VOCABULARY)
+    learner = Learner(model)
+    with started(model, lambda ids: learner.logprobs(ids), settings=settings) as engine:
         yield engine, learner
 
 
-@pytest.mark.slow_parameters("untied")
-def test_what_travels_is_what_vllm_computes_with(in_bfloat16, models):
+def test_what_travels_is_what_vllm_computes_with(in_bfloat16):
     """In bfloat16: half the bytes of the learner's float32, and the same values in vLLM."""
     engine, learner = in_bfloat16
     assert engine.held_dtype == HeldDtype("bfloat16")
-    learner.model = models[1]
+    learner.model = random_model("qwen3", tied=True, seed=1, vocab_size=VOCABULARY)
     answers = []
     for version, held in enumerate((engine.held_dtype, None), 1):
         engine.held_dtype = held
@@ -219,8 +220,11 @@ def test_transfers_leave_nothing_behind(engine, learner):
     assert not list(Path("/dev/shm").glob("laurel-weights-*"))
 
 
-def test_a_pipeline_gets_the_weights_of_each_of_its_stages(models, learner):
-    learner.model = models[0]
+def test_a_pipeline_gets_the_weights_of_each_of_its_stages():
+    """Tied: what the first and the last stage share has to arrive at both."""
+    require_vllm()
+    models = [random_model("qwen3", tied=True, seed=s, vocab_size=VOCABULARY) for s in range(2)]
+    learner = Learner(models[0])
     stages = GenerationConfig(max_concurrent=6, vllm_cfg={"pipeline_parallel_size": 2})
     with started(models[0], learner.logprobs, settings=stages) as engine:
         assert len(engine._processes) == 3, "a scheduler, and a worker for each stage"
@@ -250,48 +254,45 @@ def test_engines_listen_on_this_machine_only(engine):
     assert addresses <= {"127.0.0.1", "::1"}
 
 
-@pytest.fixture(scope="module")
-def one_model():
+def test_an_engine_of_other_weights_does_not_start():
     require_vllm()
-    return random_model("qwen3", tied=True, seed=0, vocab_size=VOCABULARY)
-
-
-def test_an_engine_of_other_weights_does_not_start(one_model):
     children = set(psutil.Process().children(recursive=True))
-    other = Learner(random_model("qwen3", tied=True, seed=1, vocab_size=VOCABULARY))
+    one, other = (random_model("qwen3", tied=True, seed=s, vocab_size=VOCABULARY) for s in range(2))
     with (
         pytest.raises(EngineError, match="step 4: token"),
-        started(one_model, other.logprobs, weight_version=4),
+        started(one, Learner(other).logprobs, weight_version=4),
     ):
         pass
     assert set(psutil.Process().children(recursive=True)) <= children
 
 
-def test_a_dead_engine_ends_what_waits_for_it(one_model):
-    """Killed without a word, while requests are drawn and an update waits for them."""
-    learner = Learner(one_model)
-    with started(one_model, learner.logprobs) as engine:
+def test_a_dead_engine_ends_what_waits_for_it(in_bfloat16):
+    """Killed without a word, while requests are drawn and an update waits for them.
 
-        async def killed_meanwhile():
-            endless = request(seeds=range(40), max_new_tokens=900)
-            drawing = [asyncio.create_task(collect(engine, endless)) for _ in range(2)]
-            await asyncio.sleep(0.3)
-            updating = asyncio.create_task(engine.update_weights(learner.weights(1)))
-            await asyncio.sleep(0.1)
-            assert not any(task.done() for task in (*drawing, updating))
-            next(p for p in engine._processes if "EngineCore" in " ".join(p.cmdline())).kill()
-            began = time.monotonic()
-            found = await asyncio.gather(*drawing, updating, return_exceptions=True)
-            return found, time.monotonic() - began
+    The last test of this engine."""
+    engine, learner = in_bfloat16
 
-        found, seconds = run(killed_meanwhile())
-        assert [type(one) for one in found] == [EngineError] * 3
-        assert "vLLM died" in str(found[0])
-        assert seconds < 50
-        with pytest.raises(EngineError, match="vLLM died"):
-            draw(engine, request())
-        with pytest.raises(EngineError, match="vLLM died"):
-            run(engine.update_weights(learner.weights(1)))
+    async def killed_meanwhile():
+        endless = request(seeds=range(40), max_new_tokens=900)
+        drawing = [asyncio.create_task(collect(engine, endless)) for _ in range(2)]
+        await asyncio.sleep(0.3)
+        updating = asyncio.create_task(engine.update_weights(learner.weights(1)))
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in (*drawing, updating))
+        next(p for p in engine._processes if "EngineCore" in " ".join(p.cmdline())).kill()
+        began = time.monotonic()
+        found = await asyncio.gather(*drawing, updating, return_exceptions=True)
+        return found, time.monotonic() - began
+
+    found, seconds = run(killed_meanwhile())
+    assert [type(one) for one in found] == [EngineError] * 3
+    assert "vLLM died" in str(found[0])
+    assert seconds < 50
+    with pytest.raises(EngineError, match="vLLM died"):
+        draw(engine, request())
+    with pytest.raises(EngineError, match="vLLM died"):
+        run(engine.update_weights(learner.weights(1)))
+    engine.close()
     assert not any(process.is_running() for process in engine._processes)
 
 

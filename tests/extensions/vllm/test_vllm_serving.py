@@ -12,8 +12,8 @@ import pytest
 
 import tiny_tokenizers
 from laurel.config.environments import FunctionConfig, ModelServerConfig
+from laurel.extensions.reward_functions.source import FunctionSource
 from laurel.plugins import ScorerServices
-from laurel.rewards.function_source import FunctionSource
 from laurel.types import Completion, Group, Message
 from model_directories import save_model
 from vllm_engines import random_model, require_vllm

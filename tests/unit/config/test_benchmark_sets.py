@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from laurel.config.data import BenchmarkSetConfig, DataConfig, DatasetConfig, TaskDataConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.load import load_config, translated
+from laurel.config.load import load_config
+from laurel.config.resuming import changes
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.yaml_tree import graft, plain_values
+from laurel.config.schemas import SCHEMAS
 from laurel.data.tasks import load_task_data
 from laurel.errors import ConfigError
 
@@ -74,8 +76,37 @@ def test_a_set_without_a_name_is_the_default(
     data = load_config(RewardTrainingRun, written(tmp_path, text), overrides).config.data
     assert data.validation is not None
     assert data.validation["default"].data_path == "w.jsonl"
-    saved = translated(RewardTrainingRun, graft({"data": {"validation": {"split": "x"}}}, "old"))
-    assert plain_values(saved) == {"data": {"validation": {"default": {"split": "x"}}}}
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values())
+@pytest.mark.parametrize(
+    ("train", "validation", "named"),
+    [
+        ({"split": "x"}, {"split": "x"}, {"default": {"split": "x"}}),
+        ([{"split": "x"}], [{"split": "x"}], {"default": {"split": "x"}}),
+        (
+            [{"split": "x"}],
+            [{"split": "x"}, {"split": "y"}],
+            {"1": {"split": "x"}, "2": {"split": "y"}},
+        ),
+    ],
+)
+def test_sets_may_be_written_alone_and_in_a_list(
+    schema: Any, train: Any, validation: Any, named: Any
+) -> None:
+    said = {"data": {"train": train, "validation": validation}}
+    meant = {"data": {"train": [{"split": "x"}], "validation": named}}
+    overrides = [f"data={json.dumps(said['data'])}"]
+    data = load_config(schema, None, overrides).config.data
+    dumped = data.model_dump(include={"train", "validation"}, exclude_unset=True)
+    assert {"data": dumped} == meant
+    # As a checkpoint of an older version has them.
+    assert not list(changes(schema, said, meant))
+    at = "data.train" if isinstance(train, dict) else "data.train.0"
+    overrides += [f"++data.validation={{split: '${{{at}.split}}'}}", f"{at}.subset=z"]
+    data = load_config(schema, None, overrides).config.data
+    assert [(one.split, one.subset) for one in data.train] == [("x", "z")]
+    assert {name: one.split for name, one in data.validation.items()} == {"default": "x"}
 
 
 def test_flat_keys_and_dictionaries_without_a_file() -> None:
@@ -121,10 +152,10 @@ def test_validation_tasks_by_name(tmp_path: Path) -> None:
     assert [one.env_name for one in data.validation_sets()] == ["math", "code"]
     listed = text.replace("    Easy: ", "    - ").replace("    Hard: ", "    - ")
     data = load_config(GRPORun, written(tmp_path, listed), []).config.data
-    assert data.validation_names() == ["", ""]
+    assert data.validation_names() == ["1", "2"]
     listed = listed.replace("e.jsonl}", "e.jsonl, task_name: Easy}")
     data = load_config(GRPORun, written(tmp_path, listed), []).config.data
-    assert data.validation_names() == ["Easy", ""]
+    assert data.validation_names() == ["Easy", "2"]
 
 
 def test_tasks_of_a_list_have_the_names_of_their_blocks(tmp_path: Path) -> None:
@@ -136,4 +167,4 @@ def test_tasks_of_a_list_have_the_names_of_their_blocks(tmp_path: Path) -> None:
     )
     loaded = load_task_data(data, default_environment="math", environments=["math"])
     named = [loaded.validation_set_of.get(task.id) for task in loaded.validation]
-    assert named == ["Easy", "Easy", None, None]
+    assert named == ["Easy", "Easy", "2", "2"]

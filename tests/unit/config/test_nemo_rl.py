@@ -12,9 +12,12 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from laurel.config.load import LoadedConfig, load_config
+from laurel.config.grpo_run import GRPORun
+from laurel.config.load import LoadedConfig, load_config, translated
 from laurel.config.nemo_rl import MEGATRON_SENTENCE
+from laurel.config.resuming import changes
 from laurel.config.schemas import SCHEMAS, Kind
+from laurel.config.yaml_tree import graft, plain_values
 from laurel.errors import ConfigError
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.run.allocation import plan_allocation
@@ -325,7 +328,7 @@ def test_a_megatron_policy_is_trained_with_its_own_settings(tmp_path: Path) -> N
     assert (spread.sequence_parallel, spread.activation_checkpointing) == (True, True)
     adapters = spread.lora_cfg
     assert (adapters.enabled, adapters.dim, adapters.alpha) == (True, 128, 64.0)
-    assert adapters.match_all_linear
+    assert adapters.target_modules == []
     translated, lost, ignored = loaded.warnings
     assert translated == MEGATRON_SENTENCE
     assert "policy.dtensor_cfg.enabled" in ignored
@@ -467,7 +470,6 @@ def test_layers_of_megatron_are_those_of_the_decoder(tmp_path: Path) -> None:
     adapters = load(tmp_path, "sft", megatron(**changes)).config.policy.dtensor_cfg.lora_cfg
     assert adapters.target_modules == ["q_proj", "k_proj", "v_proj", "down_proj"]
     assert adapters.exclude_modules == ["o_proj"]
-    assert not adapters.match_all_linear
 
 
 def test_an_import_writes_what_megatrons_settings_become(tmp_path: Path) -> None:
@@ -511,7 +513,6 @@ def test_rows_that_are_divided_are_packed(tmp_path: Path) -> None:
     }
     loaded = load(tmp_path, "grpo", tree)
     assert loaded.config.policy.sequence_packing.enabled
-    assert not loaded.config.policy.dynamic_batching.enabled
     assert loaded.warnings[0].startswith("policy.sequence_packing.enabled is true: ")
     plan_allocation(loaded.config)
 
@@ -544,8 +545,57 @@ def test_a_loss_is_named_by_one_key(tmp_path: Path, key: str, loss: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("grpo", "scale", "leaves_one_out", "told"),
+    [
+        ({}, "group", True, 0),
+        ({"normalize_rewards": False, "use_leave_one_out_baseline": False}, "none", False, 0),
+        ({"normalize_rewards": True, "use_leave_one_out_baseline": True}, "group", True, 0),
+        # What the estimator says itself holds before what grpo says, as in NeMo RL.
+        (
+            {"normalize_rewards": False, "adv_estimator": {"normalize_rewards": True}},
+            "group",
+            True,
+            0,
+        ),
+        ({"adv_estimator": {"normalize_rewards": False}}, "none", True, 0),
+        (
+            {
+                "use_leave_one_out_baseline": False,
+                "adv_estimator": {
+                    "use_leave_one_out_baseline": "${grpo.use_leave_one_out_baseline}"
+                },
+            },
+            *("group", False, 0),
+        ),
+        ({"normalize_rewards": False, "adv_estimator": {"scale": "batch"}}, "batch", True, 1),
+        ({"adv_estimator": {"name": "reinforce_plus_plus"}}, "batch", False, 0),
+        (
+            {"use_leave_one_out_baseline": True, "adv_estimator": {"name": "reinforce_plus_plus"}},
+            *("batch", False, 0),
+        ),
+    ],
+)
+def test_an_estimator_is_set_by_its_own_keys(
+    tmp_path: Path, grpo: dict[str, Any], scale: str, leaves_one_out: bool, told: int
+) -> None:
+    loaded = load(tmp_path, "grpo", {"grpo": grpo})
+    found: Any = loaded.config.grpo  # type: ignore[attr-defined]
+    assert (found.scale, found.leaves_one_out) == (scale, leaves_one_out)
+    assert len(loaded.warnings) == told
+    # A checkpoint of an older version has all keys, and null where the estimator said nothing.
+    both = {"normalize_rewards": True, "use_leave_one_out_baseline": True}
+    said = grpo.get("adv_estimator", {})
+    said = {key: False if "$" in str(one) else one for key, one in said.items()}
+    own = {**dict.fromkeys(both), "scale": None, **said}
+    tree = {"grpo": both | grpo | {"adv_estimator": own}}
+    saved = plain_values(translated(GRPORun, graft(tree, "saved")))
+    assert not list(changes(GRPORun, saved, loaded.config.model_dump(mode="json")))
+
+
+@pytest.mark.parametrize(
     ("kind", "values", "told"),
     [
+        ("grpo", {"grpo": {"normalize_rewards": 1}}, "normalize_rewards: must be true or false"),
         ("grpo", {"loss_fn": {"use_cispo": "true"}}, "loss_fn.use_cispo: must be true or false"),
         ("rm", {"data": {"val_data_paths": "v.jsonl"}}, "val_data_paths: must be a section"),
         ("rm", {"data": {"val_data_paths": ["v.jsonl"]}}, "val_data_paths: must be a section"),
@@ -599,6 +649,15 @@ def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) ->
     assert ignored.endswith(": policy.logprob_batch_size")
     policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": 100}
     assert load(tmp_path, "grpo", {"policy": policy}).config.policy.token_budget == 100
+    for packing, enabled, budget in (({}, True, 128), ({"train_mb_tokens": 90}, True, 90)):
+        policy["sequence_packing"] = {"enabled": False, **packing}
+        policy["dynamic_batching"] = {"enabled": enabled}
+        config = load(tmp_path, "grpo", {"policy": policy}).config
+        assert config.policy.batch_limits.padded_tokens == budget
+    # Where NeMo RL counts rows, no budget holds that its file says beside.
+    policy["dynamic_batching"] = {"enabled": False}
+    limits = load(tmp_path, "grpo", {"policy": policy}).config.policy.batch_limits
+    assert (limits.padded_tokens, limits.padded_groups) == (None, 2)
 
 
 def test_a_reward_model_that_scores_has_no_adapters(tmp_path: Path) -> None:

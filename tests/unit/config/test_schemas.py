@@ -125,13 +125,11 @@ def test_a_share_of_a_validation_set_is_said_to_hold_nothing_out(kind: Kind) -> 
         return [line for line in loaded.warnings if "no effect" in line]
 
     one = "{data_path: a, split_validation_size: 0.1}"
-    blocks, at = (one, "") if kind == "sft" else (f"{{A: {one}, B: {{data_path: b}}}}", ".A")
-    (line,) = told(blocks)
-    assert f"others: data.validation{at}.split_validation_size (it is the part of a" in line
-    assert not told(blocks.replace("0.1", "0"))
-    if kind != "rm":
-        (line,) = told(f"[{{data_path: b}}, {one}]")
-        assert "data.validation[1].split_validation_size (" in line
+    named, listed = f"{{A: {one}, B: {{data_path: b}}}}", f"[{{data_path: b}}, {one}]"
+    for blocks, name in ((named, "A"), (one, "default"), (listed, "2")):
+        (line,) = told(blocks)
+        assert f"others: data.validation.{name}.split_validation_size (it is the part of" in line
+        assert not told(blocks.replace("0.1", "0"))
     if kind == "grpo":  # it divides the rows that have no end
         made = "{dataset_name: reasoning_gym, max_samples: 30, split_validation_size: 0.1}"
         assert not told(made)
@@ -212,8 +210,6 @@ ALONE = ("leave_one_out_std=true", "use_leave_one_out_baseline=true")
 )
 def test_what_an_estimator_reads_is_taken(settings: tuple[str, ...]) -> None:
     overrides = [f"grpo.adv_estimator.{one}" for one in settings]
-    if settings is ALONE:
-        overrides.append("grpo.use_leave_one_out_baseline=false")
     assert load_config(GRPORun, None, overrides).warnings == ()
 
 
@@ -234,7 +230,9 @@ def test_a_part_without_weight_is_gold_enough_to_stop_on() -> None:
 
 def test_a_key_that_is_gone_is_told_unless_an_older_file_leaves_it_null(tmp_path: Path) -> None:
     older = tmp_path / "older.yaml"
-    older.write_text("env: {code: {sandbox: {url: null, num_workers: 8}}}\n", encoding="utf-8")
+    older.write_text(
+        "env: {code: {sandbox: {url: null, num_workers: 8, result_kb: 256}}}\n", encoding="utf-8"
+    )
     loaded = load_config(GRPORun, older)
     assert "env.code.sandbox.url" in loaded.warnings[0]
     older.write_text("env: {code: {sandbox: {url: 'http://127.0.0.1:9'}}}\n", encoding="utf-8")

@@ -437,9 +437,8 @@ def test_settings():
     assert config.code.stop_strings == ["</code>"]
     with pytest.raises(ConfigError, match="did you mean 'terminate_on_evaluation'"):
         CodeEnvironment({"terminate_on_evaluations": True})
-    with pytest.raises(ValueError, match="leave it out"):
-        CodeEnvironmentConfig(sandbox={"num_workers": 3})
-    assert CodeEnvironmentConfig(num_workers=3).placed_sandbox.num_workers == 3
+    with pytest.raises(ConfigError, match=r"env\.code\.num_workers says it"):
+        CodeEnvironment({"sandbox": {"num_workers": 3}})
 
 
 def test_by_its_name(found):

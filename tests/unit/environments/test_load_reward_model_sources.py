@@ -485,7 +485,8 @@ def test_errors_of_what_all_members_have_do_not_name_one(models):
 def test_what_was_opened_is_ended_where_a_member_cannot_be(models, file, tmp_path, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(
-        "laurel.rewards.function.FunctionScorer.close", lambda self: ended.append("function")
+        "laurel.extensions.reward_functions.scorer.FunctionScorer.close",
+        lambda self: ended.append("function"),
     )
     function = {"name": "a", "function": {"path": f"{file}:compute_score"}, "normalize": "none"}
     missing = {"name": "b", "model_name": str(tmp_path), "normalize": "none"}

@@ -6,23 +6,15 @@ import pickle
 import pytest
 import torch
 
-import tiny_tokenizers
-import vllm_engines
-from generators import collect, draw, policy_and_tokenizer, request, run
-from laurel.config.grpo import GenerationConfig
+from generators import draw, policy_and_tokenizer, request
 from laurel.config.policy import LoraConfig, ScratchConfig, TokenizerConfig
-from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.load import PluggedMaker, TransformersMaker, from_directory
-from laurel.generation.replicas import GeneratorReplicas
+from laurel.generation.load import TransformersMaker, from_directory
 from laurel.generation.requests import GeneratorSpec
 from laurel.generation.transformers.engine import HeldWeights
-from laurel.generation.weights.routes import WeightTransfer
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.policy import load_policy
 from laurel.models.spec import ModelSpec
-from laurel.plugins import EngineStart
-from local_group import LocalGroup
 
 TEXTS = ("The laurel is evergreen.", "Where does it grow?", "By the sea, in the sun. " * 5)
 
@@ -76,49 +68,3 @@ def test_a_model_that_nobody_else_has_is_not_copied():
     policy, _ = policy_and_tokenizer()
     assert HeldWeights(policy, owns_model=True).model is policy
     assert HeldWeights(policy).model is not policy
-
-
-def test_vllm_behind_replicas(tmp_path):
-    """Started from a directory without a probe of its own: the replicas compare."""
-    vllm_engines.require_vllm()
-    tokenizer = tiny_tokenizers.chatml()
-    models = [
-        vllm_engines.random_model("qwen3", tied=True, seed=seed, vocab_size=len(tokenizer))
-        for seed in range(2)
-    ]
-    models[0].save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    learner = vllm_engines.Learner(models[0])
-    start = EngineStart(
-        directory=str(tmp_path),
-        spec=GeneratorSpec(
-            settings=GenerationConfig(max_concurrent=6),
-            max_length=vllm_engines.MAX_LENGTH,
-            end_ids=(tokenizer.eos_token_id,),
-        ),
-        precision="float32",
-    )
-    maker = PluggedMaker(name="vllm", start=start)
-
-    def make_group(index):
-        return LocalGroup("generation", EngineWorker, pickle.loads(pickle.dumps(maker)))
-
-    probe = lambda ids: learner.logprobs(ids)  # noqa: E731 - of the learner as it is then
-    with contextlib.closing(
-        GeneratorReplicas(
-            make_group,
-            1,
-            probe=probe,
-            transfer=WeightTransfer(name="object_store", bucket_bytes=50_000),
-        )
-    ) as generator:
-        before = run(collect(generator, request(seeds=range(3))))
-        learner.model = models[1]
-        run(generator.update_weights(learner.weights(4)))
-        after = run(collect(generator, request(seeds=range(3))))
-        assert {one.weight_version for one in before} == {0}
-        assert {one.weight_version for one in after} == {4}
-        run(generator.sleep())
-        run(generator.wake())
-        again = run(collect(generator, request(seeds=range(3))))
-        assert [one.ids_L.tolist() for one in again] == [one.ids_L.tolist() for one in after]

@@ -30,9 +30,11 @@ def compute_advantages(rows: Any, chosen: GRPOConfig, **rest: Any) -> Advantages
 def config(*, leave_one_out: bool = True, normalize: bool = True, **estimator: Any) -> GRPOConfig:
     return GRPOConfig.model_validate(
         {
-            "use_leave_one_out_baseline": leave_one_out,
-            "normalize_rewards": normalize,
-            "adv_estimator": estimator,
+            "adv_estimator": {
+                "use_leave_one_out_baseline": None if leave_one_out else False,
+                "scale": None if normalize else "none",
+                **estimator,
+            }
         }
     )
 
@@ -112,7 +114,9 @@ def test_a_group_by_hand() -> None:
     against_others = one_group(rewards, config(normalize=False))
     assert against_others == pytest.approx([-8 / 3, -4 / 3, 0, 4], rel=1e-15)
     # Cut last, and only where there is a reward.
-    cut = GRPOConfig(normalize_rewards=False, advantage_clip_low=-0.5, advantage_clip_high=2.0)
+    cut = config(normalize=False).model_copy(
+        update={"advantage_clip_low": -0.5, "advantage_clip_high": 2.0}
+    )
     assert one_group([0.0, 9.0, None], cut) == [-0.5, 2.0, 0.0]
 
 
@@ -257,11 +261,9 @@ def test_gdpo_says_what_it_lacks() -> None:
         resolve(shaped)
 
 
-def test_nulls_are_filled_in_from_the_grpo_section() -> None:
+def test_what_nulls_stand_for() -> None:
     assert resolve(config()).rule.scale == "group"
-    assert resolve(config(normalize=False)).rule.scale == "none"
-    assert resolve(config(normalize=False, normalize_rewards=True)).rule.scale == "group"
-    assert resolve(config(normalize=False, scale="batch")).rule.scale == "batch"
+    assert resolve(config(scale="batch")).rule.scale == "batch"
     assert resolve(config()).rule.leave_one_out
     alone = resolve(config(use_leave_one_out_baseline=False))
     assert not alone.rule.leave_one_out

@@ -22,10 +22,10 @@ from laurel.environments.interface import EnvironmentInterface
 from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError
+from laurel.extensions.reward_functions.scorer import FunctionScorer, score_of_result
 from laurel.grpo.advantages import component_weights
 from laurel.grpo.metrics import rollout_metrics
 from laurel.rewards.ensemble import EnsembleScorer, Member
-from laurel.rewards.function import FunctionScorer, score_of_result
 from laurel.run.grpo import check_components
 from laurel.types import RolloutGroup
 from policy_fakes import SAMPLING, Judge, ScriptedGenerator, rollouts_of, saying, task

@@ -347,7 +347,6 @@ def test_every_key_of_the_estimator(name: str) -> None:
     "settings",
     [
         {"grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.adv_estimator.scale": "none"},
-        {"grpo.adv_estimator.name": "reinforce_plus_plus", "grpo.normalize_rewards": False},
         {"loss_fn.loss_type": "reinforce", "loss_fn.ratio_clip_max": 0.28},
         {"loss_fn.use_kl_in_reward": True, "loss_fn.reference_policy_kl_penalty": 0.0},
     ],

@@ -40,9 +40,14 @@ from policy_fakes import (
 def config(**estimator: Any) -> GRPOConfig:
     return GRPOConfig.model_validate(
         {
-            "use_leave_one_out_baseline": estimator.pop("leave_one_out", False),
             "advantage_clip_low": estimator.pop("clip_low", None),
-            "adv_estimator": {"per_step": True, "std_ddof": 0, "std_eps": 0.0, **estimator},
+            "adv_estimator": {
+                "use_leave_one_out_baseline": estimator.pop("leave_one_out", False),
+                "per_step": True,
+                "std_ddof": 0,
+                "std_eps": 0.0,
+                **estimator,
+            },
         }
     )
 

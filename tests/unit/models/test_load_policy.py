@@ -327,11 +327,3 @@ def with_a_head_that(name, attribute, value, std):
 def test_a_model_that_computes_something_else_is_refused(make):
     with pytest.raises(ModelError, match="another log-probability in a batch"):
         check_policy_paths(make())
-
-
-def test_an_attention_that_forgets_the_window_is_refused():
-    model = tiny.tiny_policy("qwen2-sliding", sliding_window=512)
-    check_policy_paths(model)
-    model.causal_lm.set_attn_implementation("windowless")
-    with pytest.raises(ModelError, match="another log-probability in a batch"):
-        check_policy_paths(model)

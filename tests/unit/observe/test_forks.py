@@ -11,8 +11,8 @@ from forking_code import ANSWERS, expected
 from laurel.config.environments import FunctionConfig
 from laurel.environments.composite import PartCalls
 from laurel.extensions.function_tools.environment import ToolEnvironment
+from laurel.extensions.reward_functions.scorer import FunctionScorer
 from laurel.grpo.grading import PatientThreads
-from laurel.rewards.function import FunctionScorer
 from laurel.types import Completion, Group, Message
 from laurel.workers.calls import WorkerCall, attempt
 from laurel.workers.process_pool import ProcessPool, ProcessPoolSpec

@@ -57,7 +57,7 @@ def test_the_work_is_spread_over_the_servers():
     assert len(set(ids)) == len(GROUPS)
 
 
-@pytest.mark.parametrize("fault", ["500", "half a body", "NaN", "another group"])
+@pytest.mark.parametrize("fault", ["500", "429", "half a body", "NaN", "another group"])
 def test_a_server_that_answers_wrongly_costs_nothing_beside_a_good_one(fault):
     bad = RewardServer(misbehaving(fault, share=1.0, seconds=0.0))
     slowly = misbehaving(fault, share=0.0, seconds=0.05)

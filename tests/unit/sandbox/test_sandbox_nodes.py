@@ -35,8 +35,8 @@ def opened(tier):
 
     def open_on(*names, each=1):
         nodes = PretendedNodes(*names, found=dict.fromkeys(names, tier))
-        config = SandboxConfig(num_workers=each, min_tier="D")
-        pools.append(NodePool(config, nodes.cluster))
+        config = SandboxConfig(min_tier="D")
+        pools.append(NodePool(config, nodes.cluster, num_workers=each))
         return pools[-1], nodes
 
     yield open_on
@@ -107,7 +107,7 @@ def test_nodes_below_the_minimum_are_refused_with_their_addresses_before_any_pro
     found = {"1": Tier.FULL, "2": Tier.SECCOMP_ONLY, "3": None}
     nodes = PretendedNodes("1", "2", "3", found=found)
     with pytest.raises(ConfigError) as caught:
-        NodePool(SandboxConfig(num_workers=1), nodes.cluster)
+        NodePool(SandboxConfig(), nodes.cluster)
     said = str(caught.value)
     assert "10.0.0.1" not in said
     assert "node 10.0.0.2 (2): sandbox tier D (no namespaces: EPERM" in said
@@ -133,8 +133,8 @@ def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(tier, 
     if tier is worse:
         pytest.skip("this machine gives nothing better")
     nodes = PretendedNodes("1", "2", found={"1": tier, "2": worse})
-    config = SandboxConfig(num_workers=1, min_tier="D")
-    with NodePool(config, nodes.cluster) as pool:
+    config = SandboxConfig(min_tier="D")
+    with NodePool(config, nodes.cluster, num_workers=1) as pool:
         assert pool.tier is worse
         results = pool.run(jobs(8, 0.2))
     assert {one.tier for one in results} == {tier.value, worse.value}

@@ -32,8 +32,8 @@ def pool(tier, request):
         pool = SandboxPool(tier=tier, num_workers=2)
     else:
         nodes = PretendedNodes("1", "2", found={"1": tier, "2": tier})
-        config = SandboxConfig(num_workers=1, min_tier="D", allow_unsafe=True)
-        pool = NodePool(config, nodes.cluster)
+        config = SandboxConfig(min_tier="D", allow_unsafe=True)
+        pool = NodePool(config, nodes.cluster, num_workers=1)
     with pool:
         yield pool
 

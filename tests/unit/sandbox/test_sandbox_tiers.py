@@ -49,7 +49,7 @@ def test_and_in_nothing_less(settings, tier, said):
 
 def test_a_pool_says_once_what_it_is(caplog):
     caplog.set_level(logging.INFO)
-    full = open_pool(SandboxConfig(num_workers=1), detection=found(Tier.FULL))
+    full = open_pool(SandboxConfig(), num_workers=1, detection=found(Tier.FULL))
     assert full.tier is Tier.FULL
     assert [one.levelname for one in caplog.records] == ["INFO"]
     caplog.clear()
@@ -67,20 +67,20 @@ def test_a_pool_and_a_node_have_no_more_workers_than_the_container_pays_for(monk
     monkeypatch.setattr(limits, "cpu_quota", lambda: 5.5)
     monkeypatch.setattr(pool_module, "available_memory", lambda: 1 << 40)
     monkeypatch.setattr(nodes, "detect", lambda: found(Tier.FULL))
-    with open_pool(SandboxConfig(num_workers=8), detection=found(Tier.FULL)) as pool:
+    with open_pool(SandboxConfig(), num_workers=8, detection=found(Tier.FULL)) as pool:
         assert pool.num_workers == 5
     node = nodes.NodeWorker(RankPlace(role="sandbox"))
     assert node.find(8, limits_mb=1)[1] == 5
     monkeypatch.setattr(pool_module, "available_memory", lambda: 1000 << 20)
-    settings = SandboxConfig(num_workers=8, memory_mb=250, disk_mb=50)
+    settings = SandboxConfig(memory_mb=250, disk_mb=50)
     with open_pool(settings, detection=found(Tier.FULL)) as pool:
         assert pool.num_workers == 1
     assert node.find(8, limits_mb=300)[1] == 1
 
 
 def test_limits_are_those_of_the_configuration():
-    limits = program_limits(SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=64, result_kb=3))
-    assert (limits.cpu_s, limits.wall_s, limits.mem_mb, limits.result_kb) == (1, 2, 64, 3)
+    limits = program_limits(SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=64, stdout_kb=3))
+    assert (limits.cpu_s, limits.wall_s, limits.mem_mb, limits.stdout_kb) == (1, 2, 64, 3)
     with pytest.raises(ValueError, match="could then never be used up"):
         SandboxConfig(cpu_seconds=3, wall_seconds=2)
 

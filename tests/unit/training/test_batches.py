@@ -61,10 +61,7 @@ def ids(batch):
     return [[int(label.group.id) for label in micro.labels] for micro in batch]
 
 
-DYNAMIC: dict[str, Any] = {
-    "sequence_packing": {"enabled": False, "train_mb_tokens": 60},
-    "dynamic_batching": {"enabled": True},
-}
+DYNAMIC: dict[str, Any] = {"sequence_packing": {"enabled": False, "train_mb_tokens": 60}}
 
 
 def test_forests_are_filled_up_to_the_budget():
@@ -100,7 +97,7 @@ def test_padded_rows_are_cut_by_number():
 def test_packing_that_the_model_cannot_do_still_fills_the_budget_with_rows():
     _, wanted = cut("padded", sequence_packing={"train_mb_tokens": 120})
     packing = {"enabled": False, "train_mb_tokens": 120}
-    _, dynamic = cut("padded", sequence_packing=packing, dynamic_batching={"enabled": True})
+    _, dynamic = cut("padded", sequence_packing=packing)
     assert ids(wanted) == ids(dynamic)
     assert len(wanted) > 1
 

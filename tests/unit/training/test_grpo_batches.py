@@ -134,7 +134,6 @@ def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size, used):
         {
             "sequence_packing": {"enabled": False, "train_mb_tokens": 30},
             "path": "padded",
-            "dynamic_batching": {"enabled": True},
         },
     ],
     ids=["small", "large", "alone", "padded", "dynamic"],

@@ -2,14 +2,19 @@
 
 import json
 from dataclasses import replace
+from operator import itemgetter
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from laurel.errors import CheckpointError
+from laurel.training import state
 from laurel.training.state import (
     TRAINING_DATA,
     VALIDATION_DATA,
+    RewardRunState,
     another_run,
     check_same_rows,
     read_run_dir,
@@ -145,3 +150,20 @@ def test_the_rows_of_a_refused_step_are_kept_to_look_at(tmp_path):
     }
     assert second["source"] == "r:8"
     assert second["completions"][0][0][1] == "\ud800 lone"
+
+
+@pytest.mark.parametrize(("hurries", "num_groups"), [(False, 64), (True, 8)])
+def test_a_run_whose_validation_was_broken_off_scores_few_groups(monkeypatch, hurries, num_groups):
+    monkeypatch.setattr(state, "golden_by", lambda *_: ())
+    monkeypatch.setattr(state, "reward_values", lambda _, tokens, __: np.ones((2 * len(tokens), 1)))
+    contract = SimpleNamespace(scalar=itemgetter(0), with_rules=lambda **rules: rules)
+    made = RewardRunState(
+        MagicMock(),
+        MagicMock(),
+        MagicMock(contract=contract),
+        train=[sample()] * 70,
+        validation=[],
+        batcher=MagicMock(),
+    )
+    made.hurries = hurries
+    assert made._signed_contract(1)["num_reference"] == 2 * num_groups

@@ -91,7 +91,6 @@ def program_of(text: str, *, entry: str = "", prefix: str = "") -> str | None:
     definitions.
 
     Args:
-        text: The completion.
         entry: The name of the function that the task requires; empty if it requires none.
         prefix: Code that the completion may continue, such as the head of the function.
     """

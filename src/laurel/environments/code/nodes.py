@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from laurel.config.environments import SandboxConfig
-from laurel.environments.code.sandbox import accepted_tier, say_tier
+from laurel.environments.code.sandbox import BACKLOG, accepted_tier, say_tier
 from laurel.errors import ConfigError, LaurelError, WorkerError
 from laurel.protocols import WorkerGroup
 from laurel.sandbox.control_group import chosen_place
@@ -81,7 +81,6 @@ class NodeWorker:
         """Return how well this node isolates programs, and how many it can run concurrently.
 
         Args:
-            num_workers: The maximum number of concurrent programs.
             limits_mb: The memory and disk limits of one program together.
         """
         return detect(), affordable_workers(min(num_workers, available_cores()), limits_mb)
@@ -91,7 +90,6 @@ class NodeWorker:
 
         Args:
             tier: The tier that was found here, whose layers every sandbox must have.
-            num_workers: The number of concurrent programs.
             cgroup: The control group, as in `SandboxConfig.cgroup`.
 
         Raises:
@@ -146,6 +144,7 @@ class NodePool(ProgramPool):
         config: SandboxConfig,
         nodes: ClusterNodes,
         *,
+        num_workers: int = 8,
         say: Callable[[str], None] = _log.warning,
         max_restarts: int = MAX_RESTARTS,
     ) -> None:
@@ -158,7 +157,7 @@ class NodePool(ProgramPool):
                 them.
             WorkerError: A process could not be started.
         """
-        self._nodes = _Nodes(config, nodes, say, max_restarts)
+        self._nodes = _Nodes(config, num_workers, nodes, say, max_restarts)
         self._finalizer = weakref.finalize(self, self._nodes.close)
         self.tier = self._nodes.tier
         self.num_workers = self._nodes.num_left()
@@ -188,11 +187,13 @@ class _Nodes:
     def __init__(
         self,
         config: SandboxConfig,
+        num_workers: int,
         cluster: ClusterNodes,
         say: Callable[[str], None],
         max_restarts: int,
     ) -> None:
         self.config = config
+        self.num_workers = num_workers
         self.cluster = cluster
         self.say = say
         self.restarts = Restarts(max_restarts, say)
@@ -238,7 +239,7 @@ class _Nodes:
         with self.changed:
             while not self.closed:
                 unfinished = sum(len(node.outstanding) for node in self.members)
-                if len(self._waiting) + unfinished < self.config.backlog + self.num_left():
+                if len(self._waiting) + unfinished < BACKLOG + self.num_left():
                     break
                 left = None if sent.deadline is None else sent.deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -321,7 +322,7 @@ class _Node:
         config = self._nodes.config
         self.group = self._made()
         limits_mb = config.memory_mb + config.disk_mb
-        found = self.group.call_one(0, "find", config.num_workers, limits_mb)
+        found = self.group.call_one(0, "find", self._nodes.num_workers, limits_mb)
         self.detection, self.num_workers = found
         self.tier = accepted_tier(config, self.detection)
         self._prepare(self.group)

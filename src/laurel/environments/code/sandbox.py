@@ -16,11 +16,17 @@ from laurel.sandbox.tiers import Tier
 _log = logging.getLogger(__name__)
 
 
-def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> SandboxPool:
+BACKLOG = 1024
+"""Programs that may wait for their turn; a further one is taken in when one of them has begun."""
+
+
+def open_pool(
+    config: SandboxConfig, *, num_workers: int = 8, detection: Detection | None = None
+) -> SandboxPool:
     """Open a pool in the best tier that this machine supports, and log the tier.
 
     Args:
-        config: The sandbox section.
+        num_workers: Programs at a time, at most; one per core, and as many as fit into memory.
         detection: The isolation that this machine supports; by default it is detected now, which
             takes a few seconds.
 
@@ -30,11 +36,11 @@ def open_pool(config: SandboxConfig, *, detection: Detection | None = None) -> S
     """
     found = detection or detect()
     tier = accepted_tier(config, found)
-    wanted = min(config.num_workers, available_cores())
+    wanted = min(num_workers, available_cores())
     workers = affordable_workers(wanted, config.memory_mb + config.disk_mb)
     place, reason = chosen_place(config.cgroup)
     say_tier(found, tier, beside=f" Control group: {group_words(place, reason)}.")
-    return SandboxPool(tier=tier, num_workers=workers, backlog=config.backlog, place=place)
+    return SandboxPool(tier=tier, num_workers=workers, backlog=BACKLOG, place=place)
 
 
 def say_tier(found: Detection, tier: Tier, *, where: str = "", beside: str = "") -> None:
@@ -84,6 +90,4 @@ def program_limits(config: SandboxConfig) -> Limits:
         mem_mb=config.memory_mb,
         disk_mb=config.disk_mb,
         stdout_kb=config.stdout_kb,
-        stderr_kb=config.stderr_kb,
-        result_kb=config.result_kb,
     )

@@ -54,8 +54,6 @@ class TaskTests:
         """Return the job that tests a program.
 
         Args:
-            code: The program.
-            limits: The limits of each process.
             one_by_one: Whether the number of passed tests matters, so that code with several
                 asserts must be run in parts, and tests after a failure are run too.
             total_s: The time limit of all tests together, in seconds.

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from laurel.models.scoring import ScoringContract
     from laurel.types import Mask, TokenIds, ToolSchemas
 
-# Reading a data file as each command would: does it fit, and which rows are lost?
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
@@ -108,14 +106,11 @@ class Findings:
     overrides: Sequence[str]
 
     @property
-    def said(self) -> dict[str, str]:
-        """Return the last value that the overrides give each key."""
-        return _said(self.overrides)
-
-    @property
     def names_columns(self) -> bool:
         """Report whether an override names a column."""
-        return any(key.startswith("data.") and key.endswith("_key") for key in self.said)
+        return any(
+            key.startswith("data.") and key.endswith("_key") for key in _values_of(self.overrides)
+        )
 
     @property
     def is_usable(self) -> bool:
@@ -125,11 +120,11 @@ class Findings:
     @property
     def shown(self) -> Reading | None:
         """Return the first reading that keeps a row, whose first row is printed, or None."""
-        return next((one for one in self.readings if one.report is not None), None)
+        return next((reading for reading in self.readings if reading.report is not None), None)
 
 
-def _said(overrides: Sequence[str]) -> dict[str, str]:
-    return dict(one.lstrip("+").partition("=")[::2] for one in overrides)
+def _values_of(overrides: Sequence[str]) -> dict[str, str]:
+    return dict(override.lstrip("+").partition("=")[::2] for override in overrides)
 
 
 def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = ()) -> Findings:
@@ -158,18 +153,18 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
         count = counted(unreadable.count, "row")
         raise DataError(f"{path}: none of its {count} can be read; the first: {first_problem}")
     configured, problems = [], []
-    for one in TRAINERS if trainer is None else (trainer,):
+    for command in TRAINERS if trainer is None else (trainer,):
         try:
-            configured.append(_configured(path, first, one, overrides))
+            configured.append(_configured(path, first, command, overrides))
         except ConfigError as problem:
             # An override may be a key of some commands only; the others are left out.
-            problems.append(str(problem) if trainer else f"laurel {one}: {problem}")
+            problems.append(str(problem) if trainer else f"laurel {command}: {problem}")
     if not configured:
         raise ConfigError("\n".join(problems))
     known = configured[0][1]
     readings = [_read_as(reading, known) for reading, _ in configured]
     # Rows that only a prompt is read from may hold more, unless the environment is named.
-    has_environment = "data.env_name" in _said(overrides)
+    has_environment = "data.env_name" in _values_of(overrides)
     is_clear = known is not None and (known.name != "prompts" or has_environment)
     near = [] if is_clear else suggestions(first)
     findings = Findings(
@@ -180,7 +175,7 @@ def examine_data(path: str, trainer: Trainer | None, overrides: Sequence[str] = 
         known=known,
         readings=readings,
         evaluation=known.evaluation if known is not None and trainer is None else None,
-        near=[one for one in near if trainer is None or one.trainer in (None, trainer)],
+        near=[hint for hint in near if trainer is None or hint.trainer in (None, trainer)],
         overrides=overrides,
     )
     # An evaluation reads the named columns, too, and pairs as `laurel rm` does.
@@ -226,14 +221,16 @@ def _configured(
     renamed |= {name: first[column] for name, column in columns.items()}
     known = recognise(renamed)
     settings = tuple(known.trainers.get(trainer, ())) if known is not None else ()
-    if trainer == "grpo" and not any(one.startswith("data.env_name=") for one in settings):
+    if trainer == "grpo" and not any(setting.startswith("data.env_name=") for setting in settings):
         # The reward model environment needs nothing but prompts.
         settings = (*settings, "data.env_name=reward_model")
-    said = _said(overrides)
-    settings = tuple(one for one in settings if one.partition("=")[0] not in said)
+    override_values = _values_of(overrides)
+    settings = tuple(
+        setting for setting in settings if setting.partition("=")[0] not in override_values
+    )
     # Every row is read: a run would stop at a malformed one, and hold some out for validation.
     options = ["data.on_bad_row=skip", "data.split_validation_size=0"]
-    options = [one for one in options if one.partition("=")[0] not in said]
+    options = [option for option in options if option.partition("=")[0] not in override_values]
     config = load_config(SCHEMAS[trainer], None, [*base, *options, *settings, *overrides]).config
     return Reading(trainer=trainer, config=config, settings=settings), known
 
@@ -276,11 +273,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
 
 
 def _tokenised(reading: Reading, model: str) -> Reading:
-    """Tokenize the rows as the command does with this model, which may leave out more of them.
-
-    Raises:
-        ModelError: The model has no usable tokenizer or template.
-    """
+    """Tokenize the rows as the command does with this model, which may leave out more of them."""
     if reading.report is None:
         return reading
     from laurel.run.sft import tokenise_dialogues
@@ -304,8 +297,10 @@ def _tokenised(reading: Reading, model: str) -> Reading:
             dialogues = cast("list[Dialogue]", rows)
             data = DemonstrationData(dialogues, [], {"train": cast("DialogueReport", report)})
             learned = tokenise_dialogues(config, data, "train", chat, console)
-            kept = {one.tokens.id for one in learned}
-            return replace(reading, rows=[one for one in dialogues if one.source in kept])
+            kept_ids = {sample.tokens.id for sample in learned}
+            return replace(
+                reading, rows=[dialogue for dialogue in dialogues if dialogue.source in kept_ids]
+            )
         tasks = TaskData(
             train=cast("list[Task]", rows),
             validation=[],
@@ -357,38 +352,34 @@ def run_data_check(
     overrides: Sequence[str],
     as_json: bool,
 ) -> bool:
-    """Print the findings about a file, and return whether at least one row is usable.
-
-    Raises:
-        UserError: There is no file or no row, or a model or an override cannot be used.
-    """
-    found = ""
+    """Print the findings about a file, and return whether at least one row is usable."""
+    model_name = ""
     if model:
         with speaking(OPTIONS):
             place = find_model(model)
         for note in place.notes:
             message_console().print(note)
-        found = place.name
-        if not Path(found).is_dir():
-            check_fetchable(found, key="--model")
+        model_name = place.name
+        if not Path(model_name).is_dir():
+            check_fetchable(model_name, key="--model")
     with message_console().status(f"reading {path}") as status:
         findings = examine_data(path, trainer, overrides)
         row = first_row(findings.shown, "") if findings.shown is not None else None
         problem = None
-        if found and findings.shown is not None:
+        if model_name and findings.shown is not None:
             status.update(f"tokenising {path}")
             try:
                 with speaking({"policy.model_name": "--model"}):
-                    readings = [_tokenised(reading, found) for reading in findings.readings]
+                    readings = [_tokenised(reading, model_name) for reading in findings.readings]
                     findings = replace(findings, readings=readings)
                     if findings.shown is not None:
-                        row = first_row(findings.shown, found)
+                        row = first_row(findings.shown, model_name)
             except UserError as error:
                 problem = error  # raised after the findings are printed
     references = None
-    grpo = next((one for one in findings.readings if one.trainer == "grpo"), None)
+    grpo = next((reading for reading in findings.readings if reading.trainer == "grpo"), None)
     if grpo is not None:
-        tasks = [one for one in grpo.rows if isinstance(one, Task)]
+        tasks = [task for task in grpo.rows if isinstance(task, Task)]
         with message_console().status("running the reference solutions"):
             references = run_references(tasks, grpo.config.env.code)
     if as_json:
@@ -411,26 +402,26 @@ def _as_facts(
         "columns": list(map(str, findings.first)),
         "format": None if known is None else {"name": known.name, "says": known.says},
         "fits": {
-            one.trainer: {
-                "fits": one.report is not None,
-                "problem": one.problem or None,
-                "settings": list(one.settings),
-                "malformed": one.num_malformed,
-                "environments": one.environments,
-                "report": None if one.report is None else one.report.to_dict(),
+            reading.trainer: {
+                "fits": reading.report is not None,
+                "problem": reading.problem or None,
+                "settings": list(reading.settings),
+                "malformed": reading.num_malformed,
+                "environments": reading.environments,
+                "report": None if reading.report is None else reading.report.to_dict(),
             }
-            for one in findings.readings
+            for reading in findings.readings
         },
         "evaluation": findings.evaluation,
         "references": None if references is None else asdict(references),
         "suggestions": [
             {
-                "says": one.says,
-                "command": one.trainer,
-                "settings": list(one.settings),
-                "program": one.program or None,
+                "says": hint.says,
+                "command": hint.trainer,
+                "settings": list(hint.settings),
+                "program": hint.program or None,
             }
-            for one in findings.near
+            for hint in findings.near
         ],
         "first_row": None if row is None else asdict(row),
     }
@@ -478,7 +469,7 @@ def _show(
             program = near.program.replace('"FILE"', json.dumps(findings.path))
             console.print(Text(program), soft_wrap=True)
     if known is None and not findings.near and findings.path not in plugins.names("rows"):
-        keys = dict.fromkeys(_COLUMN_KEYS[one.trainer] for one in findings.readings)
+        keys = dict.fromkeys(_COLUMN_KEYS[reading.trainer] for reading in findings.readings)
         _line(console, "hint", f"other names? Name your columns: {'; '.join(keys)}", "bold")
     if not findings.is_usable:
         _show_formats(console, findings)
@@ -487,7 +478,7 @@ def _show(
         return
     console.print(reading.report.render())
     left_out = reading.report.dropped.values()
-    if any(len(each) > MAX_EXAMPLES for one in left_out for each in one.sources.values()):
+    if any(len(each) > MAX_EXAMPLES for dropped in left_out for each in dropped.sources.values()):
         note = f"--json names the rows that are left out, up to {MAX_SOURCES:,} of each kind"
         _line(console, "note", note)
     heading = f"First row, as laurel {reading.trainer} reads it ({row.source})"
@@ -512,8 +503,8 @@ def _line(console: Console, label: str, text: str | Text, style: str = "") -> No
 
 
 def _show_fits(console: Console, findings: Findings, model: str) -> None:
-    said = findings.said
-    has_model = any(f"{key}.".startswith(_NAMES_MODEL) for key in said)
+    override_values = _values_of(findings.overrides)
+    has_model = any(f"{key}.".startswith(_NAMES_MODEL) for key in override_values)
     for reading in findings.readings:
         if reading.report is None:
             # The problem begins with the name of the set, its rows, and what the first row lacks.
@@ -533,7 +524,7 @@ def _show_fits(console: Console, findings: Findings, model: str) -> None:
         words += [*reading.settings, *findings.overrides]
         if not has_model:
             words.append(f"policy.model_name={model or 'DIR'}")
-        if reading.num_malformed and "data.on_bad_row" not in said:
+        if reading.num_malformed and "data.on_bad_row" not in override_values:
             words.append("data.on_bad_row=skip")
         if "data.env_name=reward_model" in words:
             words += ["env.reward_model.enabled=true", "env.reward_model.model_name=DIR"]
@@ -544,23 +535,23 @@ def _show_fits(console: Console, findings: Findings, model: str) -> None:
 
 def _counts(reading: Reading, report: RowReport, findings: Findings) -> str:
     """Describe how many rows there are, what the command uses of them, and what stops a run."""
-    said = f"{report.num_kept:,} of {counted(report.num_read, 'row')}"
+    text = f"{report.num_kept:,} of {counted(report.num_read, 'row')}"
     if use := findings.known and findings.known.uses.get(reading.trainer):
-        said += f"; {use}"
+        text += f"; {use}"
     if reading.environments:
         names = ", ".join(f"{name} ({n:,})" for name, n in reading.environments.items())
-        said += f"; could be graded by {names}"
+        text += f"; could be graded by {names}"
     if not reading.num_malformed:
-        return said
+        return text
     first = report.dropped["malformed"].examples[0]
-    if findings.said.get("data.on_bad_row") == "skip":
+    if _values_of(findings.overrides).get("data.on_bad_row") == "skip":
         rows = counted(reading.num_malformed, "malformed row")
-        return f"{said}. The run leaves out {rows}, the first at {first}"
-    return f"{said}. The run stops at {first} unless you fix the rows or set data.on_bad_row=skip"
+        return f"{text}. The run leaves out {rows}, the first at {first}"
+    return f"{text}. The run stops at {first} unless you fix the rows or set data.on_bad_row=skip"
 
 
 def _show_evaluation(console: Console, findings: Findings) -> None:
-    rm = next((one for one in findings.readings if one.trainer == "rm"), None)
+    rm = next((reading for reading in findings.readings if reading.trainer == "rm"), None)
     malformed = rm.report.dropped.get("malformed") if rm is not None and rm.report else None
     bad = malformed or findings.unreadable
     if bad.count:
@@ -569,17 +560,21 @@ def _show_evaluation(console: Console, findings: Findings) -> None:
         return
     words = ["laurel", "eval", str(findings.evaluation), "--model", "DIR", "-d", findings.path]
     if findings.evaluation == "pairs":
-        words += [one for one in findings.overrides if _said([one]).keys() <= {*COLUMN_KEYS}]
+        words += [
+            override
+            for override in findings.overrides
+            if _values_of([override]).keys() <= {*COLUMN_KEYS}
+        ]
     print_command(console, f"{'eval':<9}", shlex.join(words))
 
 
 def _show_references(console: Console, references: References) -> None:
-    found, num_failed = references.found, len(references.failed)
+    num_found, num_failed = references.found, len(references.failed)
     if references.problem:
-        rows = f"{counted(found, 'row')} with a reference solution"
+        rows = f"{counted(num_found, 'row')} with a reference solution"
         _line(console, "note", f"{rows}, not run: {references.problem}")
         return
-    of_all = "" if references.run == found else f" (of {found:,} in the file)"
+    of_all = "" if references.run == num_found else f" (of {num_found:,} in the file)"
     run = f"{counted(references.run, 'reference solution')}{of_all} run"
     if not num_failed:
         _line(console, "note", f"{run}: all pass the tests of their rows")
@@ -594,20 +589,17 @@ def _show_references(console: Console, references: References) -> None:
 
 
 def _show_formats(console: Console, findings: Findings) -> None:
-    asked = {reading.trainer for reading in findings.readings}
+    trainers = {reading.trainer for reading in findings.readings}
     known = findings.known
-    if known is not None and known.trainers and not asked & known.trainers.keys():
+    if known is not None and known.trainers and not trainers & known.trainers.keys():
         others = " and ".join(f"laurel {trainer}" for trainer in known.trainers)
         _line(console, "hint", f"this format is for {others}: leave --for out", "bold")
-    by_command = f" that laurel {next(iter(asked))} reads" if len(asked) == 1 else ""
+    by_command = f" that laurel {next(iter(trainers))} reads" if len(trainers) == 1 else ""
     console.print(Text(f"\nFormats{by_command}, by their columns", style="bold"))
-    for one in FORMATS:
-        if len(asked) > 1 or asked & one.trainers.keys():
-            commands = [*one.trainers, *([f"eval {one.evaluation}"] if one.evaluation else [])]
-            _line(console, one.name, f"{one.columns}  ({', '.join(commands)})")
-
-
-# The first row of a data file as a command trains on it: its messages, or its tokens.
+    for form in FORMATS:
+        if len(trainers) > 1 or trainers & form.trainers.keys():
+            commands = [*form.trainers, *([f"eval {form.evaluation}"] if form.evaluation else [])]
+            _line(console, form.name, f"{form.columns}  ({', '.join(commands)})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -674,8 +666,8 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     chat = _chat_of(policy, model)
     tokenizer = chat.tokenizer
     if isinstance(row, Task):
-        for one in shown_tools(row.environment, config.env):
-            form_of(tokenizer, one.form, where=one.where)
+        for shown in shown_tools(row.environment, config.env):
+            form_of(tokenizer, shown.form, where=shown.where)
         ids_L = chat.prompt_ids(row.prompt, tools=_schemas_of(row.environment, config.env))
         tokens = pieces_of(tokenizer, ids_L)
         most = policy.max_total_sequence_length
@@ -753,15 +745,15 @@ def _answer_title(row: Preference, index: int) -> str:
 
 
 def _about_task(row: Task) -> list[str]:
-    said = []
+    facts = []
     if "ground_truth" in row.metadata:
-        said.append(f"the known answer is {str(row.metadata['ground_truth'])!r:.200}")
+        facts.append(f"the known answer is {str(row.metadata['ground_truth'])!r:.200}")
     tests = [key for key in OWN_TESTS if key in row.metadata]
     if tests:
         by = row.metadata.get("comparison")
         compared = f", compared as {by}" if by is not None else ""
-        said.append(f"it has tests: {', '.join(tests)}{compared}")
-    return said
+        facts.append(f"it has tests: {', '.join(tests)}{compared}")
+    return facts
 
 
 def pieces_of(

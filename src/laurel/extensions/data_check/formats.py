@@ -78,10 +78,10 @@ def _class_is(name: str, *, whole: bool | None = None) -> Callable[[Row], bool]:
     """Return a test for rows of a preference class; `whole`: the answers contain the prompt."""
 
     def fits(row: Row) -> bool:
-        found = infer_class(row, DatasetConfig())
-        if found is None or found[0] != name:
+        row_class = infer_class(row, DatasetConfig())
+        if row_class is None or row_class[0] != name:
             return False
-        return whole is None or whole == found[1].startswith("whole")
+        return whole is None or whole == row_class[1].startswith("whole")
 
     return fits
 
@@ -91,8 +91,8 @@ def _benchmark_is(name: BenchmarkName) -> Callable[[Row], bool]:
 
 
 def _is_transcripts(row: Row) -> bool:
-    found = infer_class(row, DatasetConfig())
-    return found is not None and found[1].startswith("transcripts")
+    row_class = infer_class(row, DatasetConfig())
+    return row_class is not None and row_class[1].startswith("transcripts")
 
 
 def _brings_tests(row: Row) -> bool:
@@ -185,16 +185,16 @@ def suggestions(row: Row) -> list[Suggestion]:
         says = "messages of trees (OASST). These two lines of Python write them as ranked answers:"
         return [Suggestion(says=says, program=RANK_THE_REPLIES)]
     for make in (_as_pair, _renamed, _as_chat):
-        found = make(row)
-        if found is not None:
-            return [found]
+        suggestion = make(row)
+        if suggestion is not None:
+            return [suggestion]
     if answered := _as_answered(row):
         return answered
-    asked = _column(row, _WORDS["prompt"])
-    if asked is None or not _can(lambda: response(row, TaskSetConfig(input_key=asked))):
+    prompt_key = _column(row, _WORDS["prompt"])
+    if prompt_key is None or not _can(lambda: response(row, TaskSetConfig(input_key=prompt_key))):
         return []
-    settings = (f"data.input_key={_quoted(asked)}", "data.env_name=reward_model")
-    return [Suggestion(says=f"prompts under '{asked}'", trainer="grpo", settings=settings)]
+    settings = (f"data.input_key={_quoted(prompt_key)}", "data.env_name=reward_model")
+    return [Suggestion(says=f"prompts under '{prompt_key}'", trainer="grpo", settings=settings)]
 
 
 def _words(column: str) -> set[str]:
@@ -286,15 +286,15 @@ def _ends_with_answer(value: Any) -> bool:
 
 
 def _as_answered(row: Row) -> list[Suggestion]:
-    asked = _column(row, _WORDS["prompt"])
-    answered = _column(row, _WORDS["answer"], but=() if asked is None else (asked,))
-    if asked is None or answered is None or not isinstance(row[answered], str):
+    prompt_key = _column(row, _WORDS["prompt"])
+    answer_key = _column(row, _WORDS["answer"], but=() if prompt_key is None else (prompt_key,))
+    if prompt_key is None or answer_key is None or not isinstance(row[answer_key], str):
         return []
-    config = TaskSetConfig(input_key=asked, output_key=answered)
+    config = TaskSetConfig(input_key=prompt_key, output_key=answer_key)
     if not _can(lambda: response(row, config)):
         return []
-    says = f"questions under '{asked}' and their answers under '{answered}'"
-    keys = (f"data.input_key={_quoted(asked)}", f"data.output_key={_quoted(answered)}")
+    says = f"questions under '{prompt_key}' and their answers under '{answer_key}'"
+    keys = (f"data.input_key={_quoted(prompt_key)}", f"data.output_key={_quoted(answer_key)}")
     return [
         Suggestion(says=says, trainer="sft", settings=keys),
         Suggestion(says=says, trainer="grpo", settings=(*keys, "data.env_name=math")),
@@ -312,9 +312,9 @@ def _renamed(row: Row) -> Suggestion | None:
             near = difflib.get_close_matches(column, free, n=1, cutoff=0.8)
             if near:
                 names[column] = near[0]
-        other = {column: found for column, found in names.items() if column != found}
-        renamed = {**row, **{column: row[found] for column, found in other.items()}}
+        other = {column: spelling for column, spelling in names.items() if column != spelling}
+        renamed = {**row, **{column: row[spelling] for column, spelling in other.items()}}
         if other and recognise(renamed) is known:
-            spelled = ", ".join(f"'{found}' to '{column}'" for column, found in other.items())
+            spelled = ", ".join(f"'{spelling}' to '{column}'" for column, spelling in other.items())
             return Suggestion(says=f"{known.name}, if you rename {spelled}")
     return None

@@ -44,22 +44,24 @@ class References:
 
 def run_references(tasks: Sequence[Task], config: CodeEnvironmentConfig) -> References | None:
     """Run the first reference solutions of tasks against their tests; None if there are none."""
-    found = [
+    with_solution = [
         task
         for task in tasks
         if task.environment == "code" and task.metadata.get("reference_solution") is not None
     ]
-    if not found:
+    if not with_solution:
         return None
     from laurel.environments.code_environment import CodeEnvironment
 
     try:
         environment = CodeEnvironment(config)
     except UserError as problem:  # this machine has no sandbox
-        return References(found=len(found), problem=str(problem))
+        return References(found=len(with_solution), problem=str(problem))
     try:
-        rejected = environment.validate(found[:NUM_REFERENCES])
+        rejected = environment.validate(with_solution[:NUM_REFERENCES])
     finally:
         environment.shutdown()
-    failed = tuple(f"{one.task.source}: {one.reason}" for one in rejected)
-    return References(found=len(found), run=min(len(found), NUM_REFERENCES), failed=failed)
+    failed = tuple(f"{rejection.task.source}: {rejection.reason}" for rejection in rejected)
+    return References(
+        found=len(with_solution), run=min(len(with_solution), NUM_REFERENCES), failed=failed
+    )

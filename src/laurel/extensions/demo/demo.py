@@ -33,7 +33,7 @@ from laurel.observe.json_output import write_json
 from laurel.observe.report.findings import accuracy_words, first_findings
 from laurel.observe.run_record import read_run_record
 from laurel.plugins import Command, find
-from laurel.run.grpo import Measurement, measure_policy, train_policy
+from laurel.run.grpo import MeasuredPolicy, measure_policy, train_policy
 from laurel.run.reward_model import train_reward_model
 from laurel.run.sft import fine_tune
 from laurel.run.train import MAX_LINES
@@ -99,11 +99,6 @@ class DemoResult:
 def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoResult:
     """Generate data, fine-tune a new model, train a reward model, run GRPO against it, and report.
 
-    Args:
-        directory: The directory of all files of the demo.
-        seed: The seed of the data, the model and the sampling.
-        as_json: Whether to print the results as JSON too, within `json_output.stdout_for_json`.
-
     Raises:
         CheckpointError: The directory holds something other than a demo.
         TrainingError: A model missed its target.
@@ -143,8 +138,8 @@ def run_demo(directory: Path, *, seed: int = 0, as_json: bool = False) -> DemoRe
     after = measure_policy(measuring_run(files, seed, trained), console=console)
     comparisons = _compare(before, after, reward_model, console)
     # Evenly spaced: the data is in the order of the numbers.
-    places = [i * len(comparisons) // NUM_SHOWN + i % 3 for i in range(NUM_SHOWN)]
-    print_comparisons(last, [comparisons[place] for place in places])
+    rows = [i * len(comparisons) // NUM_SHOWN + i % 3 for i in range(NUM_SHOWN)]
+    print_comparisons(last, [comparisons[row] for row in rows])
     _stage(console, NUM_STAGES, "Report")
     result = DemoResult(
         rate_before=before.success_rate, rate_after=after.success_rate, reward_accuracy=accuracy
@@ -175,11 +170,6 @@ def write_demo_data(directory: Path, *, seed: int = 0, as_json: bool = False) ->
 
     The three runs follow one another, `sft`, `rm` and `grpo`: each loads the last checkpoint of the
     run before it.
-
-    Args:
-        directory: The directory of all files of the demo. Files of earlier runs in it are kept.
-        seed: The seed of the data, and of the configured runs.
-        as_json: Whether to print the paths as JSON too.
 
     Raises:
         CheckpointError: The directory holds something other than a demo.
@@ -239,7 +229,7 @@ def _finished(outcome: RunOutcome, console: Console) -> Path:
 
 
 def _compare(
-    before: Measurement, after: Measurement, reward_model: Path, console: Console
+    before: MeasuredPolicy, after: MeasuredPolicy, reward_model: Path, console: Console
 ) -> list[Comparison]:
     """Pair the first answers to each held-out task before and after GRPO, with their scores."""
     from laurel.rewards.open import open_local
@@ -300,7 +290,7 @@ def _stage(console: Console, number: int, title: str) -> None:
     console.rule(f"{number} of {NUM_STAGES}. {title}", style="dim")
 
 
-def _say_rate(console: Console, when: str, measured: Measurement) -> None:
+def _say_rate(console: Console, when: str, measured: MeasuredPolicy) -> None:
     num_samples = sum(len(group.rollouts_G) for group in measured.groups)
     console.print(
         f"true success {when}: {measured.success_rate:.1%} of {num_samples} answers to "
@@ -326,7 +316,7 @@ def _conclude(
     reward_model: Path,
     rewarding: RunOutcome,
     learning: RunOutcome,
-    rates: tuple[Measurement, Measurement],
+    rates: tuple[MeasuredPolicy, MeasuredPolicy],
     seconds: float,
 ) -> None:
     """Print the end of the demo in `MAX_LINES` lines: results, findings, and the next command."""
@@ -348,8 +338,6 @@ def _conclude(
     print_command(console, "next    ", next_command)
     console.print(f"report  {files.report}: open it in a browser", soft_wrap=True)
 
-
-# The configurations of the demo's runs.
 
 S = TypeVar("S", bound=Section)
 

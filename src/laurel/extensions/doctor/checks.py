@@ -45,13 +45,9 @@ from laurel.models.loading.policy import load_policy
 from laurel.models.parallel.mesh import ParallelShape, held_bytes
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import ModelShape, decoder_shape, training_memory
+from laurel.planning.operations import forward_operations, known_devices, training_operations
 from laurel.planning.request import TrainingRequest, Workload
 from laurel.planning.roles import Mesh
-from laurel.planning.step_time import (
-    forward_operations,
-    known_devices,
-    training_operations,
-)
 from laurel.plugins import EngineStart
 from laurel.run.generator import probe_of, transfer_of
 from laurel.sandbox.scratch import ScratchFolder
@@ -101,7 +97,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Measurement:
     """The measurements of a check that passed."""
 
     detail: str
@@ -193,7 +189,7 @@ class Trial:
         return "bfloat16" if self.device.type == "cuda" else "float32"
 
 
-Check = Callable[[Trial], Found]
+Check = Callable[[Trial], Measurement]
 
 
 def run_trial(
@@ -202,13 +198,7 @@ def run_trial(
     checks: Mapping[str, Check] | None = None,
     say: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Run checks one after the other, and return their outcomes.
-
-    Args:
-        trial: The machine and the time limit; checks that have not begun by then are skipped.
-        checks: The checks by name; None runs all.
-        say: Called with each outcome as soon as it is known.
-    """
+    """Run checks one after the other, and return their outcomes."""
     outcomes = []
     for name, check in (ALL_CHECKS if checks is None else checks).items():
         outcome = _outcome(name, check, trial)
@@ -222,28 +212,28 @@ def _outcome(name: str, check: Check, trial: Trial) -> Outcome:
         return Outcome(name=name, status="skipped", detail="the time is over: --minutes gives more")
     started = time.monotonic()
     try:
-        found = check(trial)
+        measurement = check(trial)
     except Skipped as reason:
         return Outcome(name=name, status="skipped", detail=str(reason))
     except Exception as error:  # whatever a machine does wrong, the other checks go on
         kind = "" if isinstance(error, CheckFailed) else f"{type(error).__name__}: "
         detail = f"{kind}{' '.join(str(error).split())}"
-        taken = time.monotonic() - started
-        return Outcome(name=name, status="fail", detail=detail, seconds=taken)
+        seconds = time.monotonic() - started
+        return Outcome(name=name, status="fail", detail=detail, seconds=seconds)
     finally:
         if trial.device.type == "cuda":
             torch.cuda.empty_cache()
     return Outcome(
         name=name,
         status="pass",
-        detail=found.detail,
-        share=found.share,
+        detail=measurement.detail,
+        share=measurement.share,
         seconds=time.monotonic() - started,
-        figures=found.figures,
+        figures=measurement.figures,
     )
 
 
-def exactness(trial: Trial, *, precision: Precision) -> Found:
+def exactness(trial: Trial, *, precision: Precision) -> Measurement:
     """Check that a forest's scores and gradients are as exact as those of single sequences.
 
     The single sequences use the model's own attention. Both results are compared with float64,
@@ -267,15 +257,15 @@ def exactness(trial: Trial, *, precision: Precision) -> Found:
             ("scores", "gradients"), ours, own, truth, strict=True
         )
     }
-    said = ", ".join(
-        f"{what} {found['forest']:.1e} from float64 (own attention {found['own']:.1e})"
-        for what, found in figures.items()
+    detail = ", ".join(
+        f"{what} {errors['forest']:.1e} from float64 (own attention {errors['own']:.1e})"
+        for what, errors in figures.items()
     )
-    for found in figures.values():
+    for errors in figures.values():
         # A NaN compares false with everything, so the comparison asks for agreement.
-        if not found["forest"] <= NOISE * found["own"] + FLOOR:
-            raise CheckFailed(f"{said}; {NOISE:g} times the own is allowed")
-    return Found(detail=said, figures=figures)
+        if not errors["forest"] <= NOISE * errors["own"] + FLOOR:
+            raise CheckFailed(f"{detail}; {NOISE:g} times the own is allowed")
+    return Measurement(detail=detail, figures=figures)
 
 
 def _judge(
@@ -300,8 +290,8 @@ def _judge(
     return scores_N.detach().double(), torch.cat([g.flatten().double() for g in gradients])
 
 
-def _distance(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+def _distance(result: Tensor, exact: Tensor) -> float:
+    return float((result - exact).norm() / exact.norm())
 
 
 def peak_of(device: torch.device, precision: Precision) -> tuple[float, str]:
@@ -311,9 +301,9 @@ def peak_of(device: torch.device, precision: Precision) -> tuple[float, str]:
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for known in known_devices().values():
-            if known.name in name:
-                return known.flops[precision], f"of {known.name}'s datasheet"
+        for device_type in known_devices().values():
+            if device_type.name in name:
+                return device_type.flops[precision], f"of {device_type.name}'s datasheet"
     rate = measure_products((precision,), device.type, seconds=0.5)[precision]
     return rate * 1e9, "of products measured here"
 
@@ -329,7 +319,7 @@ def speed(
     *,
     phase: Literal["training", "scoring", "generation"],
     has_real_vocabulary: bool = False,
-) -> Found:
+) -> Measurement:
     """Measure the throughput of a phase of a step as a fraction of the device's peak."""
     shape, work, precision = trial.sizes.large, trial.sizes.work, trial.precision
     if has_real_vocabulary:
@@ -346,16 +336,16 @@ def speed(
     if phase == "training":
         operations = training_operations(forward, TrainingRequest(precision=precision))
     try:
-        taken = _timed(run, trial)
+        seconds = _timed(run, trial)
     finally:
         phases.close()
-    share = operations / taken / peak
+    share = operations / seconds / peak
     tokens = work.num_prompts * work.per_prompt * work.completion_tokens
-    return Found(
-        detail=f"{operations / taken / 1e12:.3g} TFLOP/s in {precision}, {share:.0%} {whose}; "
-        f"{tokens / taken:.0f} completion tokens/s",
+    return Measurement(
+        detail=f"{operations / seconds / 1e12:.3g} TFLOP/s in {precision}, {share:.0%} {whose}; "
+        f"{tokens / seconds:.0f} completion tokens/s",
         share=share,
-        figures={"seconds": taken, "operations": operations, "peak": peak, "tokens": tokens},
+        figures={"seconds": seconds, "operations": operations, "peak": peak, "tokens": tokens},
     )
 
 
@@ -381,7 +371,7 @@ def _wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def memory(trial: Trial) -> Found:
+def memory(trial: Trial) -> Measurement:
     """Check that training uses about as much memory as the planner predicts.
 
     On a CPU activations cannot be measured, so only the learner's own memory is compared.
@@ -408,13 +398,15 @@ def memory(trial: Trial) -> Found:
             value.nbytes for state in states for value in state.values() if value.dim()
         )
     what = "the peak of a training step" if on_gpu else "weights and optimizer states"
-    said = f"{what}: {used / 2**20:.0f} MiB, predicted {predicted / 2**20:.0f}"
+    detail = f"{what}: {used / 2**20:.0f} MiB, predicted {predicted / 2**20:.0f}"
     if not predicted / 2 <= used <= MEMORY_ROOM * predicted:
-        raise CheckFailed(f"{said}; half to {MEMORY_ROOM:g} times that is allowed")
-    return Found(detail=said, figures={"used": used, "predicted": predicted, "parts": parts})
+        raise CheckFailed(f"{detail}; half to {MEMORY_ROOM:g} times that is allowed")
+    return Measurement(
+        detail=detail, figures={"used": used, "predicted": predicted, "parts": parts}
+    )
 
 
-def spread(trial: Trial, *, tp: int) -> Found:
+def spread(trial: Trial, *, tp: int) -> Measurement:
     """Check that a gradient step over all devices equals one in this process.
 
     `tp` is the number of devices that share each layer (tensor parallelism).
@@ -443,25 +435,25 @@ def spread(trial: Trial, *, tp: int) -> Found:
             group = RayGroup(slots, LearnerWorker, load, limit=trial.limit, **settings)
             learner = LearnerGroup(group, shape)
             try:
-                found = _step(learner, trial)
+                update = _step(learner, trial)
             finally:
                 learner.shutdown()
-    loss = abs(found.loss / expected.loss - 1)
+    loss = abs(update.loss / expected.loss - 1)
     size = math.sqrt(sum(float(g.square().sum()) for g in expected.gradients.values()))
     apart = math.sqrt(
         sum(
-            float((found.gradients[name] - gradient).square().sum())
+            float((update.gradients[name] - gradient).square().sum())
             for name, gradient in expected.gradients.items()
         )
     )
     gradient = apart / size
-    said = (
+    detail = (
         f"dp {shape.dp} x tp {tp}: loss {loss:.1e}, gradient {gradient:.1e} from one process, in "
         "float32"
     )
     if not (loss <= SPREAD_LOSS and gradient <= SPREAD_GRADIENT):
-        raise CheckFailed(f"{said}; {SPREAD_LOSS:g} and {SPREAD_GRADIENT:g} are allowed")
-    return Found(detail=said, figures={"loss": loss, "gradient": gradient})
+        raise CheckFailed(f"{detail}; {SPREAD_LOSS:g} and {SPREAD_GRADIENT:g} are allowed")
+    return Measurement(detail=detail, figures={"loss": loss, "gradient": gradient})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -513,7 +505,7 @@ def _copied(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: weight.detach().double().cpu().clone() for name, weight in weights}
 
 
-def weight_transfer(trial: Trial) -> Found:
+def weight_transfer(trial: Trial) -> Measurement:
     """Check that changed weights reach an engine in another process.
 
     A probe compares both sides' log-probabilities at the start and after the transfer.
@@ -524,16 +516,16 @@ def weight_transfer(trial: Trial) -> Found:
     with ScratchFolder("trial") as scratch:
         folder = str(scratch.path)
         load = _loader(trial, folder)
-        one = ParallelShape()
+        shape = ParallelShape()
         group = SpawnedGroup(
             "policy",
             LearnerWorker,
             load,
             limit=trial.limit,
             cpu_threads=1,
-            **_worker_settings(trial, one),
+            **_worker_settings(trial, shape),
         )
-        learner = LearnerGroup(group, one)
+        learner = LearnerGroup(group, shape)
         try:
             maker = TransformersMaker(
                 model=_spec(folder), spec=_generator_spec(), device=device, cpu_threads=1
@@ -557,13 +549,13 @@ def weight_transfer(trial: Trial) -> Found:
                 _step(learner, trial)
                 started = time.monotonic()
                 asyncio.run(generator.update_weights(learner.weights(1)))
-                taken = time.monotonic() - started
+                seconds = time.monotonic() - started
         finally:
             learner.shutdown()
     way = f"{transfer.name} to {transfer.device}"
-    return Found(
-        detail=f"by {way} in {taken:.2f} s; the probe agrees before and after",
-        figures={"seconds": taken, "way": way},
+    return Measurement(
+        detail=f"by {way} in {seconds:.2f} s; the probe agrees before and after",
+        figures={"seconds": seconds, "way": way},
     )
 
 
@@ -572,7 +564,7 @@ def _generator_spec() -> GeneratorSpec:
     return GeneratorSpec(settings=settings, max_length=256, end_ids=(1,))
 
 
-def vllm(trial: Trial) -> Found:
+def vllm(trial: Trial) -> Measurement:
     """Check that vLLM's log-probabilities of the probe's tokens match those of Laurel's policy."""
     if find_spec("vllm") is None:
         raise Skipped(f"vLLM is not installed: {install_command('vllm')}")
@@ -596,7 +588,7 @@ def vllm(trial: Trial) -> Found:
             worst = answer.require_agreement(partial(model_logprobs, policy), version=0)
         finally:
             group.shutdown()
-    return Found(
+    return Measurement(
         detail=f"log-probabilities differ by {worst:.1e}, {answer.tolerance:g} is allowed",
         figures={"difference": worst},
     )

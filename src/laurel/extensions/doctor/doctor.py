@@ -43,12 +43,7 @@ PROBES: Mapping[str, Probe] = {
 
 
 def run_doctor(*, as_json: bool, probes: Mapping[str, Probe] = PROBES) -> None:
-    """Run every probe, print what was found, and print what a run would use.
-
-    Args:
-        as_json: Print one JSON object instead of lines.
-        probes: The probes by name; one that fails is reported as a line.
-    """
+    """Run every probe, print what was found, and print what a run would use."""
     findings = run_probes(probes)
     if as_json:
         write_json({name: finding.facts for name, finding in findings.items()})
@@ -106,8 +101,6 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
     return ProbeFinding(facts=used, lines=tuple(lines))
 
 
-# `laurel doctor --trial`: what a run relies on, tried with models made on the spot.
-
 TRIAL_PROBES = ("versions", "libraries", "cpu", "memory", "gpus")
 """The probes whose facts go into a trial's report; they name no directory except Python's."""
 NAME_WIDTH, STATUS_WIDTH, SHARE_WIDTH = 26, 9, 6
@@ -117,12 +110,6 @@ def run_doctor_trial(
     *, minutes: float, report: Path, as_json: bool, checks: Mapping[str, Check] | None = None
 ) -> bool:
     """Run the checks of `laurel doctor --trial`, print a table and write the report.
-
-    Args:
-        minutes: The time limit; checks that have not begun by then are skipped.
-        report: The JSON file, which can be attached to an issue; it is written after every check.
-        as_json: Print the report instead of the table.
-        checks: The checks by name; None runs all.
 
     Returns:
         True if no check failed.

@@ -60,19 +60,21 @@ def system_versions() -> ProbeFinding:
 
 def libraries() -> ProbeFinding:
     """Check the libraries that Laurel needs against their supported versions."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     unsuitable: list[str] = []
     for extra, requirement in _requirements():
         if extra:
             continue
-        found[requirement.name] = installed = _installed(requirement.name)
-        wanted = requirement.specifier
-        if installed is None or not wanted.contains(installed, prereleases=True):
-            unsuitable.append(f"{requirement.name} {installed or 'is missing'}, {wanted} is needed")
-    known = [f"{name} {version}" for name, version in found.items() if version is not None]
+        versions[requirement.name] = installed = _installed(requirement.name)
+        specifier = requirement.specifier
+        if installed is None or not specifier.contains(installed, prereleases=True):
+            unsuitable.append(
+                f"{requirement.name} {installed or 'is missing'}, {specifier} is needed"
+            )
+    present = [f"{name} {version}" for name, version in versions.items() if version is not None]
     repair = [f"MISMATCH {line}; fix with: {install_command()}" for line in unsuitable]
-    rows = [", ".join(known[first : first + 5]) for first in range(0, len(known), 5)]
-    return ProbeFinding(facts={**found, "misfits": unsuitable}, lines=(*rows, *repair))
+    rows = [", ".join(present[first : first + 5]) for first in range(0, len(present), 5)]
+    return ProbeFinding(facts={**versions, "misfits": unsuitable}, lines=(*rows, *repair))
 
 
 def extras() -> ProbeFinding:
@@ -84,12 +86,12 @@ def extras() -> ProbeFinding:
     facts: dict[str, Any] = {}
     lines: list[str] = []
     width = max(map(len, packages), default=0)
-    for extra, found in packages.items():
-        absent = [name for name, version in found.items() if version is None]
+    for extra, versions in packages.items():
+        absent = [name for name, version in versions.items() if version is None]
         command = install_command(extra) if absent else None
-        facts[extra] = {"packages": found, "install": command}
+        facts[extra] = {"packages": versions, "install": command}
         if command is None:
-            lines.append(f"{extra:{width}} {', '.join(f'{n} {v}' for n, v in found.items())}")
+            lines.append(f"{extra:{width}} {', '.join(f'{n} {v}' for n, v in versions.items())}")
         else:
             lines.append(f"{extra:{width}} without {', '.join(absent)}: {command}")
     return ProbeFinding(facts=facts, lines=tuple(lines))
@@ -99,7 +101,7 @@ def cpu() -> ProbeFinding:
     """Describe the processor, and how much of it this process may use."""
     from laurel.sandbox.limits import available_cores, cpu_quota
 
-    table = _table(Path("/proc/cpuinfo"), separator=":")
+    table = _table(Path("/proc/cpuinfo"))
     model = table.get("model name") or platform.processor() or platform.machine()
     flags = set((table.get("flags") or table.get("Features") or "").split())
     cores, quota = available_cores(), cpu_quota()
@@ -124,12 +126,12 @@ def cpu() -> ProbeFinding:
     )
 
 
-def _waiting(chosen: Mapping[str, str]) -> str:
+def _waiting(settings: Mapping[str, str]) -> str:
     # Whether threads spin or sleep while they wait for others, and which setting decided.
-    said = " ".join(f"{name}={value}" for name, value in chosen.items())
-    if chosen == SLEEPING_THREADS:
-        return f"threads that wait sleep: other processes can compute meanwhile ({said})"
-    return f"threads wait as the environment says: {said}. Unset, Laurel has them sleep"
+    values = " ".join(f"{name}={value}" for name, value in settings.items())
+    if settings == SLEEPING_THREADS:
+        return f"threads that wait sleep: other processes can compute meanwhile ({values})"
+    return f"threads wait as the environment says: {values}. Unset, Laurel has them sleep"
 
 
 def memory() -> ProbeFinding:
@@ -137,7 +139,7 @@ def memory() -> ProbeFinding:
     from laurel.sandbox.limits import memory_limit
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    table = _table(Path("/proc/meminfo"), separator=":")
+    table = _table(Path("/proc/meminfo"))
     kilobytes = table.get("MemAvailable", "").split()
     available = int(kilobytes[0]) * 1024 if kilobytes else None
     limit = memory_limit()
@@ -262,7 +264,7 @@ def measure_products(
     while sum(map(sum, times.values())) < seconds * len(dtypes):
         for dtype, matrix in matrices.items():
             times[dtype].append(timed(matrix))
-    return {dtype: 2 * size**3 / min(taken) / 1e9 for dtype, taken in times.items()}
+    return {dtype: 2 * size**3 / min(durations) / 1e9 for dtype, durations in times.items()}
 
 
 def _requirements() -> Iterator[tuple[str, Requirement]]:
@@ -282,11 +284,11 @@ def _installed(name: str) -> str | None:
     return None
 
 
-def _table(path: Path, *, separator: str) -> dict[str, str]:
+def _table(path: Path) -> dict[str, str]:
     # The `key: value` lines of a file of the kernel, the first of each key; empty without it.
     table: dict[str, str] = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(separator)
+            key, _, value = line.partition(":")
             table.setdefault(key.strip(), value.strip())
     return table

@@ -235,7 +235,7 @@ class StepPhases:
                 seeds_G=tuple(range(number * each, (number + 1) * each)),
                 sampling=sampling,
             )
-            return [one async for one in self.engine.generate(request)]
+            return [completion async for completion in self.engine.generate(request)]
 
         async def together() -> list[list[Generated]]:
             return await asyncio.gather(

@@ -20,34 +20,38 @@ if TYPE_CHECKING:
     from laurel.types import ToolSchemas
 
 
-class OpenEnv(EnvironmentKind):
-    """Servers of OpenEnv, by names of your own; `data.dataset_name: openenv` makes tasks with the
-    one that `data.env_name` names."""
-
-    section = OpenEnvConfig
+class _Sessions(EnvironmentKind):
     several = True
 
-    def check(self, section: OpenEnvConfig, run: Any, where: str) -> None:
-        """Check that sessions end in time."""
-        _end_in_time(section, run, where)
+    def check(self, section: SessionsConfig, run: Any, where: str) -> None:
+        """Check that sessions end in time: a step that has to wait, the outage, and the step."""
+        longest = section.connect_patience + 2 * section.step_timeout
+        if longest >= run.env.timeout_seconds:
+            raise ValueError(
+                f"{where}: connect_patience={section.connect_patience:g} and twice "
+                f"step_timeout={section.step_timeout:g} have to be less than env.timeout_seconds="
+                f"{run.env.timeout_seconds:g}, after which the completion has failed anyway"
+            )
 
-    def make(self, section: OpenEnvConfig, services: EnvironmentServices) -> Environment:
+    def make(self, section: SessionsConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
         from laurel.extensions.environment_servers.servers import open_sessions
 
         return open_sessions(services.name, section)
 
 
-class OpenReward(EnvironmentKind):
+class OpenEnv(_Sessions):
+    """Servers of OpenEnv, by names of your own; `data.dataset_name: openenv` makes tasks with the
+    one that `data.env_name` names."""
+
+    section = OpenEnvConfig
+
+
+class OpenReward(_Sessions):
     """Servers of the Open Reward Standard, by names of your own; `data.dataset_name: openreward`
     reads the tasks of the one that `data.env_name` names."""
 
     section = OpenRewardConfig
-    several = True
-
-    def check(self, section: OpenRewardConfig, run: Any, where: str) -> None:
-        """Check that sessions end in time."""
-        _end_in_time(section, run, where)
 
     def tools(self, section: OpenRewardConfig, services: EnvironmentServices) -> ToolSchemas:
         """Return the tools of the server, which alone knows them."""
@@ -55,27 +59,21 @@ class OpenReward(EnvironmentKind):
         environment.shutdown()
         return environment.spec.tools
 
-    def make(self, section: OpenRewardConfig, services: EnvironmentServices) -> Environment:
-        """Return the environment."""
-        from laurel.extensions.environment_servers.servers import open_sessions
 
-        return open_sessions(services.name, section)
+class _SessionRows(Rows):
+    kind: ClassVar[str]
 
+    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
+        """Return the rows."""
+        from laurel.extensions.environment_servers.servers import session_rows
 
-def _end_in_time(section: SessionsConfig, run: Any, where: str) -> None:
-    # A step that a server lets wait, the outage, and the step again.
-    longest = section.connect_patience + 2 * section.step_timeout
-    if longest >= run.env.timeout_seconds:
-        raise ValueError(
-            f"{where}: connect_patience={section.connect_patience:g} and twice "
-            f"step_timeout={section.step_timeout:g} have to be less than env.timeout_seconds="
-            f"{run.env.timeout_seconds:g}, after which the completion has failed anyway"
-        )
+        return session_rows(chosen, environments.get(self.kind, {}), kind=self.kind)
 
 
-class OpenEnvRows(Rows):
+class OpenEnvRows(_SessionRows):
     """A task for each seed of a server of OpenEnv."""
 
+    kind = "openenv"
     first_settings: ClassVar[Mapping[str, str]] = {
         "env.openenv": "{openenv: {url: 'http://127.0.0.1:8000'}}",
         "data.max_samples": "100",
@@ -85,23 +83,12 @@ class OpenEnvRows(Rows):
         "task into data.max_samples"
     )
 
-    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
-        """Return the rows."""
-        from laurel.extensions.environment_servers.servers import session_rows
 
-        return session_rows(chosen, environments.get("openenv", {}), kind="openenv")
-
-
-class OpenRewardRows(Rows):
+class OpenRewardRows(_SessionRows):
     """The tasks of a server of the Open Reward Standard."""
 
+    kind = "openreward"
     first_settings: ClassVar[Mapping[str, str]] = {
         "env.openreward": "{openreward: {url: 'http://127.0.0.1:8080'}}"
     }
     to_do = "write the address of the server into env.openreward.openreward.url"
-
-    def make(self, chosen: TaskSetConfig, environments: EnvironmentsConfig) -> MadeRows:
-        """Return the rows."""
-        from laurel.extensions.environment_servers.servers import session_rows
-
-        return session_rows(chosen, environments.get("openreward", {}), kind="openreward")

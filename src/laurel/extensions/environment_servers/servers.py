@@ -52,12 +52,9 @@ def _package(module: str, *, package: str, extra: str, where: str) -> ModuleType
         raise MissingDependencyError.of(package, extra=extra, purpose=where) from None
 
 
-def _prompt(system: str | None, said: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
+def _prompt(system: str | None, messages: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     opening = [] if system is None else [{"role": "system", "content": system}]
-    return [*opening, *map(dict, said)]
-
-
-# OpenEnv.
+    return [*opening, *map(dict, messages)]
 
 
 class OpenEnvServer:
@@ -73,10 +70,10 @@ class OpenEnvServer:
             MissingDependencyError: The package is not installed.
         """
         self.where, self.config = f"env.openenv.{name}", config
-        found = _package(
+        client = _package(
             "openenv.core.generic_client", package="openenv-core", extra="openenv", where=self.where
         )
-        self._client_class: Any = found.GenericEnvClient
+        self._client_class: Any = client.GenericEnvClient
         self._closed: Any = importlib.import_module("websockets.exceptions").ConnectionClosed
 
     async def reach(self) -> None:
@@ -96,7 +93,7 @@ class OpenEnvServer:
                 raise SessionLostError(str(error)) from error
             raise
 
-    async def reset(self, client: Any, given: Mapping[str, Any]) -> str:
+    async def reset(self, client: Any, arguments: Mapping[str, Any]) -> str:
         """Reset the environment of a connection, and return what the policy sees.
 
         Raises:
@@ -108,32 +105,32 @@ class OpenEnvServer:
             "as there are rollouts at a time"
         )
         try:
-            result = await client.reset(**{**self.config.reset, **given})
+            result = await client.reset(**{**self.config.reset, **arguments})
         except (ConnectionError, self._closed) as error:
             # A full server says so and closes, perhaps before the reset is sent; then what it said
             # is still to be read, for which the client has no other method.
-            said: Any = None
+            message: Any = None
             with suppress(ConnectionError, self._closed):
-                said = await client._receive()
-            if said is not None and said.get("data", {}).get("code") == _FULL:
+                message = await client._receive()
+            if message is not None and message.get("data", {}).get("code") == _FULL:
                 raise full from error
             raise SessionLostError(f"{type(error).__name__}: {error}") from error
         except RuntimeError as error:  # which is how the client passes on the server's errors
             if _code(error) == _FULL:
                 raise full from error
-            raise EnvironmentFailedError(f"reset({dict(given)}): {error}") from error
+            raise EnvironmentFailedError(f"reset({dict(arguments)}): {error}") from error
         return self.text_of(result.observation)
 
     async def open(self, task: Mapping[str, Any]) -> ServerSession:
         """Connect, and reset to the task's seed."""
 
         async def begin(client: Any) -> ServerSession:
-            given = task.get("reset", {})
-            start = await self.reset(client, given)
+            arguments = task.get("reset", {})
+            start = await self.reset(client, arguments)
             if task.get("start", start) != start:
                 raise EnvironmentFailedError(
-                    f"reset({dict(given)}) shows something else than when the rows were made: name "
-                    "a field of the observation that does not change (observation_key)"
+                    f"reset({dict(arguments)}) shows something else than when the rows were made: "
+                    "name a field of the observation that does not change (observation_key)"
                 )
             return _OpenEnvSession(client, self)
 
@@ -147,16 +144,16 @@ class OpenEnvServer:
 
         async def make(client: Any) -> None:
             for seed in range(first + len(made), first + limit):
-                given = {"seed": seed}
-                start = await self.reset(client, given)
-                said = "\n\n".join(text for text in (self.config.instruction, start) if text)
-                if not said:
+                arguments = {"seed": seed}
+                start = await self.reset(client, arguments)
+                content = "\n\n".join(text for text in (self.config.instruction, start) if text)
+                if not content:
                     raise ConfigError(
                         f"{self.where}: reset shows nothing, so that there is no prompt: set "
                         "instruction, or another observation_key"
                     )
-                prompt = _prompt(self.config.system_prompt, [{"role": "user", "content": said}])
-                task = {"reset": given, "start": start}
+                prompt = _prompt(self.config.system_prompt, [{"role": "user", "content": content}])
+                task = {"reset": arguments, "start": start}
                 made.append({"prompt": prompt, "metadata": {self.key: task}})
             await client.close()
 
@@ -184,10 +181,10 @@ class OpenEnvServer:
         """
         text, tag = message.rpartition("</think>")[2], self.config.action_tag
         if tag is not None:
-            found = re.findall(f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
-            if not found:
+            actions = re.findall(f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
+            if not actions:
                 raise ValueError(f"write your action as <{tag}>...</{tag}>")
-            text = found[-1]
+            text = actions[-1]
         text = text.strip()
         action: Any = {self.config.action_key: text}
         if self.config.action_key is None:
@@ -245,11 +242,8 @@ class _OpenEnvSession:
 
 
 def _code(error: RuntimeError) -> str | None:
-    found = _CODE.search(str(error))
-    return None if found is None else found.group(1)
-
-
-# The Open Reward Standard.
+    match = _CODE.search(str(error))
+    return None if match is None else match.group(1)
 
 
 class OpenRewardServer:
@@ -326,10 +320,10 @@ class OpenRewardServer:
         except SessionLostError as error:
             if getattr(error.__cause__, "status", None) != 404:
                 raise
-            named = self.config.environment
+            environment = self.config.environment
             raise ConfigError(
                 f"{self.where}: {self.config.url} has no environment"
-                + (f" '{named}'" if named else "")
+                + (f" '{environment}'" if environment else "")
                 + f" of the Open Reward Standard ({error})"
             ) from error
         if self.tools not in ((), tools):
@@ -387,8 +381,8 @@ class OpenRewardServer:
                     raise row
                 made.append(row)
 
-    async def _row_of(self, one: Any) -> Row:
-        task = {**vars(one), "task_spec": dict(one.task_spec)}
+    async def _row_of(self, server_task: Any) -> Row:
+        task = {**vars(server_task), "task_spec": dict(server_task.task_spec)}
         # Some servers begin one session after the other.
         async with asyncio.timeout(self.config.step_timeout * _OPENINGS_AT_A_TIME):
             session = await self._begun(task)
@@ -397,8 +391,8 @@ class OpenRewardServer:
                     messages = await session.get_messages()
             finally:
                 await session.__aexit__(None, None, None)
-        said = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
-        return {"prompt": _prompt(self.config.system_prompt, said), "metadata": {self.key: task}}
+        opening = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
+        return {"prompt": _prompt(self.config.system_prompt, opening), "metadata": {self.key: task}}
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Choose the form of calls that the chat template writes, unless one is named."""
@@ -415,7 +409,7 @@ class _OpenRewardSession:
         self._session, self._server = session, server
 
     async def turn(self, message: str) -> SessionTurn:
-        server, said, rewards, refused = self._server, [], [], 0
+        server, messages, rewards, num_refused = self._server, [], [], 0
         calls = needed_form(server.form, server.where).read(message) if server.tools else []
         if not calls:
             with server.asking():
@@ -431,25 +425,28 @@ class _OpenRewardSession:
         is_over = False
         for call in calls:
             if isinstance(call, MalformedCall):
-                refused, text = refused + 1, f"Error: the call cannot be read: {call.problem}"
+                num_refused, text = (
+                    num_refused + 1,
+                    f"Error: the call cannot be read: {call.problem}",
+                )
             else:
                 try:
                     with server.asking():
                         output = await self._session.call_tool(call.name, dict(call.arguments))
                 except server._errors.ToolCallError as error:
-                    refused, text = refused + 1, f"Error: {error.detail}"
+                    num_refused, text = num_refused + 1, f"Error: {error.detail}"
                 else:
                     text = text_of_blocks(output.blocks)
                     is_over = output.finished
                     rewards += [] if output.reward is None else [float(output.reward)]
-            said.append({"role": "tool", "content": text})
+            messages.append({"role": "tool", "content": text})
             if is_over:
                 break
         return SessionTurn(
-            messages=tuple(said),
+            messages=tuple(messages),
             reward=sum(rewards) if rewards else None,
             is_over=is_over,
-            num_refused=refused,
+            num_refused=num_refused,
         )
 
     async def close(self) -> None:
@@ -466,9 +463,6 @@ def text_of_blocks(blocks: Sequence[Any]) -> str:
     if others:
         raise EnvironmentFailedError(f"a message has a block of the type {others[0]}, not text")
     return "\n".join(block.text for block in blocks)
-
-
-# Either.
 
 
 def open_sessions(name: str, config: SessionsConfig) -> SessionEnvironment:

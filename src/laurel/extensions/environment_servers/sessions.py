@@ -120,7 +120,6 @@ class SessionServer(Protocol):
         """Make the rows of the server's tasks, the first `limit` of them.
 
         Args:
-            limit: How many; None for all.
             made: Those that earlier calls made; the others are appended.
 
         Raises:
@@ -136,7 +135,7 @@ class SessionServer(Protocol):
 
 
 @dataclass(slots=True)
-class _Held:
+class _Episode:
     """An open session, and what has happened in it."""
 
     session: ServerSession
@@ -169,7 +168,7 @@ class SessionEnvironment(EnvironmentInterface):
         """
         self.where = server.where
         self._server, self._config = server, config
-        self._held: dict[str, _Held] = {}
+        self._episodes: dict[str, _Episode] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._ended: Memory[bool] = Memory(_REMEMBERED)
         self._background = BackgroundLoop("laurel-sessions")
@@ -188,7 +187,7 @@ class SessionEnvironment(EnvironmentInterface):
     @property
     def num_open(self) -> int:
         """The number of sessions that are open."""
-        return len(self._held)
+        return len(self._episodes)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Choose the form of calls that the chat template writes, where the server has tools."""
@@ -214,31 +213,31 @@ class SessionEnvironment(EnvironmentInterface):
         Raises:
             WorkerError: The server does not answer (`is_lost`).
         """
-        names = [(given or {}).get(CONVERSATION_ID) or uuid4().hex for given in metadata]
+        names = [(entry or {}).get(CONVERSATION_ID) or uuid4().hex for entry in metadata]
         results = self._wait_for(self._turns(names, message_log_batch, metadata))
-        turns = [SessionTurn() if isinstance(one, str) else one[0] for one in results]
+        turns = [SessionTurn() if isinstance(result, str) else result[0] for result in results]
         return EnvironmentReturn(
             observations=[
-                [self._shown(one) for one in turn.messages]
+                [self._shown(message) for message in turn.messages]
                 or {"role": ENVIRONMENT_ROLE, "content": ""}
                 for turn in turns
             ],
             metadata=[
-                {**(given or {}), CONVERSATION_ID: name}
-                for given, name in zip(metadata, names, strict=True)
+                {**(entry or {}), CONVERSATION_ID: name}
+                for entry, name in zip(metadata, names, strict=True)
             ],
             next_stop_strings=[None] * len(turns),
             rewards=torch.tensor([turn.reward or 0.0 for turn in turns], dtype=torch.float32),
             # The session of a failure has been closed.
             terminateds=torch.tensor(
                 [
-                    isinstance(one, str) or turn.is_over
-                    for one, turn in zip(results, turns, strict=True)
+                    isinstance(result, str) or turn.is_over
+                    for result, turn in zip(results, turns, strict=True)
                 ],
                 dtype=torch.bool,
             ),
-            failures=[one if isinstance(one, str) else None for one in results],
-            notes=[None if isinstance(one, str) else one[1] for one in results],
+            failures=[result if isinstance(result, str) else None for result in results],
+            notes=[None if isinstance(result, str) else result[1] for result in results],
         )
 
     def _shown(self, message: Mapping[str, str]) -> dict[str, str]:
@@ -254,7 +253,7 @@ class SessionEnvironment(EnvironmentInterface):
         return await asyncio.gather(*map(self._turn_or_failure, names, logs, metadata))
 
     async def _turn_or_failure(
-        self, name: str, log: MessageLog, given: dict[str, Any] | None
+        self, name: str, log: MessageLog, entry: dict[str, Any] | None
     ) -> tuple[SessionTurn, dict[str, float]] | str:
         if self._ended.get(name.encode()):
             return f"error: {self.where}: the conversation has ended"
@@ -263,11 +262,11 @@ class SessionEnvironment(EnvironmentInterface):
         self._running[name] = task
         is_over = True
         try:
-            turn, held = await self._next_turn(name, log, given)
+            turn, episode = await self._next_turn(name, log, entry)
             is_over = turn.is_over
-            if is_over and not held.has_reward:
+            if is_over and not episode.has_reward:
                 return f"error: {self.where}: the session ended without any reward"
-            return turn, {**held.note, "ended": float(is_over)}
+            return turn, {**episode.note, "ended": float(is_over)}
         except asyncio.CancelledError:
             if self._ended.get(name.encode()):  # `close_conversations` has cancelled it
                 return f"error: {self.where}: the conversation was closed"
@@ -284,30 +283,30 @@ class SessionEnvironment(EnvironmentInterface):
                 await self._close(name)
 
     async def _next_turn(
-        self, name: str, log: MessageLog, given: dict[str, Any] | None
-    ) -> tuple[SessionTurn, _Held]:
+        self, name: str, log: MessageLog, entry: dict[str, Any] | None
+    ) -> tuple[SessionTurn, _Episode]:
         message = last_answer(log)
-        if (held := self._held.get(name)) is None:
-            task = (given or {}).get(self._server.key)
+        if (episode := self._episodes.get(name)) is None:
+            task = (entry or {}).get(self._server.key)
             if task is None:
                 raise EnvironmentFailedError("the task is not of this server, which would play it")
-            if sum(one["role"] == "assistant" for one in log) > 1:
+            if sum(m["role"] == "assistant" for m in log) > 1:
                 raise EnvironmentFailedError("the conversation has no session to go on in")
-            held = _Held(await self._patiently(lambda: self._open(task)), task)
-            self._held[name] = held
+            episode = _Episode(await self._patiently(lambda: self._open(task)), task)
+            self._episodes[name] = episode
         try:
-            turn = await self._answer(held.session, message)
+            turn = await self._answer(episode.session, message)
         except SessionLostError as error:
-            await self._replace(held, error)
+            await self._replace(episode, error)
             try:
-                turn = await self._answer(held.session, message)
+                turn = await self._answer(episode.session, message)
             except SessionLostError as again:
                 # The message may be what ends sessions, or servers: it is not sent a third time.
                 raise EnvironmentFailedError(
                     f"two sessions in a row were lost at the same message ({error}; {again})"
                 ) from again
-        held.turns.append((message, turn))
-        return turn, held
+        episode.turns.append((message, turn))
+        return turn, episode
 
     async def _open(self, task: Mapping[str, Any]) -> ServerSession:
         return await self._within(
@@ -343,22 +342,22 @@ class SessionEnvironment(EnvironmentInterface):
         except TimeoutError:
             raise SessionLostError(f"no answer within {_REACHING_SECONDS:g} s") from None
 
-    async def _replace(self, held: _Held, lost: SessionLostError) -> None:
+    async def _replace(self, episode: _Episode, lost: SessionLostError) -> None:
         """Open another session in place of a lost one, and bring it to where that was."""
         _log.warning("%s: a session is lost (%s), and is begun anew", self.where, lost)
-        await _end(held.session)
-        held.session = await self._patiently(lambda: self._repeated(held, lost))
+        await _end(episode.session)
+        episode.session = await self._patiently(lambda: self._repeated(episode, lost))
 
-    async def _repeated(self, held: _Held, lost: SessionLostError) -> ServerSession:
+    async def _repeated(self, episode: _Episode, lost: SessionLostError) -> ServerSession:
         """Open a session, and send it what the lost one answered.
 
         Raises:
             EnvironmentFailedError: It answers something else.
             SessionLostError: It is lost, too.
         """
-        session = await self._open(held.task)
+        session = await self._open(episode.task)
         try:
-            for message, turn in held.turns:
+            for message, turn in episode.turns:
                 if await self._answer(session, message) != turn:
                     raise EnvironmentFailedError(
                         f"the session is lost ({lost}), and a new one answers the same messages "
@@ -408,7 +407,7 @@ class SessionEnvironment(EnvironmentInterface):
 
     def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:
         """Close the sessions of conversations that something else has ended."""
-        names = [(given or {}).get(CONVERSATION_ID) for given in metadata]
+        names = [(entry or {}).get(CONVERSATION_ID) for entry in metadata]
         self._wait_for(self._close_all([name for name in names if name is not None]))
 
     async def _close_all(self, names: Sequence[str]) -> None:
@@ -420,8 +419,8 @@ class SessionEnvironment(EnvironmentInterface):
         if (running := self._running.get(name)) is not None:
             running.cancel()
             await asyncio.wait({running})
-        if (held := self._held.pop(name, None)) is not None:
-            await _end(held.session)
+        if (episode := self._episodes.pop(name, None)) is not None:
+            await _end(episode.session)
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
@@ -441,9 +440,9 @@ class SessionEnvironment(EnvironmentInterface):
         self._background.close(self._end_all(), patience=_CLOSING_SECONDS)
 
     async def _end_all(self) -> None:
-        if left := {*self._held, *self._running}:
-            _log.warning("%s: closing %s", self.where, counted(len(left), "session"))
-        await self._close_all(list(left))
+        if names := {*self._episodes, *self._running}:
+            _log.warning("%s: closing %s", self.where, counted(len(names), "session"))
+        await self._close_all(list(names))
         await self._server.aclose()
 
     def _wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:

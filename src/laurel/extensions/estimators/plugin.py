@@ -34,6 +34,7 @@ Only `pass_at_k` and `tree` may be divided by the group's standard deviation (`s
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,6 +58,14 @@ class _Undivided(Advantage):
     baseline: ClassVar[Literal["mean", "own", "greedy"]] = "own"
     divides = False
 
+    def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:
+        """Return the comparison within groups."""
+        return self._compare
+
+    @staticmethod
+    @abstractmethod
+    def _compare(rewards: Rewards) -> Compared: ...
+
     def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
         """Return the keys about a deviation."""
         return undivided(settings)
@@ -65,11 +74,11 @@ class _Undivided(Advantage):
 class _OfGroup(Advantage):
     def check(self, settings: GRPOConfig) -> None:
         """Refuse a deviation of the batch."""
-        given = settings.adv_estimator
-        if given.scale == "batch":
+        estimator = settings.adv_estimator
+        if estimator.scale == "batch":
             raise ValueError(
-                f"adv_estimator.scale=batch is not read by adv_estimator.name={given.name}, which "
-                "compares within groups; use group or none"
+                f"adv_estimator.scale=batch is not read by adv_estimator.name={estimator.name}, "
+                "which compares within groups; use group or none"
             )
 
     def without_effect(self, settings: GRPOConfig) -> dict[str, str]:
@@ -80,37 +89,29 @@ class _OfGroup(Advantage):
 class Gpg(_Undivided):
     """GPG: against the group, undivided, and scaled up where groups have no signal."""
 
-    def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:
-        """Return the comparison within groups."""
-        return _gpg
+    @staticmethod
+    def _compare(rewards: Rewards) -> Compared:
+        from laurel.grpo.advantages import Compared, centred, teaches
 
-
-def _gpg(given: Rewards) -> Compared:
-    from laurel.grpo.advantages import Compared, centred, teaches
-
-    values = [centred(row) for row in given.values_B]
-    with_signal = sum(len(row) for row in values if teaches(row))
-    scale = sum(map(len, values)) / max(with_signal, 1)
-    return Compared(values=[scale * row for row in values])
+        values = [centred(row) for row in rewards.values_B]
+        with_signal = sum(len(row) for row in values if teaches(row))
+        scale = sum(map(len, values)) / max(with_signal, 1)
+        return Compared(values=[scale * row for row in values])
 
 
 class Opo(_Undivided):
     """OPO: against the mean of the group in which longer completions weigh more."""
 
-    def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:
-        """Return the comparison within groups."""
-        return _opo
+    @staticmethod
+    def _compare(rewards: Rewards) -> Compared:
+        from laurel.grpo.advantages import Compared, centred
 
-
-def _opo(given: Rewards) -> Compared:
-    from laurel.grpo.advantages import Compared, centred
-
-    values = []
-    for row, lengths in zip(given.values_B, given.lengths_B, strict=True):
-        ahead = centred(row)  # so equal rewards give exactly 0
-        total = lengths.sum()
-        values.append(ahead - (float(lengths @ ahead) / total if total else 0.0))
-    return Compared(values=values)
+        values = []
+        for row, lengths in zip(rewards.values_B, rewards.lengths_B, strict=True):
+            ahead = centred(row)  # so equal rewards give exactly 0
+            total = lengths.sum()
+            values.append(ahead - (float(lengths @ ahead) / total if total else 0.0))
+        return Compared(values=values)
 
 
 class PassAtKConfig(Section):
@@ -128,12 +129,13 @@ class PassAtK(_OfGroup):
 
     def check(self, settings: GRPOConfig) -> None:
         """Refuse a k beyond the group, and a deviation of the batch."""
-        given, size = settings.adv_estimator, settings.num_generations_per_prompt
-        k = given.settings_of(Advantage, given.name)[1].k
+        estimator, size = settings.adv_estimator, settings.num_generations_per_prompt
+        k = estimator.settings_of(Advantage, estimator.name)[1].k
         if k is not None and k > size:
             raise ValueError(
-                f"adv_estimator.{given.name}.k={k} is more than num_generations_per_prompt={size}: "
-                "no group has as many completions; use at most that"
+                f"adv_estimator.{estimator.name}.k={k} is more than "
+                f"num_generations_per_prompt={size}: no group has as many completions; use at most "
+                "that"
             )
         super().check(settings)
 
@@ -144,11 +146,11 @@ class PassAtK(_OfGroup):
         return partial(_pass_at_k, section.k, settings)
 
 
-def _pass_at_k(k: int | None, rule: AdvantageRule, given: Rewards) -> Compared:
+def _pass_at_k(k: int | None, rule: AdvantageRule, rewards: Rewards) -> Compared:
     from laurel.grpo.advantages import divided
 
-    values = [_added_to_best(row, k or len(row)) for row in given.values_B]
-    return divided(values, given.values_B, rule, given.noise_B)
+    values = [_added_to_best(row, k or len(row)) for row in rewards.values_B]
+    return divided(values, rewards.values_B, rule, rewards.noise_B)
 
 
 def _added_to_best(rewards: Floats, k: int) -> Floats:
@@ -178,21 +180,17 @@ class Remax(_Undivided):
                 "from all that differ from the greedy completion; use one of them"
             )
 
-    def make(self, section: None, settings: AdvantageRule) -> Callable[[Rewards], Compared]:
-        """Return the comparison with greedy completions."""
-        return _remax
+    @staticmethod
+    def _compare(rewards: Rewards) -> Compared:
+        from laurel.grpo.advantages import Compared
 
-
-def _remax(given: Rewards) -> Compared:
-    from laurel.grpo.advantages import Compared
-
-    # Without a baseline nothing is learned from a group.
-    return Compared(
-        values=[
-            np.zeros(len(row)) if greedy is None else row - greedy
-            for row, greedy in zip(given.values_B, given.greedy_B, strict=True)
-        ]
-    )
+        # Without a baseline nothing is learned from a group.
+        return Compared(
+            values=[
+                np.zeros(len(row)) if greedy is None else row - greedy
+                for row, greedy in zip(rewards.values_B, rewards.greedy_B, strict=True)
+            ]
+        )
 
 
 class TreeEstimatorConfig(Section):
@@ -223,13 +221,13 @@ class TreeAdvantage(_OfGroup):
         return partial(_by_segment if of_segments else _by_tree, settings)
 
 
-def _by_tree(rule: AdvantageRule, given: Rewards) -> Compared:
+def _by_tree(rule: AdvantageRule, rewards: Rewards) -> Compared:
     from laurel.grpo.advantages import Compared, Rewards, against_groups
 
-    of_groups = against_groups(rule, given)
+    of_groups = against_groups(rule, rewards)
     values = []
     for row, of_group, noise, paths in zip(
-        given.values_B, of_groups.values, given.noise_B, given.segments_B, strict=True
+        rewards.values_B, of_groups.values, rewards.noise_B, rewards.segments_B, strict=True
     ):
         roots = np.array([path[0].id for path in paths], np.int64)
         total = of_group.copy()
@@ -241,26 +239,26 @@ def _by_tree(rule: AdvantageRule, given: Rewards) -> Compared:
     return Compared(values=values, noise=of_groups.noise, at_floor=of_groups.at_floor)
 
 
-def _by_segment(rule: AdvantageRule, given: Rewards) -> Compared:
+def _by_segment(rule: AdvantageRule, rewards: Rewards) -> Compared:
     from laurel.grpo.advantages import Compared, divided
 
     # What a difference of rewards is divided by is that of the group.
-    ones = [np.ones(len(row)) for row in given.values_B]
-    scales = divided(ones, given.values_B, rule, given.noise_B)
+    ones = [np.ones(len(row)) for row in rewards.values_B]
+    scales = divided(ones, rewards.values_B, rule, rewards.noise_B)
     segments_B, values = [], []
-    for row, paths, scale in zip(given.values_B, given.segments_B, scales.values, strict=True):
-        made = _made_of_difference(row, paths, leave_one_out=rule.leave_one_out)
-        found = [one * factor for one, factor in zip(made, scale.tolist(), strict=True)]
-        written = [np.array([one.num_sampled for one in path], np.float64) for path in paths]
-        segments_B.append(found)
-        pairs = zip(found, written, strict=True)
-        values.append(np.array([float(one @ n) / max(float(n.sum()), 1.0) for one, n in pairs]))
+    for row, paths, scale in zip(rewards.values_B, rewards.segments_B, scales.values, strict=True):
+        raw_leads = _segment_leads(row, paths, leave_one_out=rule.leave_one_out)
+        leads = [lead * factor for lead, factor in zip(raw_leads, scale.tolist(), strict=True)]
+        lengths = [np.array([part.num_sampled for part in path], np.float64) for path in paths]
+        segments_B.append(leads)
+        pairs = zip(leads, lengths, strict=True)
+        values.append(np.array([float(lead @ n) / max(float(n.sum()), 1.0) for lead, n in pairs]))
     return Compared(
         values=values, segments_B=segments_B, noise=scales.noise, at_floor=scales.at_floor
     )
 
 
-def _made_of_difference(
+def _segment_leads(
     rewards: Floats, paths: Sequence[Sequence[Segment]], *, leave_one_out: bool
 ) -> list[Floats]:
     from laurel.grpo.advantages import centred
@@ -284,15 +282,15 @@ def _made_of_difference(
             values[segment] = mean(branches[segment])
         return values[segment]
 
-    made = []
+    leads = []
     for path in paths:
         own, share = [], float(len(rewards))
         for before, segment in pairwise([-1, *(segment.id for segment in path)]):
             beside = branches[before]
             share /= len(beside)
-            others = [one for one in beside if one != segment] if leave_one_out else beside
+            others = [other for other in beside if other != segment] if leave_one_out else beside
             ahead_of = value_of(segment) - mean(others) if len(beside) > 1 else 0.0
             ahead_of = 0.0 if abs(ahead_of) <= slack else ahead_of
             own.append(ahead_of * share / num_leaves[segment])
-        made.append(np.array(own))
-    return made
+        leads.append(np.array(own))
+    return leads

@@ -367,7 +367,7 @@ def _run(
     how: OneBenchmarkOptions,
     *,
     compatibility: CompatibilityOption = None,
-    **said: Any,
+    **fields: Any,
 ) -> None:
     if how.compare is not None:
         from laurel.extensions.evaluation.tables import run_compare
@@ -378,13 +378,13 @@ def _run(
 
         reproduces = None if compatibility is None else name
         with speaking(_DATASET):
-            exit_code = run_benchmark(name, _request(rows, how, reproduces=reproduces, **said))
+            exit_code = run_benchmark(name, _request(rows, how, reproduces=reproduces, **fields))
     if exit_code:
         raise typer.Exit(exit_code)
 
 
 def _request(
-    rows: RowOptions, how: ScoringOptions, *, reproduces: BenchmarkName | None = None, **said: Any
+    rows: RowOptions, how: ScoringOptions, *, reproduces: BenchmarkName | None = None, **fields: Any
 ) -> EvaluationRequest:
     """Build the evaluation request; `reproduces` names the program whose tokens are copied."""
     from laurel.extensions.evaluation.rewardbench_tokens import FORMATS, MAX_LENGTH
@@ -415,5 +415,5 @@ def _request(
         max_samples=how.max_samples,
         output=how.output,
         as_json=how.as_json,
-        **said,
+        **fields,
     )

@@ -63,9 +63,9 @@ def accuracy_by_name(
             members.setdefault(names[pair.id], []).append(pair)
     slices = []
     for name, inside in sorted(members.items()):
-        found = accuracy(inside, baselines=baselines)
-        if found is not None:
-            slices.append(Slice(name=name, lowest=None, highest=None, accuracy=found))
+        measured = accuracy(inside, baselines=baselines)
+        if measured is not None:
+            slices.append(Slice(name=name, lowest=None, highest=None, accuracy=measured))
     return slices
 
 
@@ -81,14 +81,14 @@ def accuracy_by_value(
     Pairs of one value stay together; where there are no more than `num_bins` values, each has a bin
     of its own. Pairs without both scores, or without an entry in `values`, take no part.
     """
-    placed = [pair for pair in scored(pairs) if pair.id in values]
+    usable = [pair for pair in scored(pairs) if pair.id in values]
     slices = []
-    for lowest, highest in bins_of([values[pair.id] for pair in placed], num_bins):
-        inside = [pair for pair in placed if lowest <= values[pair.id] <= highest]
-        found = accuracy(inside, baselines=baselines)
-        if found is not None:
+    for lowest, highest in bins_of([values[pair.id] for pair in usable], num_bins):
+        inside = [pair for pair in usable if lowest <= values[pair.id] <= highest]
+        measured = accuracy(inside, baselines=baselines)
+        if measured is not None:
             name = f"{lowest:g}" if lowest == highest else f"{lowest:g} to {highest:g}"
-            slices.append(Slice(name=name, lowest=lowest, highest=highest, accuracy=found))
+            slices.append(Slice(name=name, lowest=lowest, highest=highest, accuracy=measured))
     return slices
 
 
@@ -126,15 +126,15 @@ def paired_test(
     Rows with fractional credit count for the result that gives more, which makes it the sign test;
     for rows that are right or wrong the two tests are the same.
     """
-    wanted = first.keys() if ids is None else ids
+    row_ids = first.keys() if ids is None else ids
     num_rows = first_better = second_better = 0
-    for row_id in wanted:
-        one, other = first.get(row_id), second.get(row_id)
-        if one is None or other is None:
+    for row_id in row_ids:
+        credit, other_credit = first.get(row_id), second.get(row_id)
+        if credit is None or other_credit is None:
             continue
         num_rows += 1
-        first_better += one > other
-        second_better += other > one
+        first_better += credit > other_credit
+        second_better += other_credit > credit
     return PairedTest(
         num_rows=num_rows,
         num_first_better=first_better,

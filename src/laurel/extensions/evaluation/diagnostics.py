@@ -82,7 +82,9 @@ def length_controlled_accuracy(
     """
     usable = scored(pairs)
     longer, shorter = (
-        accuracy([one for one in usable if sign * length_difference(one) > 0], baselines=baselines)
+        accuracy(
+            [pair for pair in usable if sign * length_difference(pair) > 0], baselines=baselines
+        )
         for sign in (1, -1)
     )
     if longer is None or shorter is None:
@@ -175,9 +177,9 @@ def score_distribution(pairs: Iterable[ScoredPair]) -> ScoreDistribution | None:
         by_answer[prompt, text].append(score)
     # Equal scores of different answers hint at a cut or a saturated head; of one answer they are
     # expected, so answers are counted, not rows.
-    owners = Counter(score for found in by_answer.values() for score in set(found))
-    num_identical = sum(any(owners[score] > 1 for score in found) for found in by_answer.values())
-    repeats = [max(found) - min(found) for found in by_answer.values() if len(found) > 1]
+    owners = Counter(score for values in by_answer.values() for score in set(values))
+    num_identical = sum(any(owners[score] > 1 for score in values) for values in by_answer.values())
+    repeats = [max(values) - min(values) for values in by_answer.values() if len(values) > 1]
     least, greatest = float(scores[0]), float(scores[-1])
     edge = _EDGE * (greatest - least)
     return ScoreDistribution(
@@ -222,14 +224,14 @@ def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
             "every column of scores needs a row for each pair, but they differ in length: "
             + ", ".join(f"{name} has {length}" for name, length in lengths.items())
         )
-    found = []
-    for (first, one), (second, other) in combinations(columns.items(), 2):
-        pairs = [[*a, *b] for a, b in zip(one, other, strict=True)]
+    result = []
+    for (first, first_column), (second, second_column) in combinations(columns.items(), 2):
+        pairs = [[*a, *b] for a, b in zip(first_column, second_column, strict=True)]
         both_N4 = np.array(pairs, np.float64).reshape(-1, 4)
         rows = both_N4[np.isfinite(both_N4).all(axis=-1)]
         if len(rows):
             a, b, c, d = rows.T
-            found.append(
+            result.append(
                 Agreement(
                     first=first,
                     second=second,
@@ -238,7 +240,7 @@ def agreements(columns: Mapping[str, Column]) -> list[Agreement]:
                     kendall=kendall(rows[:, :2].ravel().tolist(), rows[:, 2:].ravel().tolist()),
                 )
             )
-    return found
+    return result
 
 
 def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
@@ -249,11 +251,11 @@ def kendall(values: Sequence[float], others: Sequence[float]) -> float | None:
     # Knight's algorithm (1966): sorted by one side, discordant pairs are inversions of the other.
     both = sorted(zip(values, others, strict=True))
     discordant = 0
-    seen: list[float] = []
+    ahead: list[float] = []
     for _, other in both:
         # Of positions with one value the others come in rising order: none of them is ahead.
-        discordant += len(seen) - bisect.bisect_right(seen, other)
-        bisect.insort(seen, other)
+        discordant += len(ahead) - bisect.bisect_right(ahead, other)
+        bisect.insort(ahead, other)
     total = math.comb(len(both), 2)
     tied, tied_other, tied_in_both = (
         sum(math.comb(count, 2) for count in Counter(side).values())
@@ -500,8 +502,8 @@ def _most_similar(
     grams = [_grams(text) for text in [*prompts, *others]]
     if grams:
         # Each prompt counts an n-gram once, so that this counts prompts.
-        known, counts = np.unique(np.concatenate(grams), return_counts=True)
-        templates = known[counts > max(_TEMPLATE_PROMPTS, _TEMPLATE_SHARE * len(grams))]
+        distinct, counts = np.unique(np.concatenate(grams), return_counts=True)
+        templates = distinct[counts > max(_TEMPLATE_PROMPTS, _TEMPLATE_SHARE * len(grams))]
         grams = [part[~np.isin(part, templates, assume_unique=True)] for part in grams]
     mine, theirs = grams[: len(prompts)], grams[len(prompts) :]
     sizes = np.array([len(part) for part in theirs])
@@ -510,17 +512,19 @@ def _most_similar(
     row = np.concatenate(theirs)
     order = np.argsort(row, kind="stable")
     row, owners = row[order], np.repeat(np.arange(len(theirs)), sizes)[order]
-    found = {}
+    copies = {}
     for text, part in zip(prompts, mine, strict=True):
         starts, ends = np.searchsorted(row, part), np.searchsorted(row, part, side="right")
-        met = [owners[start:end] for start, end in zip(starts, ends, strict=True) if end > start]
-        if met:
-            candidates, shared = np.unique(np.concatenate(met), return_counts=True)
+        owners_met = [
+            owners[start:end] for start, end in zip(starts, ends, strict=True) if end > start
+        ]
+        if owners_met:
+            candidates, shared = np.unique(np.concatenate(owners_met), return_counts=True)
             similarity = shared / (len(part) + sizes[candidates] - shared)
             best = int(similarity.argmax())
             if similarity[best] >= threshold:
-                found[text] = (float(similarity[best]), others[candidates[best]])
-    return found
+                copies[text] = (float(similarity[best]), others[candidates[best]])
+    return copies
 
 
 # Sensitivity: how far rewriting an answer moves its score.
@@ -630,30 +634,33 @@ def sensitivity(
     # All forms of both answers go into one group: the prompt is encoded once for all of them.
     forms: list[Variant] = [str, *variants.values()]
     texts_PF2 = np.array(
-        [[[form(text) for text in (one.chosen, one.rejected)] for form in forms] for one in pairs],
+        [
+            [[form(text) for text in (pair.chosen, pair.rejected)] for form in forms]
+            for pair in pairs
+        ],
         object,
     ).reshape(len(pairs), len(forms), 2)
     is_made_PF2 = texts_PF2 != np.array(None)
     groups = [
         group_of(
             pair.prompt,
-            texts_PF2[place, is_made_PF2[place]].tolist(),
-            group_id=f"{pair.id}#{place}",
+            texts_PF2[index, is_made_PF2[index]].tolist(),
+            group_id=f"{pair.id}#{index}",
         )
-        for place, pair in enumerate(pairs)
+        for index, pair in enumerate(pairs)
     ]
     scores = score(groups)
-    found, expected = [*map(len, scores)], [len(group.completions_G) for group in groups]
-    if found != expected:  # numpy would spread a single score over all answers
+    counts, expected = [*map(len, scores)], [len(group.completions_G) for group in groups]
+    if counts != expected:  # numpy would spread a single score over all answers
         raise ProtocolError(
-            f"the scorer gave {found} scores for groups of {expected} answers", kind="count"
+            f"the scorer gave {counts} scores for groups of {expected} answers", kind="count"
         )
     scores_PF2 = np.full(is_made_PF2.shape, np.nan)
-    scores_PF2[is_made_PF2] = [one.value for scores_G in scores for one in scores_G]
+    scores_PF2[is_made_PF2] = [result.value for scores_G in scores for result in scores_G]
     scores_PF2[~np.isfinite(scores_PF2)] = np.nan  # a score that is not finite is a failure
     return [
-        _compare(name, scores_PF2[:, 0], scores_PF2[:, place], is_made_PF2[:, place])
-        for place, name in enumerate(variants, start=1)
+        _compare(name, scores_PF2[:, 0], scores_PF2[:, index], is_made_PF2[:, index])
+        for index, name in enumerate(variants, start=1)
     ]
 
 
@@ -671,7 +678,7 @@ def in_other_words(
             "own, in the same order"
         )
     scores_2P2 = np.array(
-        [[(one.score_chosen, one.score_rejected) for one in form] for form in (pairs, others)],
+        [[(pair.score_chosen, pair.score_rejected) for pair in form] for form in (pairs, others)],
         np.float64,
     ).reshape(2, -1, 2)
     scores_2P2[~np.isfinite(scores_2P2)] = np.nan
@@ -686,8 +693,8 @@ def _compare(
     is_scored_P2 = np.isfinite(shifts_P2)
     shifts = shifts_P2[is_scored_P2]
     # In units of the scores' own spread, shifts of different reward models can be compared.
-    known = originals_P2[np.isfinite(originals_P2)].tolist()
-    spread = pstdev(known) if known else 0.0
+    finite = originals_P2[np.isfinite(originals_P2)].tolist()
+    spread = pstdev(finite) if finite else 0.0
     is_whole_P = is_scored_P2.all(axis=1)
     (chosen, rejected), (chosen2, rejected2) = originals_P2[is_whole_P].T, changed_P2[is_whole_P].T
 
@@ -707,9 +714,6 @@ def _compare(
         flip_share_chosen=mean((chosen2 > rejected) != is_right),
         flip_share_rejected=mean((chosen > rejected2) != is_right),
     )
-
-
-# All diagnostics of a reward model in one report.
 
 
 def diagnostics_report(
@@ -790,7 +794,7 @@ def diagnostics_report(
         if training
         else None,
     }
-    return {key: found for key, value in report.items() if (found := _plain(value)) is not None}
+    return {key: plain for key, value in report.items() if (plain := _plain(value)) is not None}
 
 
 def _check_pairs(pairs: Sequence[ScoredPair], members: Mapping[str, Column]) -> None:

@@ -53,14 +53,9 @@ def run_eval(path: Path | None, overrides: Sequence[str], options: EvalPolicyOpt
     Args:
         path: The configuration of a GRPO run, whose validation tasks are answered (its training
             tasks if it has no others); None is the defaults.
-        overrides: Overrides of the configuration.
-        options: The command-line options, which take precedence over both.
 
     Returns:
         The exit code: 1 if a completion could not be graded, otherwise 0.
-
-    Raises:
-        UserError: A model, a task, an environment or a setting cannot be used.
     """
     for file in (options.output, options.samples):
         if file is not None:
@@ -87,8 +82,8 @@ def _room(options: EvalPolicyOptions) -> int:
     """Return the model's context length in tokens, if its local files state it."""
     try:
         files = Path(local_files(options.model))
-        said = json.loads((files / "config.json").read_text(encoding="utf-8"))
-        return min(LONGEST, int(said["max_position_embeddings"]))
+        config = json.loads((files / "config.json").read_text(encoding="utf-8"))
+        return min(LONGEST, int(config["max_position_embeddings"]))
     except (OSError, ValueError, KeyError, TypeError):
         return LONGEST
 
@@ -114,16 +109,16 @@ def _changes(options: EvalPolicyOptions, path: Path | None) -> list[str]:
 
 
 def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
-    named = {"dataset_name": options.dataset, "data_path": options.data_path}
-    given = {key: value for key, value in named.items() if value is not None}
+    fields = (("dataset_name", options.dataset), ("data_path", options.data_path))
+    changes = {key: value for key, value in fields if value is not None}
     data = config.data
-    if given:
-        sets = [flat_set(data, TaskSetConfig, None, None).model_copy(update=given)]
+    if changes:
+        sets = [flat_set(data, TaskSetConfig, None, None).model_copy(update=changes)]
     elif data.model_fields_set:
         sets = data.validation_sets() or [
             # What is made has prompts of validation, which a run never trains on.
-            one.model_copy(update={"split": None}) if is_endless(one) else one
-            for one in data.train_sets()
+            task_set.model_copy(update={"split": None}) if is_endless(task_set) else task_set
+            for task_set in data.train_sets()
         ]
     else:
         raise ConfigError(
@@ -131,11 +126,14 @@ def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
         )
     if any(map(is_endless, sets)):
         # As the validation of a run, whose keys fill the block.
-        asked = data.model_copy(update={"validation": sets})
-        sets = sets_of_run(asked, row_sources(config.env))[1]
-    said = options.environment or data.env_name
-    if options.environment or given:
-        sets = [one.model_copy(update={"env_name": said or one.env_name}) for one in sets]
+        block = data.model_copy(update={"validation": dict(enumerate(sets))})
+        sets = sets_of_run(block, row_sources(config.env))[1]
+    environment = options.environment or data.env_name
+    if options.environment or changes:
+        sets = [
+            task_set.model_copy(update={"env_name": environment or task_set.env_name})
+            for task_set in sets
+        ]
     return sets
 
 
@@ -168,10 +166,10 @@ def _played(
     context = RunContext(config=everything, console=console, stack=stack).with_slots(planned)
     environments = environments_of(data, context)
     check_answers(data, environments, console)
-    found = load_policy_bundle(context, data, environments, trains=False)
+    bundle = load_policy_bundle(context, data, environments, trains=False)
     from laurel.grpo.validation import validation_metrics
 
-    parts = found.parts
+    parts = bundle.parts
     assert parts.validation is not None
     console.print(report.render())
     progress = TrainingProgress(
@@ -181,12 +179,12 @@ def _played(
         words=ProgressWords("completions", "task", "answering"),
         side_by_side=-(-config.policy.generation.max_concurrent // options.num_generations),
     )
-    done = 0
+    num_done = 0
 
     def show(num_tasks: int) -> None:
-        nonlocal done
-        if (new := num_tasks - done) > 0:
-            done = num_tasks
+        nonlocal num_done
+        if (new := num_tasks - num_done) > 0:
+            num_done = num_tasks
             progress.step(num_tasks, {}, pairs=new * options.num_generations, tokens=0)
 
     with progress, parts.learner_at_rest():
@@ -210,7 +208,10 @@ def _result(
     temperature = generation.val_temperature
     return {
         "model": config.policy.model_name,
-        "data": [one.model_dump(mode="json", exclude_none=True) for one in _sets(config, options)],
+        "data": [
+            task_set.model_dump(mode="json", exclude_none=True)
+            for task_set in _sets(config, options)
+        ],
         "num_generations": options.num_generations,
         "temperature": generation.temperature if temperature is None else temperature,
         "seed": config.grpo.seed,

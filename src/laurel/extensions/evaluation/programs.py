@@ -38,20 +38,9 @@ def evaluate_model(
     judge: str | Path | None,
     scorer_options: ScorerSpec | None,
     cpu_threads: int | None,
-    **asked: Any,
+    **fields: Any,
 ) -> Evaluation:
-    """Evaluate a reward model, as `laurel.api.evaluate` does.
-
-    Args:
-        benchmark: Name of the command.
-        model: A directory, a name on the hub, or an address; empty beside a judge.
-        data: The rows.
-        console: Gets what is found.
-        judge: File of a judge that scores in place of a model.
-        scorer_options: How a model that is loaded here scores.
-        cpu_threads: On CPU; None is one per core.
-        asked: Further fields of `EvaluationRequest`.
-    """
+    """Evaluate a reward model, as `laurel.api.evaluate` does."""
     options = scorer_options or ScorerSpec()
     section = None
     if judge is not None:
@@ -69,6 +58,6 @@ def evaluate_model(
     request = EvaluationRequest(
         scorer=scorer,
         data=tuple(map(str, data)),
-        **asked,
+        **fields,
     )
     return evaluated(benchmark, request, console)

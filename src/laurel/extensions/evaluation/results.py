@@ -55,22 +55,24 @@ def write_results(directory: Path, evaluation: Evaluation) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     about = {"model": evaluation.model, **ABOUT}
     accuracies = {
-        one.name: one.value for one in evaluation.measured.subsets if one.value is not None
+        subset.name: subset.value
+        for subset in evaluation.measured.subsets
+        if subset.value is not None
     }
     contents = {
         "": {**about, **accuracies},
         "-scores": {**about, **_columns(evaluation)},
         "-report": evaluation.report(),
     }
-    written = []
+    paths = []
     for suffix, content in contents.items():
         path = target / f"{evaluation.benchmark}{suffix}.json"
         with replace_file(path) as file:
             # Reports keep their order; the others have the reference's, by name.
             json.dump(content, file, indent=4, sort_keys=suffix != "-report", allow_nan=False)
             file.write("\n")
-        written.append(path)
-    return written
+        paths.append(path)
+    return paths
 
 
 def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
@@ -122,18 +124,20 @@ def read_result(path: Path) -> StoredResult:
     Raises:
         DataError: The file is none of these.
     """
-    given = read_json_object(path)
+    content = read_json_object(path)
     stem = path.stem
     for suffix in _SUFFIXES:
         stem = stem.removesuffix(suffix)
     beside = {suffix: path.with_name(f"{stem}{suffix}.json") for suffix in _SUFFIXES}
-    report = given if "benchmark" in given else _read_if_there(beside["-report"])
-    scores = given if "results" in given else _read_if_there(beside["-scores"])
+    report = content if "benchmark" in content else _read_if_there(beside["-report"])
+    scores = content if "results" in content else _read_if_there(beside["-scores"])
     if report is None:
-        return _of_accuracies(path, given)
+        return _of_accuracies(path, content)
     try:
-        sections = {one["name"]: one["value"] for one in (*report["sections"], report["final"])}
-        subsets = {one["name"]: one["value"] for one in report["subsets"]}
+        sections = {
+            section["name"]: section["value"] for section in (*report["sections"], report["final"])
+        }
+        subsets = {subset["name"]: subset["value"] for subset in report["subsets"]}
         credits = subset_of = None
         if scores is not None:
             credits = dict(zip(scores["id"], scores["results"], strict=True))
@@ -154,11 +158,11 @@ def read_result(path: Path) -> StoredResult:
         ) from error
 
 
-def _of_accuracies(path: Path, given: Mapping[str, Any]) -> StoredResult:
+def _of_accuracies(path: Path, content: Mapping[str, Any]) -> StoredResult:
     """Read a result of which only the file of accuracies, in RewardBench's format, exists."""
     accuracies = {
         name: float(value)
-        for name, value in given.items()
+        for name, value in content.items()
         if name in reward_bench.NUM_ROWS or name in reward_bench.PRIOR_SETS
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
     }
@@ -171,7 +175,7 @@ def _of_accuracies(path: Path, given: Mapping[str, Any]) -> StoredResult:
     sections = reward_bench.section_scores(accuracies)
     return StoredResult(
         path=path,
-        model=str(given.get("model", path.stem)),
+        model=str(content.get("model", path.stem)),
         benchmark=None,
         subsets=accuracies,
         credits=None,

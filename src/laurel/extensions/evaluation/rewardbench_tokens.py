@@ -83,11 +83,9 @@ class RewardBenchContract(ScoringContract):
         """Replace a model's contract.
 
         Args:
-            contract: The model's own contract.
             tokenizer: The tokenizer as saved beside the model, without the contract's fixes; its
                 truncation side and padding are changed.
             pad_id: The padding token in the model's configuration; None where it names none.
-            form: The settings of the reference program.
 
         Raises:
             ModelError: The reference has no score for such a model, or none that depends on the
@@ -229,8 +227,8 @@ def by_position(prompt: Conversation, answer: Conversation) -> Conversation:
         )
     turns = (*prompt, *answer)
     return tuple(
-        Message("assistant" if place % 2 else "user", message.content)
-        for place, message in enumerate(turns)
+        Message("assistant" if index % 2 else "user", message.content)
+        for index, message in enumerate(turns)
     )
 
 
@@ -256,8 +254,6 @@ def _settle_padding(tokenizer: Any, pad_id: int | None) -> int:
         )
     return int(tokenizer.pad_token_id if pad_id is None else pad_id)
 
-
-# Differences between the reference's tokens and those of the scoring contract, with the reasons.
 
 BOS = "BOS doubled, the first hidden"
 ROLES = "roles by position"
@@ -323,36 +319,38 @@ def _difference(
     is_read = row.read_ids != ours[0]
     if not is_read and row.ids == ours[0]:
         return None
-    given = group.conversation(index)
-    has_other_roles = by_position(group.prompt, group.completions_G[index].messages) != given
-    found = {
+    conversation = group.conversation(index)
+    has_other_roles = by_position(group.prompt, group.completions_G[index].messages) != conversation
+    checks = {
         BOS: row.start > 0,
         ROLES: has_other_roles,
         CUT: is_read and (row.truncated or ours[1]),
         EARLIER: row.end < len(row.ids),
-        TEXT: not has_other_roles and row.text != reference.own.render(given),
+        TEXT: not has_other_roles and row.text != reference.own.render(conversation),
         CONTROL: reference.own.rules.has_plain_contents
-        and any(reference.own.control_token_in(message.content) for message in given),
+        and any(reference.own.control_token_in(message.content) for message in conversation),
     }
     return Difference(
-        reasons=tuple(reason for reason, holds in found.items() if holds) or (SPECIAL,),
+        reasons=tuple(reason for reason, holds in checks.items() if holds) or (SPECIAL,),
         is_read=is_read,
     )
 
 
-def summary(found: Sequence[Sequence[Difference | None]]) -> dict[str, Any]:
+def summary(compared: Sequence[Sequence[Difference | None]]) -> dict[str, Any]:
     """Count the rows and conversations that differ by reason, in JSON's types."""
-    rows = [[one for one in row if one is not None] for row in found]
-    every = [one for row in rows for one in row]
-    reasons = Counter(reason for one in every for reason in one.reasons)
+    rows = [[difference for difference in row if difference is not None] for row in compared]
+    every = [difference for row in rows for difference in row]
+    reasons = Counter(reason for difference in every for reason in difference.reasons)
     rows_by_reason = Counter(
-        reason for row in rows for reason in {r for one in row for r in one.reasons}
+        reason for row in rows for reason in {r for difference in row for r in difference.reasons}
     )
     return {
         "num_rows": sum(map(bool, rows)),
-        "num_rows_read_differently": sum(any(one.is_read for one in row) for row in rows),
+        "num_rows_read_differently": sum(
+            any(difference.is_read for difference in row) for row in rows
+        ),
         "num_completions": len(every),
-        "num_completions_read_differently": sum(one.is_read for one in every),
+        "num_completions_read_differently": sum(difference.is_read for difference in every),
         "reasons": {
             reason: {"num_rows": rows_by_reason[reason], "num_completions": count}
             for reason, count in reasons.most_common()

@@ -28,7 +28,7 @@ from laurel.evaluation.results import Evaluation
 from laurel.evaluation.statistics import Measured
 from laurel.extensions.evaluation.diagnostics import diagnostics_report
 from laurel.extensions.evaluation.results import check_output_directory, write_results
-from laurel.extensions.evaluation.served import asked_server
+from laurel.extensions.evaluation.served import server_spec
 from laurel.extensions.evaluation.tables import (
     print_compatibility,
     print_diagnostics,
@@ -77,9 +77,6 @@ def run_benchmark(name: BenchmarkName, request: EvaluationRequest) -> int:
 
     Returns:
         The exit code: 1 if a completion has no score, otherwise 0.
-
-    Raises:
-        UserError: A model, a row, a file or a setting cannot be used.
     """
     console = message_console()
     evaluation = evaluated(name, request, console)
@@ -95,9 +92,6 @@ def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console)
     """Score the rows of a benchmark, write result files if asked for, and return the results.
 
     Everything that needs no model is checked first.
-
-    Raises:
-        UserError: A model, a row, a file or a setting cannot be used.
     """
     request = checked_request(request)
     (evaluation,) = _evaluated({name: request}, request, console)
@@ -105,14 +99,18 @@ def evaluated(name: BenchmarkName, request: EvaluationRequest, console: Console)
 
 
 def _evaluated(
-    asked: Mapping[BenchmarkName, EvaluationRequest], request: EvaluationRequest, console: Console
+    requests: Mapping[BenchmarkName, EvaluationRequest],
+    request: EvaluationRequest,
+    console: Console,
 ) -> list[Evaluation]:
     """Read the rows of benchmarks, load the requested scorer once, and evaluate it on each."""
     if request.scorer.judge is not None:
-        _check_can_judge(request.scorer.judge, asked, request)
+        _check_can_judge(request.scorer.judge, requests, request)
     notes: list[str] = []
     with console.status("reading the rows"):
-        rows = {name: BENCHMARKS[name].read(one, notes.append) for name, one in asked.items()}
+        rows = {
+            name: BENCHMARKS[name].read(single, notes.append) for name, single in requests.items()
+        }
         training = None
         if request.train_data:
             training = training_pairs(
@@ -125,16 +123,16 @@ def _evaluated(
     def kept() -> str:
         if request.output is None:
             return "no result is kept"
-        return f"{len(evaluations)} of {counted(len(asked), 'result')} kept in {request.output}"
+        return f"{len(evaluations)} of {counted(len(requests), 'result')} kept in {request.output}"
 
     started = time.monotonic()
     with if_interrupted(kept), open_evaluation_scorer(request.scorer, console) as scorer:
-        for name, one in asked.items():
-            if one is not request:  # of several
+        for name, single in requests.items():
+            if single is not request:  # of several
                 title = BENCHMARKS[name].title
                 console.print(f"scoring {title}: {counted(len(rows[name]), 'row')}")
             evaluations.append(
-                evaluate_rows(name, rows[name], one, scorer, started=started, training=training)
+                evaluate_rows(name, rows[name], single, scorer, started=started, training=training)
             )
             if request.output is not None:
                 for path in write_results(request.output, evaluations[-1]):
@@ -144,9 +142,9 @@ def _evaluated(
 
 
 def _check_can_judge(
-    judge: JudgeConfig, asked: Collection[BenchmarkName], request: EvaluationRequest
+    judge: JudgeConfig, names: Collection[BenchmarkName], request: EvaluationRequest
 ) -> None:
-    if "process-bench" in asked:
+    if "process-bench" in names:
         raise ConfigError("ProcessBench needs the values of steps, and --judge gives one score")
     if judge.compares and request.sensitivity:
         raise ConfigError(
@@ -157,15 +155,11 @@ def _check_can_judge(
 
 
 def checked_request(request: EvaluationRequest) -> EvaluationRequest:
-    """Return a request with its model resolved, before any row is read.
-
-    Raises:
-        UserError: The model does not exist, or the output directory cannot be written.
-    """
-    scorer = request.scorer.found()
+    """Return a request with its model resolved, before any row is read."""
+    scorer = request.scorer.resolved()
     # Members are loaded after all rows are scored: a wrong name is reported now.
     for name in request.members:
-        replace(request.scorer, model=name).found()
+        replace(request.scorer, model=name).resolved()
     models = [request.scorer.model, *request.members]
     for name in dict.fromkeys(models):
         if models.count(name) > 1:
@@ -196,17 +190,17 @@ def evaluate_rows(
     benchmark = BENCHMARKS[name]
     scores = scorer.score([row.group for row in rows])
     seconds = time.monotonic() - started
-    found = reduce_scores(benchmark, rows, scores, request)
+    reduced = reduce_scores(benchmark, rows, scores, request)
     every = [score for scores_G in scores for score in scores_G]
     details = {
-        **benchmark.details(found.rows),
-        **_diagnosed(rows, found.rows, request, scorer, training),
+        **benchmark.details(reduced.rows),
+        **_diagnosed(rows, reduced.rows, request, scorer, training),
     }
     if request.scorer.judge is not None:
         details["judge"] = judge_details(request.scorer.judge, every)
     by_contract = None
     if scorer.reference is not None:
-        by_contract, compatibility = _beside_contract(
+        by_contract, compatibility = _compared_with_contract(
             name, rows, scores, request, scorer, scorer.reference
         )
         details["compatibility"] = compatibility
@@ -215,12 +209,12 @@ def evaluate_rows(
         title=benchmark.title,
         model=request.scorer.model,
         data=request.data,
-        measured=found.measured,
-        baseline=found.baseline,
+        measured=reduced.measured,
+        baseline=reduced.baseline,
         by_contract=by_contract,
-        rows=found.rows,
+        rows=reduced.rows,
         num_completions=len(every),
-        num_truncated=sum(one.truncated and one.failure is None for one in every),
+        num_truncated=sum(score.truncated and score.failure is None for score in every),
         failures=tuple(
             f"{row.source or row.group.id}: {score.failure}"
             for row, scores_G in zip(rows, scores, strict=True)
@@ -242,7 +236,7 @@ def judge_details(judge: JudgeConfig, scores: Sequence[Score]) -> dict[str, Any]
     return {"read_out": judge.read_out, "compares": judge.compares, **means}
 
 
-def _beside_contract(
+def _compared_with_contract(
     name: BenchmarkName,
     rows: Sequence[BenchmarkRow],
     scores: Sequence[tuple[Score, ...]],
@@ -257,22 +251,22 @@ def _beside_contract(
     from laurel.extensions.evaluation.rewardbench_tokens import differences, summary
 
     with scorer.console.status("comparing the tokens with those of the scoring contract"):
-        found = differences(reference, [row.group for row in rows])
+        compared = differences(reference, [row.group for row in rows])
     others = [
-        place
-        for place, row in enumerate(found)
-        if any(one is not None and one.is_read for one in row)
+        index
+        for index, row in enumerate(compared)
+        if any(difference is not None and difference.is_read for difference in row)
     ]
     by_contract = list(scores)
-    again = scorer.score_by_contract([rows[place].group for place in others])
-    for place, scores_G in zip(others, again, strict=True):
-        by_contract[place] = scores_G
+    again = scorer.score_by_contract([rows[index].group for index in others])
+    for index, scores_G in zip(others, again, strict=True):
+        by_contract[index] = scores_G
     form = reference.form
     compatibility = {
         "program": form.program,
         "max_length": form.max_length,
         "truncation_side": form.truncation_side,
-        **summary(found),
+        **summary(compared),
     }
     return reduce_scores(BENCHMARKS[name], rows, by_contract, request).measured, compatibility
 
@@ -290,12 +284,12 @@ def _diagnosed(
     translated = None
     plain = replace(request, margin_key=None)
     if request.other_language is not None:
-        others = preference_rows(replace(plain, data=(request.other_language,)), lambda said: None)
+        others = preference_rows(replace(plain, data=(request.other_language,)), lambda note: None)
         translated = _pairs_scored(others, request, scorer)
     members = {request.scorer.model: _column(scored)} if request.members else {}
     for name in request.members:
-        asked = replace(request.scorer, model=name).found()
-        with open_evaluation_scorer(asked, scorer.console) as member:
+        member_scorer = replace(request.scorer, model=name).resolved()
+        with open_evaluation_scorer(member_scorer, scorer.console) as member:
             members[name] = _column(_pairs_scored(rows, request, member))
     from laurel.environments.reward_model_environment import measure_noise
 
@@ -352,8 +346,6 @@ def say_failures(evaluation: Evaluation, console: Console) -> None:
         )
 
 
-# The scores of the rows of an evaluation, from a model that is loaded here or from a server.
-
 CHUNK = 256
 """The number of groups that a loaded model scores at a time."""
 # All groups of a request must come back within one time limit.
@@ -385,12 +377,8 @@ class EvalScorer:
         """Report whether `model` is the address of a server."""
         return self.model.startswith(("http://", "https://"))
 
-    def found(self) -> EvalScorer:
-        """Return these options with the model resolved, before any row is read.
-
-        Raises:
-            UserError: No model is named or found, or it cannot score in the way asked for.
-        """
+    def resolved(self) -> EvalScorer:
+        """Return these options with the model resolved, before any row is read."""
         if self.judge is not None:
             return self
         if not self.is_server:
@@ -444,11 +432,7 @@ class OpenScorer:
 
 @contextmanager
 def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[OpenScorer]:
-    """Load a model or connect to its server, and yield the scorer until the context ends.
-
-    Raises:
-        UserError: A model, a server or a setting cannot be used.
-    """
+    """Load a model or connect to its server, and yield the scorer until the context ends."""
     if scorer.judge is not None:
         opened = open_asked_judge(
             scorer.judge, scorer.options, console, cpu_threads=scorer.cpu_threads
@@ -469,7 +453,7 @@ def open_evaluation_scorer(scorer: EvalScorer, console: Console) -> Iterator[Ope
                 "--aggregate is for a model that is loaded here, and "
                 f"{key_of('--model')} is an address: give it to laurel serve"
             )
-        spec = asked_server(scorer.model, api_key_env=scorer.api_key_env)
+        spec = server_spec(scorer.model, api_key_env=scorer.api_key_env)
         with console.status(f"asking {scorer.model}"):
             from laurel.rewards.open import open_scorer
 
@@ -511,9 +495,6 @@ def _local(scorer: EvalScorer, console: Console) -> OpenScorer:
     )
 
 
-# The request for an evaluation of a reward model.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest(BenchmarkOptions):
     """The options of a reward-model evaluation; some apply to one benchmark only."""
@@ -548,8 +529,6 @@ class EvaluationRequest(BenchmarkOptions):
         )
 
 
-# `laurel eval all`: every benchmark whose rows are given, one after the other, and a summary.
-
 FILE_NAME = "all-report.json"
 
 
@@ -560,13 +539,9 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
 
     Args:
         request: The options; its data may hold the rows of different benchmarks.
-        hub: Whether benchmarks without named rows are read from the hub, if they are there.
 
     Returns:
         The exit code: 1 if a completion has no score, otherwise 0.
-
-    Raises:
-        UserError: A model, a row, a file or a setting cannot be used.
     """
     console = message_console()
     request = checked_request(request)
@@ -576,12 +551,12 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
             "(may be repeated), "
             "or --hub to read each benchmark from its own place on the hub"
         )
-    asked = _asked(request, hub=hub)
+    requests = _requests(request, hub=hub)
     # ProcessBench is for process reward models alone, so others lack nothing without it.
     absent: list[BenchmarkName] = [
-        name for name in BENCHMARKS if name not in asked and name != "process-bench"
+        name for name in BENCHMARKS if name not in requests and name != "process-bench"
     ]
-    evaluations = _evaluated(asked, request, console)
+    evaluations = _evaluated(requests, request, console)
     if request.as_json:
         write_json(_report(evaluations, request, absent))
     else:
@@ -599,32 +574,32 @@ def run_all(request: EvaluationRequest, *, hub: bool) -> int:
     return 1 if any(evaluation.failures for evaluation in evaluations) else 0
 
 
-def _asked(request: EvaluationRequest, *, hub: bool) -> dict[BenchmarkName, EvaluationRequest]:
+def _requests(request: EvaluationRequest, *, hub: bool) -> dict[BenchmarkName, EvaluationRequest]:
     """Split a request into one per benchmark that has rows, in the order of benchmarks."""
     paths: dict[BenchmarkName, list[str]] = {}
     for path in request.data:
         paths.setdefault(benchmark_in(path, split=request.split), []).append(path)
-    asked = {}
+    requests = {}
     for name in BENCHMARKS:
         if name in paths:
-            asked[name] = replace(request, data=tuple(paths[name]))
+            requests[name] = replace(request, data=tuple(paths[name]))
         elif hub and name in ON_HUB:
-            asked[name] = replace(request, data=(), split=None)
-    return asked
+            requests[name] = replace(request, data=(), split=None)
+    return requests
 
 
 def _print_summary(evaluations: Sequence[Evaluation], absent: Sequence[BenchmarkName]) -> None:
     console = make_console()
-    names = {one.baseline_name for one in evaluations}
+    names = {evaluation.baseline_name for evaluation in evaluations}
     baseline = names.pop() if len(names) == 1 else "baseline"
     columns = ("", "score", baseline, "rows", "failed")
     table = new_table(f"all: {evaluations[0].model}", *columns)
-    for one in evaluations:
-        final = one.measured.final
+    for evaluation in evaluations:
+        final = evaluation.measured.final
         table.add_row(
-            one.title,
+            evaluation.title,
             share_text(final.value),
-            share_text(one.beside(final)),
+            share_text(evaluation.beside(final)),
             f"{final.num_rows:,}",
             f"{final.num_failures:,}" if final.num_failures else "",
         )
@@ -643,15 +618,15 @@ def _report(
         "data": list(request.data),
         "summary": [
             {
-                "benchmark": one.benchmark,
-                "title": one.title,
-                "score": one.measured.final.value,
-                "longer_wins": one.beside(one.measured.final),
-                "num_rows": one.measured.final.num_rows,
-                "num_failures": one.measured.final.num_failures,
+                "benchmark": evaluation.benchmark,
+                "title": evaluation.title,
+                "score": evaluation.measured.final.value,
+                "longer_wins": evaluation.beside(evaluation.measured.final),
+                "num_rows": evaluation.measured.final.num_rows,
+                "num_failures": evaluation.measured.final.num_failures,
             }
-            for one in evaluations
+            for evaluation in evaluations
         ],
         "absent": list(absent),
-        "benchmarks": {one.benchmark: one.report() for one in evaluations},
+        "benchmarks": {evaluation.benchmark: evaluation.report() for evaluation in evaluations},
     }

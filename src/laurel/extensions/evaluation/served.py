@@ -13,12 +13,8 @@ from laurel.rewards.spec import ScorerSpec
 KEY_VARIABLE = "LAUREL_API_KEY"
 
 
-def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
+def server_spec(url: str, *, api_key_env: str | None) -> ScorerSpec:
     """Return the scorer spec for a server whose address is the value of `--model`.
-
-    Args:
-        url: The address.
-        api_key_env: The value of `--api-key-env`; None is `KEY_VARIABLE`, if it is set.
 
     Raises:
         ConfigError: The address or the variable's name is invalid.
@@ -35,6 +31,6 @@ def asked_server(url: str, *, api_key_env: str | None) -> ScorerSpec:
         with speaking(names):
             servers = ScorerSource(urls=[url], api_key_env=variable, connect_patience=0.0)
     except ValidationError as error:
-        said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise ConfigError(said) from error
+        message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise ConfigError(message) from error
     return ScorerSpec(servers=servers, names=(names,))

@@ -20,7 +20,7 @@ from laurel.observe.console import (
     visible,
 )
 from laurel.observe.json_output import write_json
-from laurel.observe.report.evaluations import diagnostic_tables
+from laurel.observe.report.diagnostics import diagnostic_tables
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,8 +41,8 @@ def print_evaluation(console: Console, evaluation: Evaluation) -> None:
     sections = [figure for figure in measured.sections if not figure.is_aside]
     asides = [figure for figure in measured.sections if figure.is_aside]
     for figures in (measured.subsets, sections, (measured.final,), asides):
-        for place, figure in enumerate(figures, start=1):
-            _add(table, evaluation, figure, ends=place == len(figures))
+        for index, figure in enumerate(figures, start=1):
+            _add(table, evaluation, figure, ends=index == len(figures))
     print_table(console, table)
     for note in measured.notes:
         console.print(Text(f"note    {visible(note)}"), soft_wrap=True)
@@ -70,11 +70,9 @@ def print_compatibility(console: Console, facts: Mapping[str, Any], *, num_rows:
         f"{facts['num_rows_read_differently']:,} ({facts['num_completions_read_differently']:,})",
         soft_wrap=True,
     )
-    for reason, found in facts["reasons"].items():
-        counts = (
-            f"{counted(found['num_rows'], 'row')} ({counted(found['num_completions'], 'answer')})"
-        )
-        console.print(f"        {reason}: {counts}", soft_wrap=True)
+    for reason, rows in facts["reasons"].items():
+        shown = f"{counted(rows['num_rows'], 'row')} ({counted(rows['num_completions'], 'answer')})"
+        console.print(f"        {reason}: {shown}", soft_wrap=True)
 
 
 def print_judge(console: Console, facts: Mapping[str, Any]) -> None:
@@ -86,9 +84,15 @@ def print_judge(console: Console, facts: Mapping[str, Any]) -> None:
         "spread": "standard deviation of the samples",
         "failed_comparisons": "comparisons that failed, where some did",
     }
-    said = [f"{text} {facts[name]:.3f}" for name, text in words.items() if name in facts]
-    if said:
-        console.print(f"judge   {'; '.join(said)}", soft_wrap=True)
+    figures = [f"{text} {facts[name]:.3f}" for name, text in words.items() if name in facts]
+    if figures:
+        console.print(f"judge   {'; '.join(figures)}", soft_wrap=True)
+    if facts.get("position_flips", 0.0) > 0.5:
+        console.print(
+            "warning: where most verdicts change with the position, the judge prefers a position "
+            "to an answer, and its accuracy says nothing of the answers",
+            soft_wrap=True,
+        )
 
 
 def print_matrix(
@@ -131,24 +135,19 @@ def _add(table: Table, evaluation: Evaluation, figure: Figure, *, ends: bool) ->
     )
 
 
-# The tables of a `diagnostics_report`.
-
-
 def print_diagnostics(console: Console, report: Mapping[str, Any]) -> None:
     """Print a report of `diagnostics_report` as tables."""
     failed = f", {report['num_failures']:,} of them without a verdict"
     console.print(counted(report["num_pairs"], "pair") + (failed if report["num_failures"] else ""))
     for reason, count in report.get("failures", {}).items():
         console.print(Text(f"  {count:,} x {visible(reason)}", style="yellow"))
-    for found in diagnostic_tables(report):
-        table = new_table(found.title, *found.columns)
-        for place, (first, *others) in enumerate(found.rows):
-            style = "bold" if place in found.headings else ""
+    for section in diagnostic_tables(report):
+        table = new_table(section.title, *section.columns)
+        for index, (first, *others) in enumerate(section.rows):
+            style = "bold" if index in section.headings else ""
             table.add_row(Text(first, style=style), *map(Text, others))
         print_table(console, table)
 
-
-# Two results of the same evaluation side by side, and whether they differ by more than chance.
 
 ALL = "all rows"
 
@@ -159,9 +158,6 @@ def run_compare(benchmark: str, first_path: Path, second_path: Path, *, as_json:
     Each path is any of the files that `--output` wrote. Rows with an outcome in both results are
     compared by McNemar's exact test, in each subset and over all. Without the outcomes of rows, as
     in files of accuracies alone, the test is left out.
-
-    Returns:
-        The exit code, 0.
 
     Raises:
         UserError: A file holds no result, or the two are of different evaluations.
@@ -187,11 +183,16 @@ def _compared(first: StoredResult, second: StoredResult) -> dict[str, Any]:
     tests = _tests(first, second)
 
     def entries(
-        one: Mapping[str, float | None], other: Mapping[str, float | None]
+        values: Mapping[str, float | None], other_values: Mapping[str, float | None]
     ) -> list[dict[str, Any]]:
         return [
-            {"name": name, "a": one.get(name), "b": other.get(name), **tests.get(name, {})}
-            for name in dict.fromkeys([*one, *other])
+            {
+                "name": name,
+                "a": values.get(name),
+                "b": other_values.get(name),
+                **tests.get(name, {}),
+            }
+            for name in dict.fromkeys([*values, *other_values])
         ]
 
     return {
@@ -230,15 +231,15 @@ def _print(first: StoredResult, second: StoredResult, compared: Mapping[str, Any
         console.print(visible(f"{letter}: {result.model} ({result.path})"), soft_wrap=True)
     table = new_table("", "", "A", "B", "B - A", "only A", "only B", "p")
     for group in (compared["subsets"], compared["sections"]):
-        for place, one in enumerate(group, start=1):
-            a, b = one["a"], one["b"]
+        for index, entry in enumerate(group, start=1):
+            a, b = entry["a"], entry["b"]
             table.add_row(
-                name_text(one["name"]),
+                name_text(entry["name"]),
                 share_text(a),
                 share_text(b),
                 "" if a is None or b is None else f"{b - a:+.4f}",
-                *_test_cells(one),
-                end_section=place == len(group),
+                *_test_cells(entry),
+                end_section=index == len(group),
             )
     test = compared["all_rows"]
     if test is not None:

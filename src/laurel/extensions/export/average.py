@@ -119,7 +119,10 @@ def average_weights(networks: Iterable[nn.Module]) -> dict[str, Tensor]:
             del weight, value
         weights.clear()
         gc.collect()
-    return {k: one / number if one.is_floating_point() else one for k, one in sums.items()}
+    return {
+        k: weight_sum / number if weight_sum.is_floating_point() else weight_sum
+        for k, weight_sum in sums.items()
+    }
 
 
 def fill_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -158,7 +161,7 @@ def average_reward_models(
     Each must score as it was saved. They are loaded in float32, whatever is written. Their scores
     are compared on the conversations for the contract of the first.
     """
-    found: list[list[float]] = []
+    scores: list[list[float]] = []
     conversations: Sequence[Conversation] = ()
 
     def networks() -> Iterator[nn.Module]:
@@ -167,7 +170,7 @@ def average_reward_models(
             member = replace(spec, precision="float32")
             scorer = load_scorer(place, member, say=lambda text: None)
             conversations = conversations or conversations_for(scorer.contract)
-            found.append(_values(scorer, conversations))
+            scores.append(_values(scorer, conversations))
             network = scorer.model.network
             del scorer
             yield network
@@ -175,7 +178,7 @@ def average_reward_models(
             gc.collect()
 
     weights = average_weights(networks())
-    scores_MN = np.asarray(found, dtype=np.float64)
+    scores_MN = np.asarray(scores, dtype=np.float64)
     return weights, MemberAgreement(
         num_models=len(places),
         num_conversations=len(conversations),
@@ -205,7 +208,7 @@ def facts_of_average(members: Sequence[CardFacts], places: Sequence[ModelPlace])
         return {
             key: value
             for key, value in first.items()
-            if all(getattr(one, name).get(key) == value for one in members)
+            if all(getattr(member, name).get(key) == value for member in members)
         }
 
     names = ", ".join(os.path.relpath(place.name) for place in places)

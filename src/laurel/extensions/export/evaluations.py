@@ -28,9 +28,6 @@ _TITLES = {
 def read_evaluations(paths: Sequence[Path]) -> tuple[list[EvaluationTable], list[str]]:
     """Read evaluation reports; return their tables and the names of the evaluated models.
 
-    Args:
-        paths: Directories that `--output` named, or single reports in them.
-
     Raises:
         DataError: There is no report, or a report cannot be read.
     """
@@ -56,14 +53,14 @@ def read_evaluations(paths: Sequence[Path]) -> tuple[list[EvaluationTable], list
 
 def _reports(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(path.glob(f"*{_SUFFIX}"))
-        if not found:
-            held = ", ".join(sorted(one.name for one in path.iterdir())[:8]) or "nothing"
+        reports = sorted(path.glob(f"*{_SUFFIX}"))
+        if not reports:
+            names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
             raise DataError(
                 f"--eval {path} holds no report (*{_SUFFIX}) of laurel eval ... --output. It "
-                f"holds: {held}"
+                f"holds: {names}"
             )
-        return found
+        return reports
     if not path.is_file():
         raise DataError(f"--eval {path}: there is no such file or directory")
     beside = path.with_name(f"{path.stem.removesuffix('-scores')}{_SUFFIX}")
@@ -75,10 +72,10 @@ def _table(report: dict[str, Any]) -> EvaluationTable:
     final = report["final"]
     entries = [*(report["sections"] or report["subsets"]), final]
     # A metric without rows has no value there, and is no row here.
-    rows = [_ROW.validate_python(one) for one in entries if one["value"] is not None]
+    rows = [_ROW.validate_python(entry) for entry in entries if entry["value"] is not None]
     return EvaluationTable(
         title=_TITLES.get(benchmark, benchmark),
-        data=tuple(Path(str(one)).name or str(one) for one in report["data"]),
+        data=tuple(Path(str(entry)).name or str(entry) for entry in report["data"]),
         num_rows=int(report["num_rows"]),
         rows=tuple(dict.fromkeys(rows)),
         notes=tuple(str(note) for note in report["notes"]),

@@ -37,11 +37,6 @@ def run_export(
     Everything that needs no model is checked first. A directory that fails the test of its scores
     is not kept.
 
-    Args:
-        options: The options of the command line.
-        hub: The client of the Hugging Face hub; None creates one if the options name a repository.
-        messages: Gets progress and results; None is standard error.
-
     Raises:
         UserError: A model, a directory, a setting or a login cannot be used, or the directory
             would give other scores.
@@ -76,20 +71,15 @@ def run_export(
             push(hub, options.push_to_hub, target, private=options.private)
         say(f"pushed  to {options.push_to_hub}")
     if options.as_json:
-        said = {"model": place.source, "output": options.output, "hub": options.push_to_hub}
+        facts = {"model": place.source, "output": options.output, "hub": options.push_to_hub}
         if options.average:
-            said["model"] = [place.source for place in places]
-            said["agreement"] = None if agreement is None else asdict(agreement)
-        write_json(said)
+            facts["model"] = [place.source for place in places]
+            facts["agreement"] = None if agreement is None else asdict(agreement)
+        write_json(facts)
 
 
 def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
     """Refuse a directory that could not be written, before any work is done.
-
-    Args:
-        path: The directory to write.
-        overwrite: Whether an existing model may be replaced.
-        read_from: The directory or name of the model that is read.
 
     Returns:
         The path, links followed.
@@ -98,34 +88,33 @@ def check_target(path: Path, *, overwrite: bool, read_from: str) -> Path:
         ConfigError: The directory is not empty, or would replace the model that is read.
         DataError: The directory cannot be made.
     """
-    asked = setting_of("--output", path)
+    option = setting_of("--output", path)
     target = Path(os.path.realpath(path.expanduser()))
     source = Path(os.path.realpath(Path(read_from).expanduser()))
     if source.is_dir() and (target == source or target in source.parents):
-        raise ConfigError(f"{asked} is, or holds, the model that is read ({source}); name another")
+        raise ConfigError(f"{option} is, or holds, the model that is read ({source}); name another")
     # Only a model is ever replaced: a mistyped path must not delete somebody's files.
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
             raise ConfigError(
-                f"{asked} is there and not empty; name another directory, or add "
+                f"{option} is there and not empty; name another directory, or add "
                 f"{key_of('--overwrite')} to replace it"
             )
         if not (target / _MARK).is_file():
             raise ConfigError(
-                f"{asked} holds no model ({_MARK}), so {key_of('--overwrite')} does not delete "
-                "it; name another "
-                " directory, or delete it yourself"
+                f"{option} holds no model ({_MARK}), so {key_of('--overwrite')} does not delete "
+                "it; name another directory, or delete it yourself"
             )
     elif target.exists() and not target.is_dir():
-        raise ConfigError(f"{asked} is a file; name a directory")
+        raise ConfigError(f"{option} is a file; name a directory")
     # The nearest directory that exists decides whether the others can be made.
-    there = target.parent
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise DataError(f"{asked} cannot be made: {there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise DataError(f"{asked} cannot be written: no permission in {there}")
+    nearest = target.parent
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise DataError(f"{option} cannot be made: {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(f"{option} cannot be written: no permission in {nearest}")
     return target
 
 
@@ -145,8 +134,7 @@ def _find(options: ExportOptions) -> list[ModelPlace]:
     if not options.model:
         raise ConfigError(
             f"no model is named; add {key_of('--model')} with a directory (of a model, a "
-            "checkpoint, or a run "
-            "with checkpoints) or a name on the Hugging Face hub"
+            "checkpoint, or a run with checkpoints) or a name on the Hugging Face hub"
         )
     name = options.model
     if options.step is not None:
@@ -173,11 +161,11 @@ def _tables(
     from laurel.extensions.export.evaluations import read_evaluations
 
     tables, models = read_evaluations(options.evaluations)
-    known = {options.model, os.path.realpath(options.output.expanduser())}
+    names = {options.model, os.path.realpath(options.output.expanduser())}
     if not options.average:  # an evaluation of a member is none of the mean
-        known |= {os.path.realpath(Path(options.model).expanduser()), places[0].name}
+        names |= {os.path.realpath(Path(options.model).expanduser()), places[0].name}
     for model in dict.fromkeys(models):
-        if model not in known and os.path.realpath(Path(model).expanduser()) not in known:
+        if model not in names and os.path.realpath(Path(model).expanduser()) not in names:
             say(f"warning: an evaluation is of {model}, by its name not the model that is written")
     return tables
 
@@ -206,10 +194,10 @@ def _write(
             )
         writing.write_policy(directory, places, model_spec(policy), options, say)
         return None
-    asked = ScorerSpec(
+    choice = ScorerSpec(
         max_length=options.max_length, precision=options.dtype, device=options.device
     )
-    spec = scorer_spec(asked, policy)
+    spec = scorer_spec(choice, policy)
     return writing.write_reward_model(directory, places, spec, options, tables, say)
 
 
@@ -225,8 +213,8 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
         return "reward model"
     try:
         if directory.is_dir():
-            said = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            architectures = said.get("architectures") or []
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            architectures = config.get("architectures") or []
         else:
             from transformers import AutoConfig
 
@@ -243,15 +231,8 @@ def _kind(place: ModelPlace, *, safetensors_only: bool) -> Literal["reward model
     return "reward model" if is_classifier else "policy"
 
 
-# Upload of a directory to the Hugging Face hub.
-
-
 def check_hub(api: HfApi, name: str) -> None:
     """Check the name of a repository and the login, before any work is done.
-
-    Args:
-        api: The hub.
-        name: The name of the repository.
 
     Raises:
         ConfigError: The hub does not accept the name, or there is no login.

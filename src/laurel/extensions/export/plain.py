@@ -43,7 +43,7 @@ def plain_scores(
         factory = AutoModelForTokenClassification
     model, tokenizer = _load(factory, directory, device)
     rows = [_ids(tokenizer, conversation, rules) for conversation in conversations]
-    found: list[np.ndarray] = []
+    outputs: list[np.ndarray] = []
     for first in range(0, len(rows), ROWS):
         batch = tokenizer.pad(
             {"input_ids": rows[first : first + ROWS]}, padding_side="right", return_tensors="pt"
@@ -51,19 +51,19 @@ def plain_scores(
         with torch.inference_mode():
             logits: Tensor = model(**batch.to(device)).logits
         if rules.steps is None:
-            found.append(logits.float().cpu().numpy())
+            outputs.append(logits.float().cpu().numpy())
             continue
         for row, conversation in enumerate(conversations[first : first + ROWS]):
             reads = _step_reads(tokenizer, conversation, rules.steps.separator)
-            found.append(logits[row, reads].float().sigmoid().cpu().numpy())
-    return np.concatenate(found)
+            outputs.append(logits[row, reads].float().sigmoid().cpu().numpy())
+    return np.concatenate(outputs)
 
 
 def _step_reads(tokenizer: Any, conversation: Conversation, separator: str) -> list[int]:
     # As the program in the model card does.
     messages = [{"role": m.role, "content": m.content} for m in conversation]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     answer = conversation[-1].content.strip()
     end = text.rindex(answer)
     reads = []
@@ -71,9 +71,9 @@ def _step_reads(tokenizer: Any, conversation: Conversation, separator: str) -> l
         end += len(step) + len(separator)
         if step.strip():
             reads.append(
-                max(i for i, (first, _) in enumerate(found["offset_mapping"]) if first < end)
+                max(i for i, (first, _) in enumerate(tokens["offset_mapping"]) if first < end)
             )
-    reads[-1:] = [len(found["input_ids"]) - 1]
+    reads[-1:] = [len(tokens["input_ids"]) - 1]
     return reads
 
 
@@ -81,12 +81,6 @@ def plain_logprobs(
     directory: Path, sequences_N: Sequence[Tensor], starts_N: Sequence[int], *, device: torch.device
 ) -> np.ndarray:
     """Compute log-probabilities with `AutoModelForCausalLM` alone, to check an export.
-
-    Args:
-        directory: The directory of the exported policy.
-        sequences_N: The tokens of each sequence.
-        starts_N: The index in each sequence of the first token whose log-probability is returned.
-        device: The device that computes.
 
     Returns:
         The log-probabilities of all sequences, concatenated.
@@ -102,14 +96,14 @@ def plain_logprobs(
     batch = tokenizer.pad(rows, padding_side="right", return_tensors="pt").to(device)
     with torch.inference_mode():
         logits_NLV = model(**batch).logits.float()
-    found = []
+    logprobs = []
     for row, (ids, start) in enumerate(zip(sequences_N, starts_N, strict=True)):
         logprobs_LV = logits_NLV[row, start - 1 : len(ids) - 1].log_softmax(dim=-1)
-        found.append(logprobs_LV.gather(1, ids[start:, None].to(device))[:, 0].cpu().numpy())
-    return np.concatenate(found)
+        logprobs.append(logprobs_LV.gather(1, ids[start:, None].to(device))[:, 0].cpu().numpy())
+    return np.concatenate(logprobs)
 
 
-def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
+def largest_difference(computed: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest difference of two arrays in units of max(1, |expected|).
 
     Golden scores are compared in the same way. The result is infinite if any difference is not
@@ -118,12 +112,12 @@ def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
     Raises:
         ScoringContractError: The two arrays have different shapes.
     """
-    if found.shape != expected.shape:
+    if computed.shape != expected.shape:
         raise ScoringContractError(
-            f"plain transformers gives {list(found.shape)} numbers where {list(expected.shape)} "
+            f"plain transformers gives {list(computed.shape)} numbers where {list(expected.shape)} "
             "were expected"
         )
-    difference = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
+    difference = np.abs(computed - expected) / np.maximum(1.0, np.abs(expected))
     return float(difference.max()) if np.isfinite(difference).all() else float("inf")
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def export_model(output: Path, console: Console, **chosen: Any) -> Path:
+def export_model(output: Path, console: Console, **fields: Any) -> Path:
     """Export a model; what is chosen are fields of `ExportOptions`."""
-    run_export(ExportOptions(output=output, **chosen), messages=console)
+    run_export(ExportOptions(output=output, **fields), messages=console)
     return output

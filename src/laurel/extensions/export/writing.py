@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from laurel.models.checkpoint.card import EvaluationTable
 
 
-# A policy.
-
-
 def write_policy(
     directory: Path,
     places: Sequence[ModelPlace],
@@ -58,13 +55,6 @@ def write_policy(
 ) -> None:
     """Write a policy, reload it without Laurel, and compare log-probabilities.
 
-    Args:
-        directory: An empty directory.
-        places: The policy that is written, or several whose mean is written.
-        spec: The settings with which it is loaded.
-        options: The options of the command line.
-        say: Gets the results.
-
     Raises:
         UserError: The model is not a policy, or the written one gives other log-probabilities.
     """
@@ -73,7 +63,7 @@ def write_policy(
     weights = None
     if len(places) > 1:  # before the one that is written is loaded: one model at a time
         members = (replace(spec, name=place.name, precision="float32") for place in places)
-        weights = average_weights(load(one).model.network for one in members)
+        weights = average_weights(load(member).model.network for member in members)
     loaded = load(
         replace(spec, name=places[0].name, precision=options.dtype),
         weights_dtype=DTYPES[options.dtype],
@@ -85,12 +75,12 @@ def write_policy(
         del weights
         facts = facts_of_average([facts_beside(place.name) for place in places], places)
         name = f"the mean of {len(places)} models"
-    found = check_policy_paths(model)
+    difference = check_policy_paths(model)
     num_parameters = sum(p.numel() for p in model.parameters())
     say(
         f"model   {type(model.network).__name__} from {name}: "
         f"{format_parameters(num_parameters)} parameters, {options.dtype} on {device.type} "
-        f"(self-check: {found:.1e})"
+        f"(self-check: {difference:.1e})"
     )
     for note in loaded.notes:
         say(f"note    {note}")
@@ -121,8 +111,6 @@ def write_policy(
     )
 
 
-# A reward model.
-
 LONGEST_PROBE = 1024
 """The longest cut, in tokens, that a probe exceeds: a longer probe would be slow."""
 
@@ -137,14 +125,6 @@ def write_reward_model(
 ) -> MemberAgreement | None:
     """Write a reward model, reload it both without Laurel and with it, and compare scores.
 
-    Args:
-        directory: An empty directory.
-        places: The model that is written, or several whose mean is written.
-        spec: The settings with which it is loaded.
-        options: The options of the command line.
-        tables: Evaluations for its card.
-        say: Gets the results.
-
     Returns:
         How far the models whose mean is written agree; None where there is one model.
 
@@ -154,10 +134,12 @@ def write_reward_model(
     facts, agreement = facts_beside(places[0].name), None
     weights = None
     if len(places) > 1:  # before the one that is written is loaded: one model at a time
-        known = [r.golden for place in places if (r := read_rules(place)) is not None]
-        asked = dict.fromkeys(golden.messages for of_one in known for golden in of_one)
+        goldens = [r.golden for place in places if (r := read_rules(place)) is not None]
+        conversations = dict.fromkeys(
+            golden.messages for of_model in goldens for golden in of_model
+        )
         weights, agreement = average_reward_models(
-            places, spec, lambda contract: [*asked] or probes_for(contract)
+            places, spec, lambda contract: [*conversations] or probes_for(contract)
         )
     scorer = load_scorer(places[0], spec, say=say)
     if weights is not None:
@@ -183,7 +165,7 @@ def write_reward_model(
     probes = [
         golden.messages
         for golden in contract.rules.golden
-        if not any(contract.control_token_in(one.content) for one in golden.messages)
+        if not any(contract.control_token_in(message.content) for message in golden.messages)
     ]
     probes += [probe for probe in probes_for(contract) if probe not in probes]
     expected_NK = _scores(scorer, probes)
@@ -213,20 +195,24 @@ def probes_for(contract: ScoringContract) -> list[Conversation]:
 
     One is longer than the model's `max_length`, and so truncated, where that limit is small.
     """
-    asked = Message("user", "Where does the laurel grow?")
+    question = Message("user", "Where does the laurel grow?")
     if contract.rules.steps is not None:
         steps = ("Take 2 and add 3: 5.", "Add 4 to it.", "So it is 9.", "No, " * 20 + "it is.")
         joined = contract.rules.steps.separator.join
-        chosen: list[Conversation] = [
-            (asked, Message("assistant", joined(steps[first : first + count])))
+        answers: list[Conversation] = [
+            (question, Message("assistant", joined(steps[first : first + count])))
             for first, count in ((0, 1), (0, 3), (1, 2), (0, 4))
         ]
         # A cut answer has no score.
-        tokens = contract.encode([conversation_group(probe) for probe in chosen])
-        return [probe for probe, one in zip(chosen, tokens, strict=True) if not one.truncated_G[0]]
+        tokens = contract.encode([conversation_group(probe) for probe in answers])
+        return [
+            probe
+            for probe, encoded in zip(answers, tokens, strict=True)
+            if not encoded.truncated_G[0]
+        ]
     probes: list[Conversation] = [
-        (asked, Message("assistant", "No.")),
-        (asked, Message("assistant", "By the western gate, under the old wall.")),
+        (question, Message("assistant", "No.")),
+        (question, Message("assistant", "By the western gate, under the old wall.")),
         (
             Message("user", "Name three rivers."),
             Message("assistant", "The Rhine, the Po and the Ebro."),
@@ -239,8 +225,8 @@ def probes_for(contract: ScoringContract) -> list[Conversation]:
         ),
     ]
     if contract.rules.max_length <= LONGEST_PROBE:
-        said = "Over the hills, and over them again. " * contract.rules.max_length
-        probes.append((asked, Message("assistant", said[: 8 * contract.rules.max_length])))
+        text = "Over the hills, and over them again. " * contract.rules.max_length
+        probes.append((question, Message("assistant", text[: 8 * contract.rules.max_length])))
     return probes
 
 
@@ -274,15 +260,15 @@ def _contract(scorer: LocalScorer, options: ExportOptions, say: Say) -> ScoringC
             "scoring.json: scores of conversations that spell a control token change"
         )
     # The golden scores are computed anew: those of the checkpoint are of its own precision.
-    kept = [golden.messages for golden in contract.rules.golden]
+    golden_messages = [golden.messages for golden in contract.rules.golden]
     if options.without_conversations:
-        kept = []
-    elif kept and options.push_to_hub is not None:
+        golden_messages = []
+    elif golden_messages and options.push_to_hub is not None:
         say(
-            f"note    scoring.json holds {len(kept)} conversations of the data of the run, which "
-            "go to the hub; --without-conversations puts others in their place"
+            f"note    scoring.json holds {len(golden_messages)} conversations of the data of the "
+            "run, which go to the hub; --without-conversations puts others in their place"
         )
-    conversations = kept or probes_for(contract)[:3]
+    conversations = golden_messages or probes_for(contract)[:3]
     golden = golden_scores(
         scorer.model, contract, [conversation_group(messages) for messages in conversations]
     )
@@ -309,17 +295,17 @@ def _scores(scorer: LocalScorer, conversations: Sequence[Conversation]) -> np.nd
     return np.asarray([score.values_K for score in scores], dtype=np.float64)
 
 
-def _compare(who: str, found: np.ndarray, expected: np.ndarray, tolerance: float) -> float:
+def _compare(who: str, computed: np.ndarray, expected: np.ndarray, tolerance: float) -> float:
     """Return the largest difference of scores.
 
     Raises:
         ScoringContractError: The difference is beyond the tolerance.
     """
-    worst = largest_difference(found, expected)
+    worst = largest_difference(computed, expected)
     if not worst <= tolerance:
-        row = int(np.argmax(np.nan_to_num(np.abs(found - expected).max(axis=1), nan=np.inf)))
+        row = int(np.argmax(np.nan_to_num(np.abs(computed - expected).max(axis=1), nan=np.inf)))
         raise ScoringContractError(
-            f"{who} gives other scores from what was written: {found[row, 0]:.6g} where "
+            f"{who} gives other scores from what was written: {computed[row, 0]:.6g} where "
             f"{expected[row, 0]:.6g} was expected (largest difference {worst:.3g}, allowed "
             f"{tolerance:.0e}). It was not kept. Most likely it is pooled from another token, or "
             "the architecture reads padding; please report the model"

@@ -77,9 +77,6 @@ class ToolEnvironment(EnvironmentInterface):
     def __init__(self, env_config: ToolsConfig | Mapping[str, Any]) -> None:
         """Import the functions and describe them; processes start with the first call.
 
-        Args:
-            env_config: The settings, or a dictionary of them.
-
         Raises:
             ConfigError: Settings are invalid, or a function cannot be described.
         """
@@ -114,23 +111,25 @@ class ToolEnvironment(EnvironmentInterface):
         """
         import torch
 
+        # Before any call begins: a call may have effects.
         if len(message_log_batch) != len(metadata):
             raise EnvironmentFailedError(
                 f"{len(message_log_batch)} conversations came with metadata for {len(metadata)}"
             )
-        counts = [Counter[str]((given or {}).get(COUNTS) or {}) for given in metadata]
+        counts = [Counter[str]((entry or {}).get(COUNTS) or {}) for entry in metadata]
+        form = needed_form(self._form, "env.tools")
         # All calls begin before the first of them is waited for.
-        begun = [
+        waiting = [
             [
                 self._begin(call, number)
-                for number, call in enumerate(self._calls_in(message_log), before.total() + 1)
+                for number, call in enumerate(form.read(last_answer(log)), before.total() + 1)
             ]
-            for message_log, before in zip(message_log_batch, counts, strict=True)
+            for log, before in zip(message_log_batch, counts, strict=True)
         ]
         observations: list[Observation] = []
         failures: list[str | None] = []
         invalid: list[bool] = []
-        for replies, counted in zip(begun, counts, strict=True):
+        for replies, counter in zip(waiting, counts, strict=True):
             failure, shown = None, []
             invalid.append(False)
             for reply in replies:
@@ -139,7 +138,7 @@ class ToolEnvironment(EnvironmentInterface):
                 except (ProcessDiedError, EnvironmentFailedError) as error:
                     failure = f"a tool failed: {error}"
                     continue
-                counted[outcome] += 1
+                counter[outcome] += 1
                 invalid[-1] |= outcome in INVALID
                 content = cut_middle(text, self.config.max_result_chars)
                 shown.append({"role": TOOL_ROLE, "content": content})
@@ -148,20 +147,17 @@ class ToolEnvironment(EnvironmentInterface):
         return EnvironmentReturn(
             observations=observations,
             metadata=[
-                {**(given or {}), COUNTS: dict(counted)}
-                for given, counted in zip(metadata, counts, strict=True)
+                {**(entry or {}), COUNTS: dict(counter)}
+                for entry, counter in zip(metadata, counts, strict=True)
             ],
             next_stop_strings=[None for _ in metadata],
             rewards=torch.zeros(len(metadata)),
             # Without a call it is the final answer.
-            terminateds=torch.tensor([not replies for replies in begun], dtype=torch.bool),
+            terminateds=torch.tensor([not replies for replies in waiting], dtype=torch.bool),
             failures=failures,
             invalid_calls=invalid,
-            notes=[dict(counted) for counted in counts],
+            notes=[dict(counter) for counter in counts],
         )
-
-    def _calls_in(self, message_log: MessageLog) -> list[ReadCall]:
-        return needed_form(self._form, "env.tools").read(last_answer(message_log))
 
     def _begin(self, call: ReadCall, number: int) -> Callable[[], Reply]:
         """Start a call, the `number`-th of its conversation; the result waits for the reply."""
@@ -200,19 +196,16 @@ class ToolEnvironment(EnvironmentInterface):
         """
         metrics = batch_metrics(batch)
         counts = [Counter(note) for note in batch.get("notes") or ()]
-        metrics |= mean_of("calls", [float(one.total()) for one in counts])
-        metrics |= mean_of("calling_share", [float(one.total() > 0) for one in counts])
-        if num_calls := sum(one.total() for one in counts):
+        metrics |= mean_of("calls", [float(count.total()) for count in counts])
+        metrics |= mean_of("calling_share", [float(count.total() > 0) for count in counts])
+        if num_calls := sum(count.total() for count in counts):
             for outcome in OUTCOMES:
-                metrics[f"calls/{outcome}"] = sum(one[outcome] for one in counts) / num_calls
+                metrics[f"calls/{outcome}"] = sum(count[outcome] for count in counts) / num_calls
         return batch, metrics
 
     def shutdown(self) -> None:
         """End the processes; calls in progress fail."""
         self._pool.close()
-
-
-# Functions as tools: their schemas here, and their calls in processes.
 
 
 def schemas_of(config: ToolsConfig) -> ToolSchemas:
@@ -279,8 +272,8 @@ def prepare_calls(
             arguments = check.validate_json(json.dumps(item["arguments"]))
         except ValidationError as error:
             problems = [
-                f"{'.'.join(map(str, one['loc'])) or 'the arguments'}: {one['msg']}"
-                for one in error.errors()
+                f"{'.'.join(map(str, fault['loc'])) or 'the arguments'}: {fault['msg']}"
+                for fault in error.errors()
             ]
             wrong = f"Error: {item['name']} does not take these arguments: {'; '.join(problems)}"
             return Reply("wrong_arguments", wrong)

@@ -72,26 +72,28 @@ def readable(text: str) -> str:
 
 def first_program(calls: Sequence[Sequence[str]], name: str) -> CommandLine | None:
     """Return the first training program that is imported, of those that a script starts."""
-    places = [(words, place) for words in calls if (place := program_at(words)) is not None]
-    ours = [one for one in places if (one[1][1], one[1][2]) in _RUNS]
-    if places and not ours:
-        words, (at, system, _, _) = places[0]
-        raise ConfigError(f"{words[at]} is another program of {system}; those imported: {PROGRAMS}")
+    programs = [(words, program) for words in calls if (program := program_at(words)) is not None]
+    ours = [pair for pair in programs if pair[1][1:3] in _RUNS]
+    if programs and not ours:
+        words, (index, system, _, _) = programs[0]
+        raise ConfigError(
+            f"{words[index]} is another program of {system}; those imported: {PROGRAMS}"
+        )
     if not ours:
         for words in calls:
-            if (found := _TRL_EXAMPLE.search(" ".join(words))) is not None:
-                run = "reward" if found[1] == "reward_modeling" else found[1]
+            if (match := _TRL_EXAMPLE.search(" ".join(words))) is not None:
+                run = "reward" if match[1] == "reward_modeling" else match[1]
                 raise ConfigError(
-                    f"{name}: {found[0]} is an example of TRL's, which may do more than its flags "
+                    f"{name}: {match[0]} is an example of TRL's, which may do more than its flags "
                     f"say; write `trl {run}` instead of it and what starts it"
                 )
         return None
-    words, place = ours[0]
-    command = _command(words, *place)
+    words, program = ours[0]
+    command = _command(words, *program)
     others = {
-        f"{shlex.join(more[: at + 1])} ...": "a second training program of the script: import it "
-        "by the line that starts it"
-        for more, (at, _, _, _) in places
+        f"{shlex.join(more[: index + 1])} ...": "a second training program of the script: import "
+        "it by the line that starts it"
+        for more, (index, _, _, _) in programs
         if list(more) != list(words)
     }
     return replace(command, unresolved={**command.unresolved, **others})
@@ -99,18 +101,18 @@ def first_program(calls: Sequence[Sequence[str]], name: str) -> CommandLine | No
 
 def program_at(words: Sequence[str]) -> tuple[int, str, str, str] | None:
     """Return where a command line names a training program, its system, name and style."""
-    for at, word in enumerate(words):
-        if word.rpartition("/")[2] == "trl" and at + 1 < len(words):
-            return at + 1, "trl", words[at + 1], "flags"
+    for index, word in enumerate(words):
+        if word.rpartition("/")[2] == "trl" and index + 1 < len(words):
+            return index + 1, "trl", words[index + 1], "flags"
         for system, pattern, style in _PROGRAMS:
-            found = re.match(pattern, word)
-            if found:
-                return at, system, found["run"], style
+            match = re.match(pattern, word)
+            if match:
+                return index, system, match["run"], style
     return None
 
 
-def _command(words: Sequence[str], at: int, system: str, run: str, style: str) -> CommandLine:
-    launcher, arguments = words[:at], words[at + 1 :]
+def _command(words: Sequence[str], index: int, system: str, run: str, style: str) -> CommandLine:
+    launcher, arguments = words[:index], words[index + 1 :]
     values = _flags(arguments) if style == "flags" else _overrides(arguments)
     of_launcher: dict[str, str] = {}
     for word, following in zip(launcher, [*launcher, ""][1:], strict=True):
@@ -118,7 +120,8 @@ def _command(words: Sequence[str], at: int, system: str, run: str, style: str) -
         of_launcher.setdefault(name, inline if has_value else following)
     if "--config_file" in of_launcher:  # what accelerate reads, under a key that no program has
         values[LAUNCHER_FILE] = of_launcher["--config_file"]
-    flag, number = next((one for one in of_launcher.items() if one[0] in _NUM_DEVICES), ("", ""))
+    flag = next((name for name in of_launcher if name in _NUM_DEVICES), "")
+    number = of_launcher.get(flag, "")
     unresolved = {
         key: f"{text} is not known here: write its value"
         for key, value in {**values, flag: number}.items()
@@ -127,7 +130,7 @@ def _command(words: Sequence[str], at: int, system: str, run: str, style: str) -
     return CommandLine(
         system=system,
         run=_RUNS[system, run],
-        program=words[at],
+        program=words[index],
         devices=int(number) if number.isdigit() else None,
         values={key: value for key, value in values.items() if key not in unresolved},
         unresolved=unresolved,
@@ -138,22 +141,23 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
     """Parse `--key value`, `--key=value`, `--key a b` (a list) and `--key` (true)."""
     values: dict[str, Any] = {}
     key: str | None = None
-    given: list[Any] = []
+    flag_values: list[Any] = []
 
     def settle() -> None:
         if key is not None:
-            value = True if not given else given[0] if len(given) == 1 else list(given)
+            one_word = flag_values[0] if flag_values else True
+            value = list(flag_values) if len(flag_values) > 1 else one_word
             _set(values, key, value, f"--{key}")
 
     for word in words:
         if word.startswith("--") and len(word) > 2 and not _NUMBER.match(word):
             settle()
             key, has_value, value = word[2:].partition("=")
-            given = [scalar(value)] if has_value else []
+            flag_values = [scalar(value)] if has_value else []
         elif key is None:
             _set(values, f"'{word}'", word, word)
         else:
-            given.append(scalar(word))
+            flag_values.append(scalar(word))
     settle()
     return values
 

@@ -70,18 +70,20 @@ def as_lines(report: ImportReport, output: Path | None) -> Iterator[str]:
             continue
         yield f"{heading} ({len(entries)})"
         if status == "not needed":
-            for why in dict.fromkeys(one.why for one in entries):
-                keys = ", ".join(said(one) for one in entries if one.why == why)
+            for why in dict.fromkeys(outcome.why for outcome in entries):
+                keys = ", ".join(key_text(outcome) for outcome in entries if outcome.why == why)
                 yield f"  {keys}: {why}"
         elif status == "not carried":
-            yield from (f"  {said(one)}: {' '.join(one.why.split())}" for one in entries)
+            yield from (
+                f"  {key_text(outcome)}: {' '.join(outcome.why.split())}" for outcome in entries
+            )
         else:
-            for one in entries:
-                key = said(one) if one.is_said else one.key
-                to = ", ".join(f"{ours}={shown(ours, value)}" for ours, value in one.to.items())
-                yield f"  {key}" if list(one.to) == [one.key] else f"  {key} -> {to}"
-                if one.why:
-                    yield f"      {one.why}"
+            for outcome in entries:
+                key = key_text(outcome) if outcome.is_said else outcome.key
+                to = ", ".join(f"{ours}={shown(ours, value)}" for ours, value in outcome.to.items())
+                yield f"  {key}" if list(outcome.to) == [outcome.key] else f"  {key} -> {to}"
+                if outcome.why:
+                    yield f"      {outcome.why}"
     if output is not None:
         yield f"wrote {output}; run it: laurel {imported.run} --config {output}"
 
@@ -91,14 +93,14 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
     imported = report.imported
 
     def facts(status: str) -> list[dict[str, Any]]:
-        found = []
-        for one in imported.with_status(status):
-            value = "(not shown)" if is_secret(one.key) and one.value else one.value
-            fact: dict[str, Any] = {"key": one.key, "value": value}
-            fact |= {"to": one.to} if one.to else {}
-            fact |= {"why": one.why} if one.why else {}
-            found.append(fact)
-        return found
+        rows = []
+        for outcome in imported.with_status(status):
+            value = "(not shown)" if is_secret(outcome.key) and outcome.value else outcome.value
+            fact: dict[str, Any] = {"key": outcome.key, "value": value}
+            fact |= {"to": outcome.to} if outcome.to else {}
+            fact |= {"why": outcome.why} if outcome.why else {}
+            rows.append(fact)
+        return rows
 
     return {
         "from": report.system,
@@ -114,19 +116,11 @@ def import_facts(report: ImportReport, output: Path | None) -> dict[str, Any]:
     }
 
 
-# The configuration as YAML, with the origin of every line in a comment.
-
 _WIDTH = 100
 
 
 def to_text(imported: Imported, *, source: str, output: str) -> str:
-    """Return an imported configuration as YAML for `laurel rm|sft|grpo --config`.
-
-    Args:
-        imported: The result of the import.
-        source: The name of the file that was imported.
-        output: The name of the file that is written.
-    """
+    """Return an imported configuration as YAML for `laurel rm|sft|grpo --config`."""
     return "".join((*_header(imported, source, output), "\n", *_block(imported, _nested(imported))))
 
 
@@ -138,9 +132,9 @@ def _header(imported: Imported, source: str, output: str) -> Iterator[str]:
         yield "# Everything was carried or is not needed.\n"
         return
     yield f"#\n# Not carried ({len(lost)}):\n"
-    for one in lost:
+    for outcome in lost:
         # What a source holds may have line breaks, which would end the comment.
-        flat = " ".join(f"{said(one)}: {one.why}".split())
+        flat = " ".join(f"{key_text(outcome)}: {outcome.why}".split())
         for line in textwrap.wrap(
             flat,
             _WIDTH,
@@ -152,17 +146,17 @@ def _header(imported: Imported, source: str, output: str) -> Iterator[str]:
             yield line + "\n"
 
 
-def said(one: KeyOutcome) -> str:
+def key_text(outcome: KeyOutcome) -> str:
     """Return `key=value` as the source has it, or a note that the source leaves the key out."""
-    if not one.is_known:
-        return one.key
-    if not one.is_said:
+    if not outcome.is_known:
+        return outcome.key
+    if not outcome.is_said:
         return (
-            f"{one.key} (left out)"
-            if one.value is None
-            else (f"{one.key} (left out: {shown(one.key, one.value)})")
+            f"{outcome.key} (left out)"
+            if outcome.value is None
+            else (f"{outcome.key} (left out: {shown(outcome.key, outcome.value)})")
         )
-    return f"{one.key}={shown(one.key, one.value)}"
+    return f"{outcome.key}={shown(outcome.key, outcome.value)}"
 
 
 def _nested(imported: Imported) -> dict[str, Any]:

@@ -41,11 +41,7 @@ class NemoRl(Importer):
 
 
 def _import_nemo_rl(path: Path, run: Kind) -> Imported:
-    """Load a file of NeMo RL, and report which keys are translated, ignored or lost.
-
-    Raises:
-        ConfigError: The file is invalid, as in `load_config`.
-    """
+    """Load a file of NeMo RL, and report which keys are translated, ignored or lost."""
     loaded = load_config(SCHEMAS[run], path)
     moved = {move.key for move in loaded.moves}
     put = {key for move in loaded.moves for key in move.to}
@@ -66,13 +62,13 @@ def _import_nemo_rl(path: Path, run: Kind) -> Imported:
             entries.append(KeyOutcome(key=key, status="carried", value=value, to={key: value}))
     entries += [
         KeyOutcome(
-            key=one.key,
-            value=one.value,
-            why=one.why,
-            status="not carried" if one.is_lost else "not needed",
+            key=unread.key,
+            value=unread.value,
+            why=unread.why,
+            status="not carried" if unread.is_lost else "not needed",
         )
-        for one in unread_keys(loaded.said, loaded.ignored)
-        if one.key not in moved
+        for unread in unread_keys(loaded.said, loaded.ignored)
+        if unread.key not in moved
     ]
     return Imported(
         system=NemoRl.title,

@@ -52,8 +52,8 @@ class OpenRLHFProgram(Translation):
 
     def rows(self) -> None:
         """Set the sets of rows, which may be written as `json@directory`."""
-        names = [one.strip() for one in (self.text("SETS") or "").split(",") if one.strip()]
-        sets = [one.partition("@")[2] or one for one in names]
+        names = [name.strip() for name in (self.text("SETS") or "").split(",") if name.strip()]
+        sets = [name.partition("@")[2] or name for name in names]
         if not sets:
             self.refuse("SETS")
         self.files("SETS", sets, "data.train_data_path", "data.train")
@@ -330,8 +330,8 @@ class OpenRLHFPPO(OpenRLHFProgram):
         to, served, judge = "env.reward_model.", self.text(url), self.text(model)
         if self.text(agent) is not None:
             self.refuse(agent)
-        elif served is not None and all(":" in one for one in served.split(",")):
-            urls = [one.strip().removesuffix("/get_reward") for one in served.split(",")]
+        elif served is not None and all(":" in address for address in served.split(",")):
+            urls = [address.strip().removesuffix("/get_reward") for address in served.split(",")]
             self.put(to + "urls", urls, url)
             self.put(to + "url_protocol", "openrlhf", url)
             how = "its template renders, as there; name the reward model's if that is better"

@@ -179,9 +179,9 @@ class Work:
         """Return the value of a source key as two numbers, or raise a ConfigError."""
         value = self[key]
         is_pair = isinstance(value, list | tuple) and len(value) == 2
-        if not is_pair or not all(isinstance(one, int | float) for one in value):
+        if not is_pair or not all(isinstance(item, int | float) for item in value):
             raise self.problem(key, "it must be two numbers")
-        return [float(one) for one in value]
+        return [float(item) for item in value]
 
     def problem(self, key: str, what: str) -> ConfigError:
         """Return the error for a source key whose value cannot be used; `what` says why."""
@@ -193,26 +193,23 @@ class Work:
         """Set a key of Laurel.
 
         Args:
-            to: The dotted key of Laurel; `{run}` stands for the section of the run.
-            value: Its value.
             by: The source's keys that decide the value.
-            how: An explanation of the conversion.
             origin: The origin of a value that no source key decides, such as an option of the
                 import.
         """
         target = to.replace("{run}", self.run)
         keys = [self.table.full(key) for key in by]
-        said = [key for key in keys if key in self.said]
+        set_keys = [key for key in keys if key in self.said]
         # A default is shown, too: it is not in the file, and may differ from Laurel's.
-        for key in said or keys:
-            entry = self._entry(key, "carried" if said else "default")
+        for key in set_keys or keys:
+            entry = self._entry(key, "carried" if set_keys else "default")
             entry.to[target] = value
             entry.why = entry.why or how
-        of = ", ".join(said or keys)
-        self.values[target] = graft(value, f"{self.system}'s {of}" if of else self.system)
-        (self.decided.add if said or origin else self.decided.discard)(target)
-        default = f"default of {of} in {self.system}" if keys else f"as in {self.system}"
-        self.origins[target] = origin or (of if said else default)
+        names = ", ".join(set_keys or keys)
+        self.values[target] = graft(value, f"{self.system}'s {names}" if names else self.system)
+        (self.decided.add if set_keys or origin else self.decided.discard)(target)
+        default = f"default of {names} in {self.system}" if keys else f"as in {self.system}"
+        self.origins[target] = origin or (names if set_keys else default)
 
     def carry(self, key: str, to: str, read: Read | None = None, how: str = "") -> None:
         """Set a key of Laurel to the value of one source key, if that is set or has a default.
@@ -266,8 +263,8 @@ class Work:
             for key in self._undecided(keys):
                 value = self[key]
                 is_fine = any(
-                    value == one and isinstance(value, bool) == isinstance(one, bool)
-                    for one in fine
+                    value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+                    for allowed in fine
                 )
                 if is_fine or value in ([], {}):
                     self.skip("at this value nothing is missing here", key)
@@ -279,13 +276,13 @@ class Work:
                 self.skip(why, *self._undecided(some))
 
     def _undecided(self, keys: Iterable[str]) -> list[str]:
-        found: list[str] = []
+        undecided: list[str] = []
         for key in keys:
             below = (
                 [k for k in self.said if k.startswith(key[:-1])] if key.endswith(".*") else [key]
             )
-            found += [k for k in below if k in self.said and k not in self.entries]
-        return found
+            undecided += [k for k in below if k in self.said and k not in self.entries]
+        return undecided
 
 
 Read = Callable[[Any, str], Any]
@@ -306,7 +303,7 @@ def shown(key: str, value: Any) -> str:
     elif value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
     elif isinstance(value, Mapping):
-        text = str({one: "(not shown)" if is_secret(str(one)) else value[one] for one in value})
+        text = str({name: "(not shown)" if is_secret(str(name)) else value[name] for name in value})
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(shown("", item) for item in value) + "]"
     elif isinstance(value, float):
@@ -493,9 +490,9 @@ class MappingTable:
         """Add the facts of a section of a file."""
 
         def full(keys: str | Iterable[str]) -> list[str]:
-            found = [self.full(k) for k in (keys.split() if isinstance(keys, str) else keys)]
-            self.known |= dict.fromkeys(found)
-            return found
+            full_keys = [self.full(k) for k in (keys.split() if isinstance(keys, str) else keys)]
+            self.known |= dict.fromkeys(full_keys)
+            return full_keys
 
         self.own_keys |= {*full(section.get("own_keys", ""))}
         defaults = section.get("defaults", {})
@@ -526,8 +523,8 @@ def read_tables(system: str) -> Mapping[Kind, MappingTable]:
     ends: dict[str, set[str]] = defaultdict(set)
     for key in (key for table in tables.values() for key in table.known):
         parts = key.split(".")
-        for at in range(len(parts)):
-            ends["_".join(parts[at:])].add(key)
+        for start in range(len(parts)):
+            ends["_".join(parts[start:])].add(key)
     for runs, section in sections:
         # Unpacking fails where a name is the end of no key, or of several.
         short = {

@@ -58,11 +58,6 @@ def find_command(text: str, name: str, path: Path | None) -> CommandLine | None:
     A text that is more than one plain command is run by bash in the sandbox, where it starts
     nothing.
 
-    Args:
-        text: The text of the script.
-        name: Its name in messages.
-        path: Its file; None for standard input.
-
     Raises:
         ConfigError: The text cannot be run, a flag is given twice with different values, or a known
             system's program has no counterpart in Laurel.
@@ -87,11 +82,11 @@ def _plain_command(text: str) -> list[str] | None:
 def _run(text: str, name: str, path: Path | None) -> CommandLine | None:
     environment = _environment(text)
     optional = [int(number) - 1 for number in _OPTIONAL_ARGUMENT.findall(text)]
-    given = min([max(map(int, _PLAIN_ARGUMENT.findall(text)), default=0), *optional])
+    num_arguments = min([max(map(int, _PLAIN_ARGUMENT.findall(text)), default=0), *optional])
     try:
         run = run_script(
             text if path is None else path.expanduser(),
-            [_ARGUMENT.format(number) for number in range(1, given + 1)],
+            [_ARGUMENT.format(number) for number in range(1, num_arguments + 1)],
             environment={key: value for key, value in environment.items() if value is not None}
             | {key: _UNSET.format(key) for key, value in environment.items() if value is None},
             readable=[] if path is None else [_checkout_of(path.expanduser().resolve())],
@@ -104,41 +99,41 @@ def _run(text: str, name: str, path: Path | None) -> CommandLine | None:
         ) from None
     # A word that is nothing but an argument or a variable which nobody gave is nothing.
     calls = [[word for word in call.words if not _LONE.fullmatch(word)] for call in run.calls]
-    found = first_program(calls, name)
-    said = [readable(line).removeprefix(f"{path}: ") for line in run.complaints]
-    guessed = [line for line in said if _GUESSED.search(line)]
-    if guessed or (found is None and any(part in text for part in IN_PROGRAMS)):
+    command = first_program(calls, name)
+    complaints = [readable(line).removeprefix(f"{path}: ") for line in run.complaints]
+    guessed = [line for line in complaints if _GUESSED.search(line)]
+    if guessed or (command is None and any(part in text for part in IN_PROGRAMS)):
         how = "takes too long" if run.exit_code is None else f"ends with {run.exit_code}"
         why = (
             f"decides by what is not known here: {guessed[0]}"
             if guessed
             else f"starts no training program that is known ({PROGRAMS}): run in a sandbox where "
             "files are read-only and no other program is started, it "
-            + "; ".join([how, *said[-3:]])
+            + "; ".join([how, *complaints[-3:]])
         )
         raise ConfigError(
             f"{name} {why}. Set the variables that it needs before the command (NAME=value laurel "
             "config import ...), or give the line that starts the training"
         )
-    if found is None:
+    if command is None:
         return None
-    unresolved = dict(found.unresolved)
+    unresolved = dict(command.unresolved)
     for call in run.calls:
         if call.is_captured and program_at(call.words) is None:
             line = shlex.join(call.words)
             if _IS_THERE.match(line):
-                found.assumed.append(f"`{line}` was taken to fail")
+                command.assumed.append(f"`{line}` was taken to fail")
             else:
                 unresolved[readable(line)] = (
                     "the script reads its output, and no program is started here: check what "
                     "depends on it"
                 )
-    found.assumed.extend(
+    command.assumed.extend(
         f"{key} is of the environment"
         for key, value in environment.items()
         if value is not None and key not in _FROM_OUTSIDE
     )
-    return replace(found, unresolved=unresolved)
+    return replace(command, unresolved=unresolved)
 
 
 def _environment(text: str) -> dict[str, str | None]:
@@ -147,18 +142,20 @@ def _environment(text: str) -> dict[str, str | None]:
     None stands for one that has no value, and for which the script has no other. Nothing else of
     the environment is given to it, nor what looks like a secret.
     """
-    found: dict[str, str | None] = {
+    variables: dict[str, str | None] = {
         key: os.environ[key] for key in _FROM_OUTSIDE if key in os.environ
     }
-    optional = {key for one in _SET_OR_OPTIONAL for key in re.findall(one, text, re.MULTILINE)}
+    optional = {
+        key for pattern in _SET_OR_OPTIONAL for key in re.findall(pattern, text, re.MULTILINE)
+    }
     for key in dict.fromkeys(re.findall(_NAMED, text)):
-        if key in found or _OF_THE_SHELL.match(key):
+        if key in variables or _OF_THE_SHELL.match(key):
             continue
         if key in os.environ and not _SECRET.search(key):
-            found[key] = os.environ[key]
+            variables[key] = os.environ[key]
         elif key not in optional:
-            found[key] = None
-    return found
+            variables[key] = None
+    return variables
 
 
 def _checkout_of(script: Path) -> Path:
@@ -182,9 +179,9 @@ def _python_problem(text: str, name: str) -> ConfigError | None:
     except (SyntaxError, ValueError):
         return None
     names = [
-        one.name
+        alias.name
         for node in ast.walk(tree)
-        for one in (node.names if isinstance(node, ast.Import) else ())
+        for alias in (node.names if isinstance(node, ast.Import) else ())
     ]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     imported = {name.partition(".")[0] for name in names}

@@ -90,8 +90,6 @@ def run_script(
     """Run a script of bash in the sandbox, as if in the working directory of this process.
 
     Args:
-        script: Its path, or its text.
-        arguments: The arguments of the script.
         environment: Its variables; the path of programs is added.
         readable: The directories that it may read, beside the system's libraries.
 
@@ -114,7 +112,7 @@ def run_script(
             (scratch / "stdin.sh").write_text(script, encoding="utf-8")
             path = str(scratch / "stdin.sh")
             readable = [*readable, scratch / "stdin.sh"]
-        return box.run([bash, path, *arguments], environment, [str(one) for one in readable])
+        return box.run([bash, path, *arguments], environment, [*map(str, readable)])
 
 
 class _Box:
@@ -137,14 +135,14 @@ class _Box:
         for name in _NOTED:
             (self.tools / name).symlink_to(note)
         for name in (*_TOOLS, *_TRIED):
-            found = shutil.which(name, path=_WHERE_TOOLS_ARE)
-            if found is None:
+            tool = shutil.which(name, path=_WHERE_TOOLS_ARE)
+            if tool is None:
                 continue
-            self.executable.append(os.path.realpath(found))
+            self.executable.append(os.path.realpath(tool))
             if name in _TRIED:
-                self._program(name, _TRY.format(bash=bash, tool=found))
+                self._program(name, _TRY.format(bash=bash, tool=tool))
             else:
-                (self.tools / name).symlink_to(found)
+                (self.tools / name).symlink_to(tool)
 
     def _program(self, name: str, text: str) -> Path:
         path = self.tools / name
@@ -201,11 +199,11 @@ class _Box:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             stderr.seek(0)
-            said = stderr.read().decode(errors="replace").splitlines()
+            lines = stderr.read().decode(errors="replace").splitlines()
         return ScriptRun(
             calls=tuple(self._noted()),
             # Without the commands that `set -x` prints.
-            complaints=tuple(self._outside(line) for line in said if not line.startswith("+")),
+            complaints=tuple(self._outside(line) for line in lines if not line.startswith("+")),
             exit_code=code,
         )
 
@@ -225,16 +223,16 @@ class _Box:
     def _noted(self) -> Iterator[ProgramCall]:
         with self.calls as calls:
             fields = calls.read().decode(errors="replace").split("\0")
-        at = 0
-        while at + 2 < len(fields):
-            if not fields[at].isdecimal():
+        position = 0
+        while position + 2 < len(fields):
+            if not fields[position].isdecimal():
                 raise SandboxStartError("the script wrote into the list of what it starts")
-            number = int(fields[at])
-            words = fields[at + 2 : at + 2 + number]
+            number = int(fields[position])
+            words = fields[position + 2 : position + 2 + number]
             yield ProgramCall(
-                words=tuple(map(self._outside, words)), is_captured=fields[at + 1] == "1"
+                words=tuple(map(self._outside, words)), is_captured=fields[position + 1] == "1"
             )
-            at += 2 + number
+            position += 2 + number
 
     def _outside(self, text: str) -> str:
         """Return a text with the directories of the machine in place of those of the sandbox."""

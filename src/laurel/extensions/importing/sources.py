@@ -55,7 +55,7 @@ def import_configuration(request: ImportRequest) -> ImportReport:
     system, by = _system(request, source)
     importer = find(Importer, system)
     if request.devices is not None and not importer.devices_of_option:
-        others = [one.title for one in _importers().values() if one.devices_of_option]
+        others = [other.title for other in _importers().values() if other.devices_of_option]
         raise ConfigError(
             f"--devices is for {' and '.join(others)}, whose files do not say it; "
             f"{importer.title}'s do: leave it out"
@@ -70,11 +70,11 @@ def import_configuration(request: ImportRequest) -> ImportReport:
 
 def _importers() -> dict[str, Importer]:
     # What cannot be used is said where its name is used.
-    found: dict[str, Importer] = {}
+    importers: dict[str, Importer] = {}
     for name in names("importers"):
         with suppress(ConfigError):
-            found[name] = find(Importer, name)
-    return found
+            importers[name] = find(Importer, name)
+    return importers
 
 
 def _read(request: ImportRequest, name: str) -> Source:
@@ -147,40 +147,40 @@ def _mapping(values: Any, name: str) -> Mapping[str, Any]:
 
 
 def _system(request: ImportRequest, source: Source) -> tuple[str, str]:
-    said, name, command = request.system, source.name, source.command
+    requested, name, command = request.system, source.name, source.command
     importers = _importers()
-    if said is not None:
-        importers[said] = find(Importer, said)
-    known = {system: importers[system].own_keys(source.values) for system in importers}
+    if requested is not None:
+        importers[requested] = find(Importer, requested)
+    keys_of = {system: importers[system].own_keys(source.values) for system in importers}
     if command is not None:
-        found: str | None = command.system
+        recognized: str | None = command.system
         by = f"the program {command.program}"
     else:
-        found = _system_of_keys(importers, known)
-        what = "sections" if found and importers[found].is_sure else "keys"
-        by = f"its {what} " + ", ".join(known[found][:3]) if found else ""
-    if said is None:
-        if found is None:
-            titles = ", ".join(one.title for one in importers.values())
+        recognized = _system_of_keys(importers, keys_of)
+        what = "sections" if recognized and importers[recognized].is_sure else "keys"
+        by = f"its {what} " + ", ".join(keys_of[recognized][:3]) if recognized else ""
+    if requested is None:
+        if recognized is None:
+            titles = ", ".join(importer.title for importer in importers.values())
             raise ConfigError(f"{name}: none of its keys tells where it is from ({titles}): --from")
-        return found, f"read as {importers[found].title}: {by}"
-    is_none = command is None and not known[said]
-    if found is not None and found != said and (command is not None or is_none):
+        return recognized, f"read as {importers[recognized].title}: {by}"
+    is_none = command is None and not keys_of[requested]
+    if recognized is not None and recognized != requested and (command is not None or is_none):
         raise ConfigError(
-            f"{name} is not of {importers[said].title}: {by} {'are' if ',' in by else 'is'} of "
-            f"{importers[found].title}; --from {found}, or leave it out"
+            f"{name} is not of {importers[requested].title}: {by} {'are' if ',' in by else 'is'} "
+            f"of {importers[recognized].title}; --from {recognized}, or leave it out"
         )
     if is_none:
-        raise ConfigError(f"{name}: no key of {importers[said].title} is in it")
-    return said, ""
+        raise ConfigError(f"{name}: no key of {importers[requested].title} is in it")
+    return requested, ""
 
 
 def _system_of_keys(
-    importers: Mapping[str, Importer], known: Mapping[str, Sequence[str]]
+    importers: Mapping[str, Importer], keys_of: Mapping[str, Sequence[str]]
 ) -> str | None:
     """Return the system that knows the most keys; None if there is none, or several."""
-    if sure := [system for system in known if known[system] and importers[system].is_sure]:
+    if sure := [system for system in keys_of if keys_of[system] and importers[system].is_sure]:
         return sure[0]
-    most = max(map(len, known.values()))
-    best = [system for system, keys in known.items() if len(keys) == most]
+    most = max(map(len, keys_of.values()))
+    best = [system for system, keys in keys_of.items() if len(keys) == most]
     return best[0] if most and len(best) == 1 else None

@@ -39,21 +39,21 @@ class TableImporter(Importer):
 
     def own_keys(self, values: Mapping[str, Any]) -> list[str]:
         """Return the keys of a file that any of the tables has."""
-        found: list[str] = []
+        own: list[str] = []
         for table in self.tables.values():
             exact = {key for key in table.known if not key.endswith(".*")} | {*table.other_names}
-            found += [key for key in _flat(values, table) if key in exact and key not in found]
-        return found
+            own += [key for key in _flat(values, table) if key in exact and key not in own]
+        return own
 
     def make(self, section: None, source: Source) -> Imported:
         """Return what the rules make of a source."""
         run, by = _run(source, self.tables, self.title)
-        said, lost = _said(self.tables[run], source)
+        values, lost = _source_values(self.tables[run], source)
         work = self.rules[run](
             system=self.title,
             run=run,
             table=self.tables[run],
-            said=said,
+            said=values,
             devices=source.devices or (source.command.devices if source.command else None),
             total_steps=source.total_steps,
             program=source.command.program if source.command else "",
@@ -86,38 +86,38 @@ def _run(source: Source, tables: Mapping[Kind, MappingTable], title: str) -> tup
         new = table.other_names
         keys = _flat(source.values, table)
         keys_of[kind] = [key for key in keys if new.get(key, key) in table.own_keys]
-    found = [kind for kind, keys in keys_of.items() if keys]
-    if len(found) != 1:
-        several = ", ".join(f"{kind} ({keys_of[kind][0]})" for kind in found)
-        why = f"it has keys of several: {several}" if found else "nothing in it tells"
+    kinds = [kind for kind, keys in keys_of.items() if keys]
+    if len(kinds) != 1:
+        several = ", ".join(f"{kind} ({keys_of[kind][0]})" for kind in kinds)
+        why = f"it has keys of several: {several}" if kinds else "nothing in it tells"
         raise ConfigError(f"{source.name}: which run is it for? {why}; --for {'|'.join(tables)}")
-    return found[0], f"read as a file for laurel {found[0]}: {keys_of[found[0]][0]}"
+    return kinds[0], f"read as a file for laurel {kinds[0]}: {keys_of[kinds[0]][0]}"
 
 
-def _said(table: MappingTable, source: Source) -> tuple[dict[str, Any], dict[str, str]]:
+def _source_values(table: MappingTable, source: Source) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values by the table's keys, and the keys whose values cannot be determined."""
     names = table.other_names
-    said: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     lost: dict[str, str] = {}
     for key, value in _flat(source.values, table).items():
         name = names.get(key, key)
         if (part := table.mapping_of(key)) is not None:
             above, *within = part
-            said[above] = _merged(key, said.get(above) or {}, within, value)
+            by_key[above] = _merged(key, by_key.get(above) or {}, within, value)
             spelled[above] = key
             continue
-        if name in said and said[name] != value:
+        if name in by_key and by_key[name] != value:
             raise ConfigError(
-                f"{key} is another name of {spelled[name]}, and they differ: {said[name]!r} and "
+                f"{key} is another name of {spelled[name]}, and they differ: {by_key[name]!r} and "
                 f"{value!r}; keep one"
             )
-        said[name], spelled[name] = value, key
-    for key in list(said):
-        _resolve(said, key, key, said, table, lost)
+        by_key[name], spelled[name] = value, key
+    for key in list(by_key):
+        _resolve(by_key, key, key, by_key, table, lost)
     if source.command is not None:
         lost |= {names.get(key, key): why for key, why in source.command.unresolved.items()}
-    return said, lost
+    return by_key, lost
 
 
 def _merged(key: str, values: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def _merged(key: str, values: Any, names: Sequence[str], value: Any) -> dict[str
 
 
 def _resolve(
-    place: dict[str, Any],
+    mapping: dict[str, Any],
     name: str,
     key: str,
-    said: Mapping[str, Any],
+    values: Mapping[str, Any],
     table: MappingTable,
     lost: dict[str, str],
 ) -> None:
@@ -141,44 +141,44 @@ def _resolve(
     A value whose reference cannot be resolved is dropped; `key` is its whole name.
     """
 
-    def value_of(found: re.Match[str]) -> Any:
-        other, default = found[1], found[2]
-        value = said.get(other, table.defaults.get(other, default))
+    def value_of(match: re.Match[str]) -> Any:
+        other, default = match[1], match[2]
+        value = values.get(other, table.defaults.get(other, default))
         return None if isinstance(value, str) and "${" in value else value
 
-    text = place[name]
+    text = mapping[name]
     if isinstance(text, dict):
-        place[name] = inner = dict(text)
+        mapping[name] = inner = dict(text)
         for below in text:
-            _resolve(inner, below, f"{key}.{below}", said, table, lost)
+            _resolve(inner, below, f"{key}.{below}", values, table, lost)
         return
     if not isinstance(text, str) or "${" not in text:
         return
     if whole := _REFERENCE.fullmatch(text):
         value = value_of(whole)
     else:
-        parts = {found[0]: value_of(found) for found in _REFERENCE.finditer(text)}
+        parts = {match[0]: value_of(match) for match in _REFERENCE.finditer(text)}
         value = None if None in parts.values() else text
         for part, there in parts.items():
             value = value.replace(part, str(there)) if value is not None else None
     if value is None or (isinstance(value, str) and "${" in value):
-        del place[name]
+        del mapping[name]
         lost[key] = f"{text} refers to what the file does not hold: write its value"
     else:
-        place[name] = value
+        mapping[name] = value
 
 
 def _flat(
     values: Mapping[str, Any], table: MappingTable, prefix: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Flatten nested keys to dotted ones, except for mappings that the table takes as a whole."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         key = ".".join((*prefix, str(name)))
         if value is MISSING:
             continue
         if isinstance(value, dict) and value and key not in table.known:
-            found |= _flat(value, table, (*prefix, str(name)))
+            flat |= _flat(value, table, (*prefix, str(name)))
         else:
-            found[key] = value
-    return found
+            flat[key] = value
+    return flat

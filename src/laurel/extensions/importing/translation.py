@@ -35,12 +35,12 @@ class Translation(Work):
         else:
             self.carry(key, to, read)
 
-    def files(self, key: str, paths: Sequence[Any], one: str, several: str) -> None:
+    def files(self, key: str, paths: Sequence[Any], to_one: str, to_several: str) -> None:
         """Set the one set of rows that the source names in `key`, or the list of several."""
         if len(paths) == 1:
-            self.put(one, paths[0], key)
+            self.put(to_one, paths[0], key)
         elif paths:
-            self.put(several, [{"data_path": path} for path in paths], key)
+            self.put(to_several, [{"data_path": path} for path in paths], key)
 
     def optimizer(
         self, name: str, lr: str, weight_decay: str, *betas: str, eps: str | None = None
@@ -51,8 +51,8 @@ class Translation(Work):
         was refused as unsupported, it is not listed as carried over.
         """
         to = "policy.optimizer.kwargs."
-        chosen = () if self.is_refused(name) else (name,)
-        self.put("policy.optimizer.name", "torch.optim.AdamW", *chosen)
+        by_name = () if self.is_refused(name) else (name,)
+        self.put("policy.optimizer.name", "torch.optim.AdamW", *by_name)
         self.carry(lr, to + "lr", real)
         self.carry(weight_decay, to + "weight_decay", real)
         both = self.pair(betas[0]) if len(betas) == 1 else [self.real(key) for key in betas]
@@ -112,8 +112,8 @@ class Translation(Work):
         keys = [*(by or (decay,)), *([warmup_by] if warmup or self.has(warmup_by) else [])]
         keys = [key for key in keys if not self.is_refused(key)]
         several = [*stages, {"milestones": [warmup]}]
-        one = stages[0] if stages else None
-        self.put("policy.scheduler", one if len(stages) < 2 else several, *keys)
+        alone = stages[0] if stages else None
+        self.put("policy.scheduler", several if len(stages) > 1 else alone, *keys)
 
     def share(
         self, ratio: float, total: int | None, rounded: Callable[[float], int] = math.ceil
@@ -141,22 +141,22 @@ class Translation(Work):
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
         to = "policy.dtensor_cfg.lora_cfg."
-        self.put(to + "match_all_linear", value == "all-linear", key)
         if value == "all-linear":
+            self.put(to + "target_modules", [], key)
             return
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
             raise self.problem(key, "it must be names of layers, or all-linear")
         self.put(to + "target_modules", list(names), key)
 
-    def loggers(self, key: str, asked: Sequence[Any], *, ours: Sequence[str], quiet: str) -> None:
+    def loggers(self, key: str, names: Sequence[Any], *, ours: Sequence[str], quiet: str) -> None:
         """Turn on those of the loggers `ours` that the source asks for in `key`.
 
         Others are refused, except those in `quiet`, which log nothing elsewhere.
         """
         for name in ours:
-            self.put(f"logger.{name}_enabled", name in asked, key)
-        odd = [str(one) for one in asked if one not in (*ours, *quiet.split())]
+            self.put(f"logger.{name}_enabled", name in names, key)
+        odd = [str(odd_name) for odd_name in names if odd_name not in (*ours, *quiet.split())]
         if odd:
             self.refuse(key, odd=", ".join(odd))
 

@@ -82,9 +82,9 @@ class TRLTrainer(Translation):
             else:
                 self.put("{run}.val_period", period, "eval_strategy", key)
         self._checkpoints()
-        asked = self.names("report_to")
-        asked = list(_LOGGERS) if "all" in asked else asked
-        self.loggers("report_to", asked, ours=_LOGGERS, quiet="none")
+        loggers = self.names("report_to")
+        loggers = list(_LOGGERS) if "all" in loggers else loggers
+        self.loggers("report_to", loggers, ours=_LOGGERS, quiet="none")
         if self.text("run_name") is not None:
             self.carry("run_name", "logger.wandb.name", text)
             self.carry("run_name", "logger.mlflow.run_name", text)
@@ -108,11 +108,11 @@ class TRLTrainer(Translation):
         self.put("data.split_validation_size", share, "test_split_size")
 
     def _mixture(self, sets: list[Any]) -> None:
-        if any(not isinstance(one, dict) or "path" not in one for one in sets):
+        if any(not isinstance(dataset, dict) or "path" not in dataset for dataset in sets):
             raise self.problem("datasets", "each set must be a mapping with a path")
         train, lost = [], []
-        for one in sets:
-            path, file = one["path"], one.get("data_files")
+        for dataset in sets:
+            path, file = dataset["path"], dataset.get("data_files")
             is_file = path in _BUILDERS
             if isinstance(file, list) and len(file) == 1:
                 file = file[0]
@@ -120,11 +120,11 @@ class TRLTrainer(Translation):
                 what = f"path={path} needs one data_files; give a set for each"
                 raise self.problem("datasets", what)
             row = {"data_path": file if is_file else path}
-            row |= {"subset": one["name"]} if one.get("name") is not None else {}
-            row |= {} if is_file else {"split": one.get("split", "train")}
+            row |= {"subset": dataset["name"]} if dataset.get("name") is not None else {}
+            row |= {} if is_file else {"split": dataset.get("split", "train")}
             train.append(row)
             names = ["columns", "data_dir", *(() if is_file else ("data_files",)), "fraction"]
-            lost += [f"{name} of {path}" for name in names if one.get(name) is not None]
+            lost += [f"{name} of {path}" for name in names if dataset.get(name) is not None]
         self.put("data.train", train, "datasets")
         if lost:
             self.refuse("datasets", lost=", ".join(lost))
@@ -152,7 +152,7 @@ class TRLTrainer(Translation):
         optim = self.word("optim")
         if not optim.startswith("adamw"):
             self.refuse("optim")
-        elif any(one in optim for one in _KEPT_SMALL):
+        elif any(name in optim for name in _KEPT_SMALL):
             self.refuse("optim", "its states are kept in full here: plain AdamW, and more memory")
         betas = ("adam_beta1", "adam_beta2")
         self.optimizer("optim", "learning_rate", "weight_decay", *betas, eps="adam_epsilon")
@@ -212,8 +212,8 @@ class TRLTrainer(Translation):
             keeps = not self.flag("save_only_model")
             self.put("checkpointing.save_optimizer", keeps, "save_only_model")
         metric, switch = self.text("metric_for_best_model") or "loss", "load_best_model_at_end"
-        known = {"loss": "auto", "accuracy": "validation-default_accuracy"}
-        best = known.get(metric.removeprefix("eval_"))
+        metrics = {"loss": "auto", "accuracy": "validation-default_accuracy"}
+        best = metrics.get(metric.removeprefix("eval_"))
         to = "checkpointing.metric_name"
         if not self.flag(switch):
             self.put(to, None, switch, how="the most recent are kept")
@@ -240,7 +240,7 @@ class TRLTrainer(Translation):
         if layers is None:
             self.refuse("lora_target_modules")
         saved = self.names("lora_modules_to_save")
-        if others := [one for one in saved if not (self.run == "rm" and one == "score")]:
+        if others := [module for module in saved if not (self.run == "rm" and module == "score")]:
             self.refuse("lora_modules_to_save", others=", ".join(others))
         why = "the reward head is always trained and saved whole"
         self.skip(why, *([] if others else ["lora_modules_to_save"]))
@@ -488,10 +488,14 @@ class TRLGRPO(TRLTrainer):
         if len(weights) != len(judges):
             text = f"there are {len(judges)} rewards, the reward model first"
             raise self.problem("reward_weights", text)
-        known = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
-        known |= {"reward_model": "reward_model"} if model is not None else {}
+        environments = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math"}
+        environments |= {"reward_model": "reward_model"} if model is not None else {}
         weighed = list(zip(judges, map(float, weights), strict=True))
-        parts = [{"env": known[name], "weight": of} for name, of in weighed if name in known]
+        parts = [
+            {"env": environments[name], "weight": weight}
+            for name, weight in weighed
+            if name in environments
+        ]
         if model is not None:
             self.put("env.reward_model.enabled", True, "reward_model_name_or_path")
             self.put("env.reward_model.model_name", model, "reward_model_name_or_path")
@@ -504,7 +508,7 @@ class TRLGRPO(TRLTrainer):
             self.put(to + "overlong_buffer_length", 256, "reward_funcs")
             self.put(to + "overlong_buffer_penalty", dict(weighed)[length], "reward_funcs")
         self.judges(parts)
-        if lost := [str(one) for one in functions if one not in known and one != length]:
+        if lost := [str(name) for name in functions if name not in environments and name != length]:
             self.refuse("reward_funcs", lost=", ".join(lost))
         elif not parts:
             text = "not said: name what judges, data.env_name and env.*; until then env.math does"
@@ -530,7 +534,8 @@ class TRLGRPO(TRLTrainer):
             how = "the weights are those of the parts"
             self.put("grpo.adv_estimator.name", "gdpo", apart, how=how)
             if is_weighed:
-                weights = [of for _, of in sorted((one["env"], one["weight"]) for one in parts)]
+                by_name = sorted((part["env"], part["weight"]) for part in parts)
+                weights = [weight for _, weight in by_name]
                 to, how = "grpo.adv_estimator.reward_weights", "in alphabetical order of the parts"
                 self.put(to, weights, "reward_weights", how=how)
 

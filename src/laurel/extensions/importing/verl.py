@@ -145,8 +145,8 @@ class VerlTrainer(Translation):
             self.refuse("data.val_files")
         self.put("checkpointing.metric_name", None, how="the most recent are kept")
         self.carry(self.kept, "checkpointing.keep_top_k")
-        asked = self.names("trainer.logger")
-        self.loggers("trainer.logger", asked, ours=_LOGGERS, quiet="console file")
+        loggers = self.names("trainer.logger")
+        self.loggers("trainer.logger", loggers, ours=_LOGGERS, quiet="console file")
         if self.has(both[0]):
             self.put("logger.wandb.project", project, both[0])
             self.put("logger.mlflow.experiment_name", project, both[0])
@@ -338,12 +338,14 @@ class VerlPPO(VerlTrainer):
         if self.whole("R.n") == 1 and estimator not in ("reinforce_plus_plus", "remax"):
             self.lone_completions(key, "R.n")
             return
-        known = estimator in _ESTIMATORS
-        by = (key,) if known else ()
+        is_known = estimator in _ESTIMATORS
+        by = (key,) if is_known else ()
         ours = {"rloo": "grpo", "grpo_passk": "pass_at_k"}.get(family, family)
-        self.put(to + "name", ours if known else "grpo", *by)
-        self.put("grpo.adv_estimator.use_leave_one_out_baseline", known and family == "rloo", *by)
-        if not known:
+        self.put(to + "name", ours if is_known else "grpo", *by)
+        self.put(
+            "grpo.adv_estimator.use_leave_one_out_baseline", is_known and family == "rloo", *by
+        )
+        if not is_known:
             critic = f"{NO_CRITIC}: " if estimator == "gae" else ""
             self.refuse(key, critic=critic, carried=", ".join(_ESTIMATORS))
         elif family in ("grpo", "grpo_passk"):
@@ -362,22 +364,22 @@ class VerlPPO(VerlTrainer):
     def _components(self) -> None:
         keys, weights = "ALGO.gdpo_reward_keys", "ALGO.gdpo_reward_weights"
         names = self.names(keys)
-        given = self[weights]
-        if given is not None and (not isinstance(given, list) or len(given) != len(names)):
+        value = self[weights]
+        if value is not None and (not isinstance(value, list) or len(value) != len(names)):
             raise self.problem(weights, f"a weight for each of {keys} is expected")
         if names:
-            each = dict(zip(names, map(float, given or [1.0] * len(names)), strict=True))
-            by = (keys,) if given is None else (keys, weights)
+            each = dict(zip(names, map(float, value or [1.0] * len(names)), strict=True))
+            by = (keys,) if value is None else (keys, weights)
             self.put("grpo.adv_estimator.reward_weights", each, *by)
 
     def _loss(self) -> None:
         key, mean_by = "A.policy_loss.loss_mode", "A.loss_agg_mode"
         mode = str(self[key])
-        known = mode in _LOSSES
+        is_known = mode in _LOSSES
         mean = _MEANS.get(str(self[mean_by]))
-        if not known:
+        if not is_known:
             self.refuse(key, carried=", ".join(_LOSSES))
-        by = (key,) if known else ()
+        by = (key,) if is_known else ()
         kind = _LOSSES.get(mode, "ppo")
         self.put("loss_fn.loss_type", kind, *by)
         self.put("loss_fn.sequence_level_importance_ratios", mode == "gspo", *by)
@@ -403,7 +405,7 @@ class VerlPPO(VerlTrainer):
                 self.carry(f"A.tau_{name[:3]}", f"loss_fn.sapo.tau_{name}", real)
         if kind == "dppo":
             self.put("loss_fn.dppo.divergence", mode.removeprefix("dppo_"), key)
-        if mode == "vanilla" or not known:
+        if mode == "vanilla" or not is_known:
             self.carry("A.clip_ratio_c", "loss_fn.ratio_clip_c")
         elif kind == "dppo":
             self.carry("A.clip_ratio_c", "loss_fn.dppo.max_ratio", real)
@@ -560,13 +562,13 @@ class VerlPPO(VerlTrainer):
             "RM.rollout.max_model_len": "max-model-len",
             "RM.rollout.dtype": "dtype",
         }
-        said = {key: name for key, name in options.items() if self[key] is not None}
-        arguments = [f"--{name}={self[key]}" for key, name in said.items()]
+        set_options = {key: name for key, name in options.items() if self[key] is not None}
+        arguments = [f"--{name}={self[key]}" for key, name in set_options.items()]
         if self.flag("RM.trust_remote_code"):
-            said["RM.trust_remote_code"] = "trust-remote-code"
+            set_options["RM.trust_remote_code"] = "trust-remote-code"
             arguments.append("--trust-remote-code")
         if arguments:
-            self.put(to + "arguments", arguments, *said)
+            self.put(to + "arguments", arguments, *set_options)
 
     @property
     def has_own_manager(self) -> bool:
@@ -593,10 +595,10 @@ class VerlPPO(VerlTrainer):
             config: dict[str, Any] = {}
             for key in read:
                 *above, last = key.replace(".overlong_buffer.", ".overlong_buffer_cfg.").split(".")
-                place = config
+                level = config
                 for part in above:
-                    place = place.setdefault(part, {})
-                place[last] = self[key]
+                    level = level.setdefault(part, {})
+                level[last] = self[key]
             settings = {"path": _named(str(path), self[name]), "tokenizer": self[tokenizer]}
             verl = settings | ({"config": config} if config else {})
             by = [self.table.full(key) for key in ("MAN.source", "MAN.module.path", name)]

@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,11 +93,7 @@ class ModelJudge:
         """Take over an engine, which is closed with the scorer.
 
         Args:
-            config: The `judge` section, without `urls`.
-            engine: An engine with the judge's weights.
             chat: The chat format of the judge; nothing else may use it.
-            max_length: Most tokens of a question and its verdict.
-            where: The section, for messages.
 
         Raises:
             ConfigError: The template cannot be used.
@@ -131,55 +128,51 @@ class ModelJudge:
             for group in groups
         ]
         questions = await asyncio.to_thread(self._questions, distinct)
-        asked = [question for of_group in questions for question in of_group]
-        verdicts = iter(await self._verdicts([one for one in asked if one.ids_L is not None]))
+        with_tokens = [q for of_group in questions for q in of_group if q.ids_L is not None]
+        verdicts = iter(await self._verdicts(with_tokens))
         scores: list[tuple[Score, ...]] = []
         for group, single, of_group in zip(groups, distinct, questions, strict=True):
-            found = {
-                (one.index, one.other): failed(one.failure) if one.ids_L is None else next(verdicts)
-                for one in of_group
+            verdict_of = {
+                (q.index, q.other): failed(q.failure) if q.ids_L is None else next(verdicts)
+                for q in of_group
             }
-            counts = [group.completions_G.count(one) for one in single.completions_G]
+            counts = [group.completions_G.count(each) for each in single.completions_G]
             if self.config.compares:
-                scores_G = won_scores(found, counts)
+                scores_G = won_scores(verdict_of, counts)
             else:
-                scores_G = [found[index, None] for index in range(len(counts))]
-            of = dict(zip(single.completions_G, scores_G, strict=True))
-            scores.append(tuple(of[completion] for completion in group.completions_G))
+                scores_G = [verdict_of[index, None] for index in range(len(counts))]
+            score_of = dict(zip(single.completions_G, scores_G, strict=True))
+            scores.append(tuple(score_of[completion] for completion in group.completions_G))
         return scores
 
     def _questions(self, groups: Sequence[Group]) -> list[list[_Question]]:
+        questions = []
         with self._one_at_a_time:
-            return [
-                [self._question(group, index, other) for index, other in self._asked(group)]
-                for group in groups
-            ]
-
-    def _asked(self, group: Group) -> list[tuple[int, int | None]]:
-        count = len(group.completions_G)
-        if not self.config.compares:
-            return [(index, None) for index in range(count)]
-        pairs = ring_pairs(count, self.config.max_opponents)
-        return [places for one, other in pairs for places in ((one, other), (other, one))]
+            for group in groups:
+                count = len(group.completions_G)
+                indices: list[tuple[int, int | None]] = [(index, None) for index in range(count)]
+                if self.config.compares:  # in both positions
+                    pairs = ring_pairs(count, self.config.max_opponents)
+                    indices = [pair for a, b in pairs for pair in ((a, b), (b, a))]
+                questions.append([self._question(group, index, other) for index, other in indices])
+        return questions
 
     def _question(self, group: Group, index: int, other: int | None) -> _Question:
         rendered = self._prompt.question(group, index, other)
+        without_tokens = partial(_Question, index=index, other=other, ids_L=None)
         if isinstance(rendered, str):
-            return _Question(index=index, other=other, ids_L=None, failure=rendered)
-        messages = tuple(Message(one["role"], one["content"]) for one in rendered)
+            return without_tokens(failure=rendered)
+        messages = tuple(Message(message["role"], message["content"]) for message in rendered)
         try:
             ids_L = self._chat.prompt_ids(messages)
         except DataError as error:
-            return _Question(index=index, other=other, ids_L=None, failure=f"error: {error}")
+            return without_tokens(failure=f"error: {error}")
         # One token more than the verdict, which vLLM samples and nobody reads.
         room = self._max_length - max(map(len, self._words), default=0) - 1
         if len(ids_L) > room:
-            return _Question(
-                index=index,
-                other=other,
-                ids_L=None,
+            return without_tokens(
                 failure=f"error: the judge's question has {len(ids_L):,} tokens, and room is for "
-                f"{room:,} (max_model_len={self._max_length:,} with the verdict)",
+                f"{room:,} (max_model_len={self._max_length:,} with the verdict)"
             )
         return _Question(index=index, other=other, ids_L=ids_L)
 
@@ -187,14 +180,14 @@ class ModelJudge:
         if self.config.read_out == "written":
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    asked = [tasks.create_task(self._written(one)) for one in questions]
+                    begun = [tasks.create_task(self._written(question)) for question in questions]
             except BaseExceptionGroup as group:  # callers expect the error itself
                 raise group.exceptions[0] from group
-            return [task.result() for task in asked]
+            return [task.result() for task in begun]
         groups = [
-            TokenGroup(id=str(index), trunk_ids=one.ids_L, branches_ids_G=self._words)
-            for index, one in enumerate(questions)
-            if one.ids_L is not None
+            TokenGroup(id=str(index), trunk_ids=question.ids_L, branches_ids_G=self._words)
+            for index, question in enumerate(questions)
+            if question.ids_L is not None
         ]
         if not groups:
             return []
@@ -222,7 +215,7 @@ class ModelJudge:
             replies = [reply async for reply in completions]
         replies.sort(key=lambda reply: reply.index)
         score = mean_verdict([self._read(reply) for reply in replies], config)
-        return replace(score, num_tokens=len(ids_L) + max(len(one.ids_L) for one in replies))
+        return replace(score, num_tokens=len(ids_L) + max(len(reply.ids_L) for reply in replies))
 
     def _read(self, reply: Generated) -> float | NoScoreError:
         if reply.finish_reason != "stop":
@@ -237,12 +230,15 @@ def ring_pairs(count: int, most: int | None) -> list[tuple[int, int]]:
     """Return the pairs of completions that are compared: all, or neighbours in a ring.
 
     Args:
-        count: The number of different completions.
         most: The most others that each is compared with, an even number; None: all.
     """
     if most is None or most >= count - 1:
         return list(itertools.combinations(range(count), 2))
-    return [(one, (one + step) % count) for one in range(count) for step in range(1, most // 2 + 1)]
+    return [
+        (index, (index + step) % count)
+        for index in range(count)
+        for step in range(1, most // 2 + 1)
+    ]
 
 
 def word_score(first: float, second: float, *, num_tokens: int = 0) -> Score:
@@ -262,16 +258,12 @@ def word_score(first: float, second: float, *, num_tokens: int = 0) -> Score:
     return Score(value=value, values_K=(value,), num_tokens=num_tokens, parts={"word_mass": mass})
 
 
-def won_scores(found: dict[tuple[int, int | None], Score], counts: Sequence[int]) -> list[Score]:
+def won_scores(verdicts: dict[tuple[int, int | None], Score], counts: Sequence[int]) -> list[Score]:
     """Return the mean probability of each completion to win, from the verdicts on ordered pairs.
 
     A completion with which no comparison succeeded is unusable, and the others are compared without
     it (`failed_comparisons`). If a comparison of two usable ones failed, both fail: the mean over
     other opponents than the rest has would not be comparable.
-
-    Args:
-        found: The verdict on each ordered pair: the probability that the first one shown wins.
-        counts: How often each of the different completions is in the group.
     """
     wins: list[list[tuple[float, int]]] = [
         [(0.5, count - 1)] if count > 1 else [] for count in counts
@@ -279,32 +271,32 @@ def won_scores(found: dict[tuple[int, int | None], Score], counts: Sequence[int]
     parts: list[dict[str, list[float]]] = [{} for _ in counts]
     failures: list[list[tuple[int, str]]] = [[] for _ in counts]
     num_tokens = [0] * len(counts)
-    for (one, other), verdict in found.items():
-        if other is None or one > other:  # each pair once; the other position is read with it
+    for (first, second), verdict in verdicts.items():
+        if second is None or first > second:  # each pair once; the other position is read with it
             continue
-        swapped = found[other, one]
-        for place in (one, other):
-            num_tokens[place] = max(num_tokens[place], verdict.num_tokens, swapped.num_tokens)
+        swapped = verdicts[second, first]
+        for index in (first, second):
+            num_tokens[index] = max(num_tokens[index], verdict.num_tokens, swapped.num_tokens)
         if verdict.value is None or swapped.value is None:
-            for place, opponent in ((one, other), (other, one)):
-                failures[place].append((opponent, str(verdict.failure or swapped.failure)))
+            for index, opponent in ((first, second), (second, first)):
+                failures[index].append((opponent, str(verdict.failure or swapped.failure)))
             continue
         chance = (verdict.value + 1.0 - swapped.value) / 2
-        wins[one].append((chance, counts[other]))
-        wins[other].append((1.0 - chance, counts[one]))
+        wins[first].append((chance, counts[second]))
+        wins[second].append((1.0 - chance, counts[first]))
         # A verdict of 1/2 prefers neither, so that no position can turn it.
         flips = (verdict.value - 0.5) * (0.5 - swapped.value) < 0
-        for place in (one, other):
-            parts[place].setdefault("position_flips", []).append(float(flips))
+        for index in (first, second):
+            parts[index].setdefault("position_flips", []).append(float(flips))
             for name in verdict.parts.keys() & swapped.parts.keys():
                 both = (verdict.parts[name] + swapped.parts[name]) / 2
-                parts[place].setdefault(name, []).append(both)
+                parts[index].setdefault(name, []).append(both)
     is_usable = [len(won) > (count > 1) for won, count in zip(wins, counts, strict=True)]
     scores: list[Score] = []
     for usable, won, means, missing, tokens in zip(
         is_usable, wins, parts, failures, num_tokens, strict=True
     ):
-        lost = next((why for place, why in missing if is_usable[place] or not usable), None)
+        lost = next((why for index, why in missing if is_usable[index] or not usable), None)
         if lost is None and not won:
             lost = (
                 "error: a comparison needs another completion of the same prompt (answers of "
@@ -314,10 +306,12 @@ def won_scores(found: dict[tuple[int, int | None], Score], counts: Sequence[int]
             scores.append(failed(lost))
             continue
         value = math.fsum(chance * count for chance, count in won) / sum(c for _, c in won)
-        named = {name: math.fsum(all_of) / len(all_of) for name, all_of in sorted(means.items())}
+        mean_parts = {
+            name: math.fsum(all_of) / len(all_of) for name, all_of in sorted(means.items())
+        }
         if missing:
-            named["failed_comparisons"] = float(len(missing))
-        scores.append(Score(value=value, values_K=(value,), num_tokens=tokens, parts=named))
+            mean_parts["failed_comparisons"] = float(len(missing))
+        scores.append(Score(value=value, values_K=(value,), num_tokens=tokens, parts=mean_parts))
     return scores
 
 
@@ -339,12 +333,12 @@ def _taught_ids(chat: ChatFormat, config: JudgeConfig, word: str, where: str) ->
 
     A template may put text before an answer, such as a blank or an empty `<think>` block.
     """
-    asked: tuple[Message, ...] = (Message("user", "a"),)
+    question: tuple[Message, ...] = (Message("user", "a"),)
     if config.system is not None:
-        asked = (Message("system", config.system), *asked)
+        question = (Message("system", config.system), *question)
     try:
-        prompt_ids = chat.prompt_ids(asked)
-        taught = chat.demonstration((*asked, Message("assistant", word)), demonstration_id=word)
+        prompt_ids = chat.prompt_ids(question)
+        taught = chat.demonstration((*question, Message("assistant", word)), demonstration_id=word)
     except DataError as error:
         raise ModelError(f"{where}.words: {word!r} cannot be an answer: {error}") from error
     assert taught is not None
@@ -358,17 +352,8 @@ def _taught_ids(chat: ChatFormat, config: JudgeConfig, word: str, where: str) ->
     return ids_L[len(prompt_ids) : -1]
 
 
-# Loading a judge.
-
-
 def open_model_judge(config: JudgeConfig, *, device: Device, where: str, say: Say) -> ModelJudge:
     """Load a judge into an engine, and check it.
-
-    Args:
-        config: The `judge` section, without `urls`.
-        device: The device of transformers' engine; vLLM chooses its own.
-        where: The section, for messages.
-        say: Called with a line on all that was loaded, found and decided.
 
     Raises:
         UserError: The model is no language model, or a setting cannot be used.

@@ -43,9 +43,6 @@ class JudgeReplica(HttpExchange):
 
         Args:
             url: Address of the server, of its `/v1`, or of the endpoint itself.
-            config: The `judge` section.
-            prompt: Prompt to render.
-            api_key: Sent as a bearer token.
 
         Raises:
             ConfigError: The address cannot be used.
@@ -86,18 +83,18 @@ class JudgeReplica(HttpExchange):
                     f"text: the completion spells {mark[0]!r}, in which the judge's server may see "
                     "a control token: a policy could answer for its judge"
                 )
-        asked = [
+        pending = [
             asyncio.create_task(self._reply(messages, number, request_id, timeout))
             for number in range(self._config.num_samples)
         ]
         try:
-            replies = await asyncio.gather(*asked)
+            replies = await asyncio.gather(*pending)
         finally:
             # If one of them fails, the others are not needed.
-            for task in asked:
+            for task in pending:
                 task.cancel()
         self.counts["replies"] += len(replies)
-        self.counts["unreadable"] += sum(isinstance(one, NoScoreError) for one in replies)
+        self.counts["unreadable"] += sum(isinstance(reply, NoScoreError) for reply in replies)
         return mean_verdict(replies, self._config)
 
     async def _reply(
@@ -148,12 +145,6 @@ class JudgeScorer(Router):
     ) -> None:
         """Hold addresses; nothing is asked before the first score is.
 
-        Args:
-            config: The `judge` section.
-            api_key: Sent as a bearer token.
-            where: The section, for messages.
-            clock: Returns monotonic seconds.
-
         Raises:
             ConfigError: An address or a template cannot be used.
         """
@@ -200,8 +191,6 @@ class _ChatCompletion(Body):
 
     choices: List[_Choice] = Field(min_length=1)
 
-
-# The judge's prompt, and the number in its reply.
 
 _CONVERSATION = """\
 Lines that begin with {{ mark }} are the only ones that
@@ -285,10 +274,6 @@ class JudgePrompt:
     def __init__(self, config: JudgeConfig, *, where: str) -> None:
         """Parse the template.
 
-        Args:
-            config: The `judge` section.
-            where: The section, for messages.
-
         Raises:
             ConfigError: The template is invalid, or uses an unknown variable.
         """
@@ -303,24 +288,24 @@ class JudgePrompt:
             undefined=jinja2.StrictUndefined, keep_trailing_newline=True
         )
         try:
-            wanted = meta.find_undeclared_variables(sandbox.parse(text))
+            variables = meta.find_undeclared_variables(sandbox.parse(text))
             self._template = sandbox.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"{where}.template: line {error.lineno} is not valid Jinja2: {error}"
             ) from error
-        unknown = sorted(wanted - set(VARIABLES))
+        unknown = sorted(variables - set(VARIABLES))
         if unknown:
             raise ConfigError(
                 f"{where}.template: there is no '{unknown[0]}'; it may use {', '.join(VARIABLES)}"
             )
         needed = ("response", "other_response") if config.compares else ("response",)
         for name in needed:
-            if name not in wanted:
+            if name not in variables:
                 raise ConfigError(
                     f"{where}.template does not show the judge the response: {{{{ {name} }}}}"
                 )
-        if not config.compares and "other_response" in wanted:
+        if not config.compares and "other_response" in variables:
             raise ConfigError(f"{where}.template: there is an 'other_response' with compares=true")
 
     def question(
@@ -340,9 +325,7 @@ class JudgePrompt:
         """Render the messages that ask about one completion of a group.
 
         Args:
-            group: The prompt and its completions.
             index: The completion, which is the first of two with `compares`.
-            other: The second of two.
 
         Raises:
             DataError: The template cannot be rendered with it.
@@ -381,8 +364,8 @@ def _mark(messages: tuple[Message, ...]) -> str:
     digest = blake2b(digest_size=8)
     for message in messages:
         for text in (message.role, message.content):
-            written = text.encode("utf-8", "surrogatepass")
-            digest.update(len(written).to_bytes(8, "little") + written)
+            encoded = text.encode("utf-8", "surrogatepass")
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return f"=== {digest.hexdigest()}"
 
 
@@ -402,14 +385,14 @@ def read_verdict(text: str, config: JudgeConfig) -> float:
     if config.compares:
         return _winner(answer, config)
     if config.score_key:
-        found = [*_numbers_at(answer, config.score_key)]
+        numbers = [*_numbers_at(answer, config.score_key)]
     else:
         matches = (match.group(1) for match in re.finditer(config.score_pattern, answer))
-        found = [number for text in matches if (number := _number(text)) is not None]
-    if not found:
-        wanted = f"the key '{config.score_key}'" if config.score_key else "a match of score_pattern"
-        raise NoScoreError(f"the reply has no number at {wanted}; it ends {answer[-80:]!a}")
-    number = found[-1 if config.which == "last" else 0]
+        numbers = [number for text in matches if (number := _number(text)) is not None]
+    if not numbers:
+        sought = f"the key '{config.score_key}'" if config.score_key else "a match of score_pattern"
+        raise NoScoreError(f"the reply has no number at {sought}; it ends {answer[-80:]!a}")
+    number = numbers[-1 if config.which == "last" else 0]
     low, high = config.lowest, config.highest
     if (low is not None and number < low) or (high is not None and number > high):
         raise NoScoreError(
@@ -421,23 +404,23 @@ def read_verdict(text: str, config: JudgeConfig) -> float:
 def _winner(answer: str, config: JudgeConfig) -> float:
     first, second = config.verdict_words
     pattern = rf"\[\[({re.escape(first)}|{re.escape(second)})\]\]"
-    found = re.findall(pattern, answer)
-    if not found:
+    winners = re.findall(pattern, answer)
+    if not winners:
         raise NoScoreError(
             f"the reply has neither [[{first}]] nor [[{second}]]; it ends {answer[-80:]!a}"
         )
-    return float(found[-1 if config.which == "last" else 0] == first)
+    return float(winners[-1 if config.which == "last" else 0] == first)
 
 
 def mean_verdict(replies: Sequence[float | NoScoreError], config: JudgeConfig) -> Score:
     """Return the mean of replies as a score, or a failure where too few of them have a number."""
-    values = [one for one in replies if not isinstance(one, NoScoreError)]
-    unreadable = [one for one in replies if isinstance(one, NoScoreError)]
+    values = [reply for reply in replies if not isinstance(reply, NoScoreError)]
+    unreadable = [reply for reply in replies if isinstance(reply, NoScoreError)]
     if len(values) < config.min_samples:
-        of = f"{len(values)} of {len(replies)} replies have a score"
+        counts = f"{len(values)} of {len(replies)} replies have a score"
         # A small model often keeps to no form.
         cure = "" if config.urls else "; judge.read_out=log_probability asks for no form"
-        return failed(f"reply: {of}: {unreadable[-1]}{cure}")
+        return failed(f"reply: {counts}: {unreadable[-1]}{cure}")
     mean = math.fsum(values) / len(values)
     parts: dict[str, float] = {}
     if len(replies) > 1:
@@ -475,12 +458,6 @@ def verdict_rows(
     completions have the first verdict and the worst the second, once each; those in between, about
     which neither verdict is known, are left out. Of pairs both verdicts are equally frequent.
 
-    Args:
-        prompt: The prompt that scores.
-        config: Its section.
-        group: A prompt and its completions.
-        ranks_G: Lower is better.
-
     Raises:
         ConfigError: The judge cannot learn from preferences (`taught_verdicts`).
         DataError: The template cannot be rendered with the group.
@@ -491,19 +468,19 @@ def verdict_rows(
         for better, worse in itertools.permutations(range(len(ranks_G)), 2)
         if ranks_G[better] < ranks_G[worse]
     ]
-    asked: list[tuple[int, int | None, str]]
+    questions: list[tuple[int, int | None, str]]
     if config.compares:
-        asked = [
+        questions = [
             row for better, worse in pairs for row in ((better, worse, good), (worse, better, bad))
         ]
     else:
         best, worst = min(ranks_G), max(ranks_G)
-        asked = [
+        questions = [
             (index, None, good if rank == best else bad)
             for index, rank in enumerate(ranks_G)
             if rank in (best, worst) and best < worst
         ]
-    for index, other, verdict in asked:
+    for index, other, verdict in questions:
         messages = prompt.messages(group, index, other)
         yield {"messages": [*messages, {"role": "assistant", "content": verdict}]}
 

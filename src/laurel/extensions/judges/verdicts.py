@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 def write_verdicts(
     rows: BenchmarkOptions, *, judge_file: Path, output: Path, as_json: bool
 ) -> None:
-    """Write the verdicts on preferences as conversations for `laurel sft`.
-
-    Raises:
-        UserError: A file, a row or the judge's section cannot be used.
-    """
+    """Write the verdicts on preferences as conversations for `laurel sft`."""
     say = say_on(message_console())
     judge = read_judge(judge_file, say=say)
     for file in rows.data:

@@ -39,9 +39,10 @@ class MlflowLogger:
             import_module("mlflow.entities")
         self._mlflow = library or import_module("mlflow")
         self._client = self._mlflow.MlflowClient(tracking_uri=config.tracking_uri)
-        kept = run_dir / "mlflow_run_id"
-        is_kept = resumed and kept.is_file()
-        self._run_id = kept.read_text(encoding="utf-8").strip() if is_kept else ""
+        id_file = run_dir / "mlflow_run_id"
+        self._run_id = (
+            id_file.read_text(encoding="utf-8").strip() if resumed and id_file.is_file() else ""
+        )
         self._has_parameters = bool(self._run_id)
         if not self._run_id:
             experiment = self._client.get_experiment_by_name(config.experiment_name)
@@ -52,7 +53,7 @@ class MlflowLogger:
             )
             run = self._client.create_run(experiment_id, run_name=config.run_name)
             self._run_id = str(run.info.run_id)
-            kept.write_text(self._run_id, encoding="utf-8")
+            id_file.write_text(self._run_id, encoding="utf-8")
         else:
             self._client.update_run(self._run_id, status="RUNNING")
 

@@ -40,7 +40,6 @@ def fit(request: ClusterRequest, shapes: Shapes, *, device_memory: int | None = 
     """Plan a run, and check the plan against its models and the devices' memory.
 
     Args:
-        request: Roles, batches and settings of the run.
         shapes: Shapes of its models; what is unknown is not checked.
         device_memory: Bytes of a device; None: memory is estimated, but not checked.
     """
@@ -106,10 +105,10 @@ def _undivided(shape: ModelShape, tp: int, *, repeats_heads: bool) -> list[str]:
     vLLM repeats key and value heads where there are fewer than ranks; training does not.
     """
     heads, keys, wide = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
-    found = [f"{heads} attention heads"] if heads % tp else []
+    parts = [f"{heads} attention heads"] if heads % tp else []
     if keys % tp and not (repeats_heads and tp % keys == 0):
-        found.append(f"{keys} key/value heads")
-    return [*found, f"{wide} feed-forward channels"] if wide % tp else found
+        parts.append(f"{keys} key/value heads")
+    return [*parts, f"{wide} feed-forward channels"] if wide % tp else parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +125,18 @@ def _too_large(
 ) -> Conflict:
     """Return the conflict of a phase that exceeds the memory, with a setting that would fit."""
     parts = sorted(phase.parts.items(), key=lambda part: -part[1])
-    said = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
+    shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
     fix = "more devices or larger ones, a smaller model, or shorter sequences"
     for change in _changes(request, plan, shapes, device_memory, phase):
-        found = estimate(change.request, change.plan, shapes, device_memory=device_memory)
-        same = next(p for p in found if (p.name, p.slots_of) == (phase.name, phase.slots_of))
+        phases = estimate(change.request, change.plan, shapes, device_memory=device_memory)
+        same = next(p for p in phases if (p.name, p.slots_of) == (phase.name, phase.slots_of))
         if same.fits(device_memory):
             fix = change.setting
             break
     return Conflict(
         problem=f"{phase.name} takes {phase.total / GIB:.1f} GiB of each device of "
         f"{phase.slots_of}, which has {device_memory * phase.fraction / GIB:.1f}"
-        f"{'' if phase.fraction == 1 else ' for it'} ({said})",
+        f"{'' if phase.fraction == 1 else ' for it'} ({shares})",
         fix=fix,
     )
 
@@ -172,7 +171,7 @@ def _served_changes(
     room = int(device_memory * phase.fraction) - (phase.total - own)
     share, name = int(100 * served.memory_share * room / own) / 100, "--gpu-memory-utilization"
     if share > 0 and name not in served.arguments:  # there its value would be the next one
-        arguments = [one for one in served.arguments if not one.startswith(name)]
+        arguments = [argument for argument in served.arguments if not argument.startswith(name)]
         arguments.append(f"{name}={share:g}")
         yield _Change(
             setting=f"{role.parallel_key}.arguments=[{','.join(arguments)}]",
@@ -187,12 +186,12 @@ def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> It
     Each is added to the ones before; only larger groups of ranks are tried on their own.
     """
     training, role = request.training, request.roles[0]
-    said: list[str] = []
+    settings: list[str] = []
 
     def change(setting: str, changed: TrainingRequest) -> _Change:
-        said.append(f"{role.parallel_key}.{setting}=true")
+        settings.append(f"{role.parallel_key}.{setting}=true")
         changed_request = replace(request, training=changed)
-        return _Change(setting=" ".join(said), request=changed_request, plan=plan)
+        return _Change(setting=" ".join(settings), request=changed_request, plan=plan)
 
     if not training.recomputes:
         training = replace(training, recomputes=True)
@@ -201,7 +200,7 @@ def _training_changes(request: ClusterRequest, plan: Plan, shapes: Shapes) -> It
         training = replace(training, sequence_parallel=True)
         yield change("sequence_parallel", training)
     for larger in _larger_groups(replace(request, training=training), plan, shapes, "policy"):
-        yield replace(larger, setting=" ".join([*said, larger.setting]))
+        yield replace(larger, setting=" ".join([*settings, larger.setting]))
     if not training.adapters.enabled:
         training = replace(training, adapters=replace(training.adapters, enabled=True))
         yield change("lora_cfg.enabled", training)
@@ -236,7 +235,7 @@ def _drawing_changes(
         number = power_of_two(number + 1) // 2  # the largest that is not above it
     if number:
         fewer = replace(batch, tokens=number * batch.longest)
-        batches = tuple(fewer if one is batch else one for one in plan.batches)
+        batches = tuple(fewer if each is batch else each for each in plan.batches)
         yield _Change(
             setting=f"policy.generation.max_concurrent={number}",
             request=request,
@@ -248,8 +247,8 @@ def _larger_groups(
     request: ClusterRequest, plan: Plan, shapes: Shapes, name: RoleName
 ) -> Iterator[_Change]:
     """Yield larger tensor-parallel sizes on the same slots, where nodes and models allow them."""
-    role, asked = plan.role(name), request.role(name)
-    if role is None or asked is None:
+    role, role_request = plan.role(name), request.role(name)
+    if role is None or role_request is None:
         return
     counts = Counter(slot.node for slot in role.slots).values()
     generates = name == "generation"
@@ -262,6 +261,6 @@ def _larger_groups(
         )
         if not is_refused:
             larger = replace(role, mesh=mesh)
-            roles = tuple(larger if one is role else one for one in plan.roles)
-            setting = f"{asked.parallel_key}.tensor_parallel_size={mesh.tp}"
+            roles = tuple(larger if each is role else each for each in plan.roles)
+            setting = f"{role_request.parallel_key}.tensor_parallel_size={mesh.tp}"
             yield _Change(setting=setting, request=request, plan=replace(plan, roles=roles))

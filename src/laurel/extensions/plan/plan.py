@@ -15,10 +15,13 @@ from rich.text import Text
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
+from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
+from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError
 from laurel.extensions.plan.fit import FittedPlan, fit
 from laurel.extensions.plan.options import PlanOptions
+from laurel.extensions.plan.step_time import Efficiency, StepTime, device_named, step_time
 from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
 from laurel.planning.larger import larger_micro_batch
@@ -32,7 +35,6 @@ from laurel.planning.memory import (
 from laurel.planning.plan import BatchPlan, Plan
 from laurel.planning.request import ClusterRequest, RoleName, Workload
 from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
-from laurel.planning.step_time import Efficiency, StepTime, device_named, step_time
 from laurel.run.micro_batches import largest_tokens, with_tokens
 from laurel.run.request import (
     judge_notes,
@@ -40,7 +42,6 @@ from laurel.run.request import (
     sampling_notes,
 )
 from laurel.run.shapes import ReadShapes, read_shapes
-from laurel.run.train import check_selection
 from laurel.workers.launch import backend_of
 
 
@@ -54,7 +55,6 @@ def workload_of(
     """Return the number and lengths of the conversations in one training step.
 
     Args:
-        config: The run.
         prompt_tokens: The length of each prompt; None is what a completion leaves of the longest
             conversation.
         completion_tokens: The length of each completion; None is half of the longest conversation,
@@ -123,8 +123,8 @@ def run_plan(path: Path | None, overrides: Sequence[str], options: PlanOptions) 
         tokens = largest_tokens(config, read.shapes, device_memory)
         if tokens is not None:
             config = with_tokens(config, tokens)
-            chosen = f"policy.sequence_packing.train_mb_tokens=auto: {tokens:,} tokens"
-            read = replace(read, notes=(*read.notes, chosen))
+            tokens_note = f"policy.sequence_packing.train_mb_tokens=auto: {tokens:,} tokens"
+            read = replace(read, notes=(*read.notes, tokens_note))
     request = request_of(config)
     fitted = fit(request, read.shapes, device_memory=device_memory)
     if isinstance(config, GRPORun):
@@ -165,10 +165,10 @@ def _room_note(
     packing = config.policy.sequence_packing
     if not packing.enabled or packing.train_mb_tokens is not None or request.device == "cpu":
         return
-    found = larger_micro_batch(request, fitted.plan, shapes, device_memory=device_memory)
-    if found is None:
+    larger = larger_micro_batch(request, fitted.plan, shapes, device_memory=device_memory)
+    if larger is None:
         return
-    plan, training = found
+    plan, training = larger
     before, now = fitted.plan.batch("policy"), plan.batch("policy")
     yield (
         f"policy.sequence_packing.train_mb_tokens={now.tokens} fits, too, with "
@@ -176,8 +176,6 @@ def _room_note(
         f"of {before.num_micro_batches}, each of which casts all weights and adds up all gradients"
     )
 
-
-# How a plan is shown: tables and a picture for people, facts for programs.
 
 LETTERS: Mapping[RoleName, str] = {"policy": "P", "generation": "G", "reward_model": "R"}
 
@@ -322,13 +320,13 @@ def _picture(plan: Plan) -> Iterator[str]:
 def _batch(batch: BatchPlan) -> str:
     each = batch.per_share
     exact = "" if batch.size % batch.num_shares == 0 else "at most "
-    said = f"{title(batch.role):<13} {batch.size} {batch.unit} / {batch.num_shares} = "
-    said += f"{exact}{each} each"
+    text = f"{title(batch.role):<13} {batch.size} {batch.unit} / {batch.num_shares} = "
+    text += f"{exact}{each} each"
     if batch.role == "generation":
-        return f"{said}, {batch.tokens // batch.longest} side by side"
+        return f"{text}, {batch.tokens // batch.longest} side by side"
     passes = f"{batch.tokens} tokens a pass, {batch.longest} the longest of {batch.unit}"
-    said += f"; {passes}: at most {batch.num_micro_batches} passes"
-    return said + (f"; {batch.updates} updates a step" if batch.updates > 1 else "")
+    text += f"; {passes}: at most {batch.num_micro_batches} passes"
+    return text + (f"; {batch.updates} updates a step" if batch.updates > 1 else "")
 
 
 def _memory(fitted: FittedPlan, device_memory: int | None) -> Iterator[str]:
@@ -386,14 +384,14 @@ NARROW = 80
 def time_lines(time: StepTime, *, width: int) -> Iterator[str]:
     """Yield the table of the step's phases, with the lengths and the efficiency it assumes."""
     device, work = time.device, time.workload
-    said = (
+    text = (
         f"seconds of a step on {device.name}, at {time.efficiency.products:.0%} of the peak of its "
         f"products and {time.efficiency.memory:.0%} of its memory's bandwidth: {work.num_prompts} "
         f"prompts of {work.prompt_tokens} tokens, each with {work.per_prompt} of "
         f"{work.completion_tokens}, which begin with {work.alike_tokens} alike; padded: a prompt "
         "for every completion"
     )
-    yield from textwrap.wrap(said, width)
+    yield from textwrap.wrap(text, width)
     rows: list[tuple[str, ...]] = [
         ("phase", "on the slots of", "PFLOP a device", "limit", "seconds", "padded", "ratio")
     ]
@@ -432,3 +430,23 @@ def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in rows:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         yield "  ".join(cells).rstrip()
+
+
+def check_selection(config: Run) -> None:
+    """Check that a run measures the metrics that it names, as the run itself does at its start.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if isinstance(config, RewardTrainingRun):
+        from laurel.run.reward_model import reward_selection
+
+        reward_selection(config)
+    elif isinstance(config, SFTRun):
+        from laurel.run.sft import demonstration_selection
+
+        demonstration_selection(config)
+    else:
+        from laurel.run.grpo import policy_selection
+
+        policy_selection(config)

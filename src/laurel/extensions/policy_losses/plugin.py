@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 _OF_PPO = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
 
 
-class _WithItsOwnRange(Loss):
+class _OwnRange(Loss):
     # Ratios of tokens, which are not clipped to PPO's range.
 
     clips = False
 
     @staticmethod
     @abstractmethod
-    def term(section: Any, given: TokenValues) -> Tensor:
+    def term(section: Any, values: TokenValues) -> Tensor:
         """Return the losses of tokens."""
 
     def make(self, section: Any, settings: PolicyLossConfig) -> Callable[[TokenValues], Tensor]:
@@ -84,28 +84,28 @@ class GmpoConfig(Section):
     """Those above this give no gradient that raises them further."""
 
 
-class Gmpo(_WithItsOwnRange):
+class Gmpo(_OwnRange):
     """GMPO: the geometric mean of a completion's clipped ratios, times its advantage."""
 
     section = GmpoConfig
     of_completions = True
 
     @staticmethod
-    def term(section: GmpoConfig, given: TokenValues) -> Tensor:
+    def term(section: GmpoConfig, values: TokenValues) -> Tensor:
         """Return the losses of tokens, which all have that of their completion."""
         import torch
 
         from laurel.training.policy_loss import ratio_of
 
-        tokens, advantages_U = given.tokens, given.advantages_U
-        log_ratio_U = given.current_U - given.old_U
+        tokens, advantages_U = values.tokens, values.advantages_U
+        log_ratio_U = values.current_U - values.old_U
         clipped_U = log_ratio_U.clamp(-section.clip_low, section.clip_high)
-        kept_U = torch.where(
+        limited_U = torch.where(
             advantages_U > 0,
             torch.minimum(log_ratio_U, clipped_U),
             torch.maximum(log_ratio_U, clipped_U),
         )
-        return tokens.spread(-tokens.means(advantages_U) * ratio_of(tokens.means(kept_U)))
+        return tokens.spread(-tokens.means(advantages_U) * ratio_of(tokens.means(limited_U)))
 
 
 class SapoConfig(Section):
@@ -119,20 +119,20 @@ class SapoConfig(Section):
     what lowers one token raises all others."""
 
 
-class Sapo(_WithItsOwnRange):
+class Sapo(_OwnRange):
     """SAPO: a smooth gate in place of the clipped ratio."""
 
     section = SapoConfig
 
     @staticmethod
-    def term(section: SapoConfig, given: TokenValues) -> Tensor:
+    def term(section: SapoConfig, values: TokenValues) -> Tensor:
         """Return the losses of tokens."""
         import torch
 
-        advantages_U = given.advantages_U
+        advantages_U = values.advantages_U
         tau_U = torch.full_like(advantages_U, section.tau_negative)
         tau_U[advantages_U > 0] = section.tau_positive
-        return -advantages_U * torch.sigmoid(tau_U * (given.ratio_U - 1.0)) * 4.0 / tau_U
+        return -advantages_U * torch.sigmoid(tau_U * (values.ratio_U - 1.0)) * 4.0 / tau_U
 
 
 class DppoConfig(Section):
@@ -150,27 +150,27 @@ class DppoConfig(Section):
     """Largest ratio that weights a token. Default: so large that only rare tokens reach it."""
 
 
-class Dppo(_WithItsOwnRange):
+class Dppo(_OwnRange):
     """DPPO: the ratio as a weight, inside a region of small divergence instead of small ratios."""
 
     section = DppoConfig
 
     @staticmethod
-    def term(section: DppoConfig, given: TokenValues) -> Tensor:
+    def term(section: DppoConfig, values: TokenValues) -> Tensor:
         """Return the losses of tokens."""
         import torch
 
-        advantages_U, current_U = given.advantages_U, given.current_U.detach()
-        now_U, old_U = current_U.exp(), given.old_U.exp()
+        advantages_U, current_U = values.advantages_U, values.current_U.detach()
+        now_U, old_U = current_U.exp(), values.old_U.exp()
         apart_U = (now_U - old_U).abs()
         if section.divergence == "kl":
             least = torch.finfo(now_U.dtype).tiny  # probabilities of 1 leave nothing for the others
             rest_U = torch.log((1.0 - old_U).clamp(min=least) / (1.0 - now_U).clamp(min=least))
-            apart_U = old_U * (given.old_U - current_U) + (1.0 - old_U) * rest_U
+            apart_U = old_U * (values.old_U - current_U) + (1.0 - old_U) * rest_U
         is_out_U = torch.where(
             advantages_U > 0,
             (now_U > old_U) & (apart_U > section.high),
             (now_U < old_U) & (apart_U > section.low),
         )
-        weights_U = given.ratio_U.detach().clamp(max=section.max_ratio) * ~is_out_U
-        return -advantages_U * weights_U * given.current_U
+        weights_U = values.ratio_U.detach().clamp(max=section.max_ratio) * ~is_out_U
+        return -advantages_U * weights_U * values.current_U

@@ -129,13 +129,15 @@ def _seed_all(seed: int) -> None:
 def _create(name: str, settings: Mapping[str, Any]) -> Any:
     where = f"data.tasks.{name}"
     package = gym()
-    known = [one for one in sorted(package.factory.DATASETS) if one != "composite"]
-    if name not in known:
-        near = nearest(name, known)
+    names = [
+        generator for generator in sorted(package.factory.DATASETS) if generator != "composite"
+    ]
+    if name not in names:
+        near = nearest(name, names)
         raise ConfigError(
             f"{where}: reasoning_gym has no such generator"
             + (f"; did you mean '{near}'?" if near else "")
-            + f" It has {len(known)}: {', '.join(known)}"
+            + f" It has {len(names)}: {', '.join(names)}"
         )
     if name in ORDERED_BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ConfigError(
@@ -166,40 +168,40 @@ def made_rows(set_config: TaskSetConfig, config: ReasoningGymEnvironmentConfig) 
         )
     if set_config.split not in (None, "train", "validation"):
         raise ConfigError(f"split={set_config.split}: reasoning_gym has train and validation")
-    chosen = {
-        name: one if isinstance(one, GeneratorConfig) else GeneratorConfig(weight=one)
-        for name, one in set_config.tasks.items()
+    configs = {
+        name: value if isinstance(value, GeneratorConfig) else GeneratorConfig(weight=value)
+        for name, value in set_config.tasks.items()
     }
     system = _system_prompt(config)
     share = set_config.split_validation_size or VALIDATION_SHARE
     generators, is_validation = Generators(), set_config.split == "validation"
-    for name, one in chosen.items():
-        with generators.using(name, one.config, 0):
+    for name, generator in configs.items():
+        with generators.using(name, generator.config, 0):
             pass
 
     def make(index: int, attempt: int) -> dict[str, Any] | None:
         side = "validation" if is_validation else "train"
-        chunk, place = divmod(index, CHUNK)
+        chunk, offset = divmod(index, CHUNK)
         mixed = random.Random(_number(set_config.seed, side, "mixture", index))
-        name = mixed.choices(list(chosen), [one.weight for one in chosen.values()])[0]
-        settings = chosen[name].config
+        name = mixed.choices(list(configs), [each.weight for each in configs.values()])[0]
+        settings = configs[name].config
         seed = _number(set_config.seed, side, name, chunk, attempt)
         with generators.using(name, settings, seed) as dataset:
-            _seed_all(seed + place)
-            entry = dataset[place]
+            _seed_all(seed + offset)
+            entry = dataset[offset]
         question = str(entry["question"])
         # Two sets of one run may differ in their settings, and must agree on the sides.
         sampled = _number(set_config.seed, question) / 2**31
         if (sampled < share) != is_validation:
             return None
-        asked = [{"role": "user", "content": question}]
+        messages = [{"role": "user", "content": question}]
         return {
-            "prompt": [{"role": "system", "content": system}, *asked] if system else asked,
+            "prompt": [{"role": "system", "content": system}, *messages] if system else messages,
             "answer": None if entry["answer"] is None else str(entry["answer"]),
             "metadata": {_KEY: {"task": name, "config": settings, "seed": seed, "entry": entry}},
         }
 
-    return MadeRows(origin=f"reasoning_gym: {', '.join(chosen)}", make=make)
+    return MadeRows(origin=f"reasoning_gym: {', '.join(configs)}", make=make)
 
 
 def _number(*parts: Any) -> int:
@@ -212,13 +214,13 @@ def _system_prompt(config: ReasoningGymEnvironmentConfig) -> str | None:
     if config.system_prompt is None:
         return None
     gym()
-    known = importlib.import_module("reasoning_gym.utils").SYSTEM_PROMPTS
-    if config.system_prompt not in known:
+    prompts = importlib.import_module("reasoning_gym.utils").SYSTEM_PROMPTS
+    if config.system_prompt not in prompts:
         raise ConfigError(
             f"env.reasoning_gym.system_prompt={config.system_prompt} is none of "
-            f"{', '.join(known)}; a text of your own goes into data.system_prompt_file"
+            f"{', '.join(prompts)}; a text of your own goes into data.system_prompt_file"
         )
-    return str(known[config.system_prompt])
+    return str(prompts[config.system_prompt])
 
 
 @cache
@@ -244,10 +246,10 @@ def score_of(generators: Generators, item: Mapping[str, Any]) -> dict[str, Any]:
 
     def score(answer: Any) -> float:
         with generators.using(name, item["config"], item["seed"]) as dataset:
-            found = float(dataset.score_answer(answer, item["entry"]))
-        if not math.isfinite(found):
-            raise ValueError(f"the score is {found}")
-        return found
+            value = float(dataset.score_answer(answer, item["entry"]))
+        if not math.isfinite(value):
+            raise ValueError(f"the score is {value}")
+        return value
 
     try:
         return {"score": score(item["answer"])}
@@ -300,11 +302,11 @@ def prepare_scoring(settings: None) -> Callable[[], Callable[[dict[str, Any]], d
 def _reply(future: Future[Any]) -> dict[str, Any]:
     # What a process found, which an answer can write: `failure` is a short text, `score` is valid.
     try:
-        found = future.result()
-        if "failure" in found:
-            return {"failure": str(found["failure"])[:LONGEST_FAILURE]}
-        if 0 <= found["score"] <= 1:  # scores of scorers are
-            return dict(found)
+        reply = future.result()
+        if "failure" in reply:
+            return {"failure": str(reply["failure"])[:LONGEST_FAILURE]}
+        if 0 <= reply["score"] <= 1:  # scores of scorers are
+            return dict(reply)
     except LaurelError:  # no process can be started
         raise
     # The answer took too long, ended its process twice, or wrote no reply of ours. Were it a
@@ -353,7 +355,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         import torch  # not needed by the processes that evaluate answers
 
         answers = [self._answer_of(response_of(log)) for log in message_log_batch]
-        tasks = [(given or {}).get(_KEY) for given in metadata]
+        tasks = [(entry or {}).get(_KEY) for entry in metadata]
         names = sorted({task["task"] for task in tasks if task is not None}) or [_KEY]
         rewards = {name: torch.zeros(len(tasks)) for name in names}
         failures: list[str | None] = [None] * len(tasks)
@@ -361,35 +363,35 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         pending: dict[int, tuple[Any, Future[Any]]] = {}
         scored: dict[int, dict[str, Any]] = {}
         failed: list[tuple[int, Any]] = []
-        known: dict[int, str] = {}
+        generator_of: dict[int, str] = {}
         for i, (task, answer) in enumerate(zip(tasks, answers, strict=True)):
             if task is None:
                 failures[i] = "error: the task was not made by reasoning_gym, which would score it"
                 continue
-            known[i], item = task["task"], {**task, "answer": answer}
+            generator_of[i], item = task["task"], {**task, "answer": answer}
             if answer is not None and evaluates_answers(task["task"]):
                 pending[i] = task, self._pool.submit(item)
             else:
                 scored[i] = score_of(self._generators, item)
-        for i, (given, future) in pending.items():
+        for i, (task, future) in pending.items():
             scored[i] = _reply(future)
             if "failure" in scored[i]:
-                failed.append((i, given))
+                failed.append((i, task))
         # An answer can write its process's reply, and change how that scores the known one: whether
         # the scorer fails is for a process to say that never saw the answer.
         checks = [
-            (i, self._pool.submit({**given, "answer": given["entry"]["answer"]}))
-            for i, given in failed
+            (i, self._pool.submit({**task, "answer": task["entry"]["answer"]}))
+            for i, task in failed
         ]
         for i, future in checks:
-            found = _reply(future)
-            if "failure" in found:
-                scored[i] = found
-            elif "broke" not in found:  # if it did break, the scorer fails at the known answer too
+            reply = _reply(future)
+            if "failure" in reply:
+                scored[i] = reply
+            elif "broke" not in reply:  # if it did break, the scorer fails at the known answer too
                 scored[i] = {"score": 0.0, "broke": "unreadable"}
-        for i, found in scored.items():
-            failures[i], broke[i] = found.get("failure"), found.get("broke")
-            rewards[known[i]][i] = found.get("score", 0.0)
+        for i, reply in scored.items():
+            failures[i], broke[i] = reply.get("failure"), reply.get("broke")
+            rewards[generator_of[i]][i] = reply.get("score", 0.0)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""} for _ in tasks],
             metadata=list(metadata),
@@ -408,8 +410,8 @@ class ReasoningGymEnvironment(EnvironmentInterface):
         if self.config.answer_tag is None:
             return response.strip()
         extract = importlib.import_module("reasoning_gym.utils").extract_answer
-        found: str | None = extract(response, tag_name=self.config.answer_tag)
-        return found
+        answer: str | None = extract(response, tag_name=self.config.answer_tag)
+        return answer
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
@@ -437,7 +439,7 @@ class ReasoningGymEnvironment(EnvironmentInterface):
             figures |= mean_of(f"score/{name}", scores)
         figures["without_answer"] = float(sum(not answered for _, (_, answered, _) in noted))
         for how in ("timeouts", "crashes", "unreadable"):
-            figures[how] = float(sum(found == how for _, (*_, found) in noted))
+            figures[how] = float(sum(outcome == how for _, (*_, outcome) in noted))
         return batch, figures
 
     def shutdown(self) -> None:

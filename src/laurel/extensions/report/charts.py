@@ -88,7 +88,6 @@ def plot_chart(chart: Chart, *, name: str) -> str:
     """Plot a chart as an `<svg>` element.
 
     Args:
-        chart: A chart whose lines have at least one point.
         name: A prefix of all ids, unique in the page.
     """
     import matplotlib as mpl
@@ -278,14 +277,14 @@ def extremes(series: Series) -> Series:
     if count <= 2 * NUM_PLACES:
         return series
     values = np.array(series.values)
-    kept: list[int] = []
+    positions: list[int] = []
     edges = np.linspace(0, count, NUM_PLACES + 1).astype(int)
     for start, end in pairwise(edges):
         part = values[start:end]
-        kept += sorted({start + int(part.argmin()), start + int(part.argmax())})
+        positions += sorted({start + int(part.argmin()), start + int(part.argmax())})
     # The ends are kept, because a reader looks for them first. The set removes duplicates, because
     # the minimum and the maximum of a segment of one point are the same.
-    places = sorted({0, *kept, count - 1})
+    places = sorted({0, *positions, count - 1})
     return Series(
         steps=tuple(series.steps[i] for i in places), values=tuple(series.values[i] for i in places)
     )
@@ -332,9 +331,6 @@ def over_seeds(several: Sequence[Series]) -> Smoothed | None:
         high=Series(steps=steps, values=tuple(map(float, values.max(axis=0)))),
         window=1,
     )
-
-
-# The charts of a page: of one run, and of several runs compared.
 
 
 def charts_of(record: RunRecord) -> list[Chart]:
@@ -460,10 +456,10 @@ def overlays(several: Sequence[ChartedRuns]) -> list[Chart]:
     curves: dict[str, tuple[Chart, Line, list[Line]]] = {}
     for compared in several:
         for title, chart, line in _curves(compared.records[0]):
-            found = curves.setdefault(title, (chart, line, []))
+            *_, lines = curves.setdefault(title, (chart, line, []))
             combined = _combined(compared, title, line)
             if combined is not None:
-                found[2].append(combined)
+                lines.append(combined)
     return [
         Chart(
             title=title,
@@ -496,9 +492,9 @@ def _combined(compared: ChartedRuns, title: str, line: Line) -> Line | None:
             mark=compared.mark,
         )
     several: list[Series] = [
-        found.series
+        own_line.series
         for record in compared.records
-        for name, _, found in _curves(record)
+        for name, _, own_line in _curves(record)
         if name == title
     ]
     over = over_seeds(several)

@@ -36,11 +36,8 @@ class Report(Command):
         """Write the page of runs, for a program that has found this command by its name.
 
         Args:
-            path: The file to write.
             runs: The directories to which the runs logged, in the order of the page.
-            title: The heading of the page.
             facts: The numbers of the summary: a name, a value and a note each.
-            comparisons: Answers before and after training.
         """
         from laurel.extensions.report.page import Fact, write_report
 

@@ -44,14 +44,7 @@ class Served:
 
 
 class FollowedRuns:
-    """Keeps the current version of the page of some runs.
-
-    Args:
-        runs: The directories to which the runs log.
-        title: The heading of the page.
-        say: Prints messages, such as that the runs have ended or that a file is broken.
-        clock: Returns the seconds since the epoch, as in the timestamps of files.
-    """
+    """Keeps the current version of the page of some runs."""
 
     def __init__(
         self,
@@ -66,9 +59,9 @@ class FollowedRuns:
         self._say = say
         self._clock = clock
         self._samples = [RunSamples() for _ in runs]
-        self._seen: object = None
+        self._stamps: object = None
         self._records: list[RunRecord] = []
-        self._said = ""
+        self._last_message = ""
         self.seconds_to_wait = MIN_SECONDS
         self.served = Served(b"", 0, False, "")
 
@@ -82,7 +75,7 @@ class FollowedRuns:
         """
         started = time.perf_counter()
         # Timestamps are read before the files, so that later writes are noticed next time.
-        seen = [
+        stamps = [
             stamps_of(
                 (
                     *run.glob("*.json*"),
@@ -94,12 +87,12 @@ class FollowedRuns:
             for run in self._runs
         ]
         try:
-            if seen != self._seen:
+            if stamps != self._stamps:
                 self._records = [read_run_record(run) for run in self._runs]
                 version = self.served.version + 1
                 live = Live(version=version, seconds=MIN_SECONDS)
                 page = page_of(self._records, self._samples, title=self._title, live=live)
-                self._seen = seen
+                self._stamps = stamps
                 self.served = Served(
                     page.encode("utf-8", "backslashreplace"), version, self.served.ended, ""
                 )
@@ -110,9 +103,9 @@ class FollowedRuns:
         spent = time.perf_counter() - started
         # Long runs take long to render, so the wait grows with that time, within limits.
         self.seconds_to_wait = min(max(MIN_SECONDS, spent / SHARE_OF_TIME), MAX_SECONDS)
-        self._describe(seen)
+        self._describe(stamps)
 
-    def _describe(self, seen: Sequence[dict[Path, tuple[int, int]]]) -> None:
+    def _describe(self, stamps_of_runs: Sequence[dict[Path, tuple[int, int]]]) -> None:
         # The state is shown on the page, and also on the terminal once the runs have ended.
         states = [
             state_of(
@@ -120,11 +113,11 @@ class FollowedRuns:
                 seconds_quiet=self._clock()
                 - max((time_ns for time_ns, _ in stamps.values()), default=0) / 1e9,
             )
-            for record, stamps in zip(self._records, seen, strict=True)
+            for record, stamps in zip(self._records, stamps_of_runs, strict=True)
         ]
         ended = all(state.ended for state in states)
         text = "; ".join(
-            _said(record, state) for record, state in zip(self._records, states, strict=True)
+            _activity(record, state) for record, state in zip(self._records, states, strict=True)
         )
         before = self.served
         self.served = Served(before.page, before.version, ended, text)
@@ -132,8 +125,8 @@ class FollowedRuns:
             self._tell(f"{text}. The page stays as it is; Ctrl-C ends the server.")
 
     def _tell(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+        if text != self._last_message:
+            self._last_message = text
             self._say(text)
 
 
@@ -146,13 +139,6 @@ def follow(
     stop: threading.Event | None = None,
 ) -> None:
     """Serve the page until `stop` is set or the user presses Ctrl-C.
-
-    Args:
-        runs: The directories to which the runs log.
-        title: The heading of the page.
-        port: The port on this machine's loopback interface; 0 chooses a free one.
-        say: Prints the address and messages.
-        stop: An event that ends the server.
 
     Raises:
         ConfigError: The port cannot be used.
@@ -200,7 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
         port = self.server.server_address[1]
         names = (HOST, "localhost")
         ours = {f"{name}:{port}" for name in names} | ({*names} if port == 80 else set())
-        if self.headers.get_all("Host", []) not in [[one] for one in ours]:
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or hosts[0] not in ours:
             self._answer(HTTPStatus.FORBIDDEN, b"This server answers only under its own address.\n")
         elif self.path == "/":
             self._answer(HTTPStatus.OK, served.page, "text/html; charset=utf-8")
@@ -234,14 +221,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, because the terminal is for messages to the user."""
 
 
-def _said(record: RunRecord, state: RunActivity) -> str:
+def _activity(record: RunRecord, state: RunActivity) -> str:
     name = record.path.name
     if state.ended:
         return f"{name} has ended at step {record.num_steps:,} ({state.reason})"
     return f"{name} goes on: step {record.num_steps:,}"
 
-
-# Finding out from outside whether a run still goes on, without disturbing it.
 
 LOCK_FILE = ".lock"
 """The lock in a run's checkpoint directory (`models/checkpoint/store.py`)."""
@@ -263,10 +248,6 @@ def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
 
     If the lock of its checkpoints names a process on this machine, that process decides. Otherwise
     the run has ended if it reached its configured last step, or wrote nothing for a long time.
-
-    Args:
-        record: The record of the run, as it was last read.
-        seconds_quiet: The seconds since the last write.
     """
     process = _process(record.settings)
     if process == "runs":
@@ -288,11 +269,11 @@ def state_of(record: RunRecord, *, seconds_quiet: float) -> RunActivity:
 
 def _process(settings: Mapping[str, Any]) -> Literal["runs", "gone", "unknown"]:
     saving = settings.get("checkpointing") or {}
-    place = saving.get("checkpoint_dir") if isinstance(saving, Mapping) else None
-    if not isinstance(place, str) or not saving.get("enabled", True):
+    directory = saving.get("checkpoint_dir") if isinstance(saving, Mapping) else None
+    if not isinstance(directory, str) or not saving.get("enabled", True):
         return "unknown"
     try:
-        lock = (Path(place).expanduser() / LOCK_FILE).read_text(encoding="utf-8")
+        lock = (Path(directory).expanduser() / LOCK_FILE).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return "unknown"
     match = re.fullmatch(r"process (\d+) on (\S+)\n?", lock)

@@ -27,6 +27,7 @@ from laurel.config.yaml_tree import Section as ConfigSection
 from laurel.errors import counted
 from laurel.extensions.report import charts as curves
 from laurel.extensions.report.charts import Chart, ChartedRuns, charts_of, overlays, plot_chart
+from laurel.extensions.report.evaluations import evaluation_of, lines_of, percent_text
 from laurel.extensions.report.samples import (
     RunSamples,
     SampleTable,
@@ -39,14 +40,9 @@ from laurel.observe.comparisons import Comparison
 from laurel.observe.console import format_number
 from laurel.observe.history import gold_metric
 from laurel.observe.loggers import flat
-from laurel.observe.report.evaluations import evaluation_of, lines_of, percent_text
-from laurel.observe.report.findings import (
-    BASELINES,
-)
+from laurel.observe.report.findings import BASELINES
 from laurel.observe.rules import RULES, RunFinding, findings, is_success
 from laurel.observe.run_record import RunRecord, alarms_of, read_run_record
-
-# The settings of a run compared with the defaults, and with those of other runs.
 
 # The kind of a logged run may be any text.
 _SCHEMAS = {str(kind): schema for kind, schema in SCHEMAS.items()}
@@ -77,11 +73,11 @@ def changed_settings(kind: str, config: Mapping[str, Any]) -> list[ChangedSettin
     blocks = {key for key, value in defaults.items() if value in (None, {}, [])}
     settings = []
     for key, value in flat(config):
-        known = key in defaults or any(key.startswith(f"{block}.") for block in blocks)
+        is_known = key in defaults or any(key.startswith(f"{block}.") for block in blocks)
         default = defaults.get(key)
         if value != default:
             settings.append(
-                ChangedSetting(key, yaml_text(value), yaml_text(default) if known else "unknown")
+                ChangedSetting(key, yaml_text(value), yaml_text(default) if is_known else "unknown")
             )
     return settings
 
@@ -107,8 +103,12 @@ def same_but_for_seeds(configs: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """
     groups: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
-        kept = {key: yaml_text(v) for key, v in flat(config) if not _SEEDS_AND_PLACES.search(key)}
-        groups.setdefault(repr(sorted(kept.items())) if kept else f"run {index}", []).append(index)
+        settings = {
+            key: yaml_text(v) for key, v in flat(config) if not _SEEDS_AND_PLACES.search(key)
+        }
+        groups.setdefault(
+            repr(sorted(settings.items())) if settings else f"run {index}", []
+        ).append(index)
     return list(groups.values())
 
 
@@ -165,11 +165,8 @@ def write_report(
     """Write the page about some runs to a file.
 
     Args:
-        path: The file to write.
         runs: The directories to which the runs logged, in the order of the page.
-        title: The heading of the page.
         facts: The numbers of the summary; if empty, the last values of the runs' metrics.
-        comparisons: Answers before and after training.
 
     Raises:
         DataError: A directory holds no run, or a file of it is broken.
@@ -194,19 +191,16 @@ def page_of(
     """Return the page about some runs as HTML.
 
     Args:
-        records: The runs, in the order of the page.
         samples: A reader of the samples for each run.
-        title: The heading of the page.
         facts: The numbers of the summary; if empty, the last values of the runs' metrics.
-        comparisons: Answers before and after training.
         live: The settings of a page that asks its server for newer versions; None for a file.
     """
     compared = compare_runs(records)
     tables = [reader.tables(record) for reader, record in zip(samples, records, strict=True)]
     # All tables of the page share one limit, so that they are cut together.
-    kept = iter(within([table for of_run in tables for table in of_run], MAX_SAMPLE_BYTES))
+    shown_tables = iter(within([table for of_run in tables for table in of_run], MAX_SAMPLE_BYTES))
     sections = [
-        _section(record, f"run{i}", compared, [next(kept) for _ in of_run])
+        _section(record, f"run{i}", compared, [next(shown_tables) for _ in of_run])
         for i, (record, of_run) in enumerate(zip(records, tables, strict=True), start=1)
     ]
     environment = _environment()
@@ -303,17 +297,17 @@ def _source(name: str) -> Any:
 
 @cache
 def _terms() -> Mapping[str, str]:
-    found: Mapping[str, str] = yaml.safe_load(_source("terms.yaml"))
-    return found
+    terms: Mapping[str, str] = yaml.safe_load(_source("terms.yaml"))
+    return terms
 
 
 def explain(term: str) -> str:
     """Return the explanation of a term or of a metric's full name; empty if there is none."""
     terms = _terms()
-    found = terms.get(term.lower()) or terms.get(term.rpartition("/")[2])
-    if found is None and term.endswith("% interval"):
+    explanation = terms.get(term.lower()) or terms.get(term.rpartition("/")[2])
+    if explanation is None and term.endswith("% interval"):
         return "The range that holds the true value with this confidence, by bootstrap over pairs."
-    return found or ""
+    return explanation or ""
 
 
 def explain_setting(schema: type[ConfigSection] | None, key: str) -> str:
@@ -321,9 +315,9 @@ def explain_setting(schema: type[ConfigSection] | None, key: str) -> str:
     text = ""
     kinds: Kinds = () if schema is None else (schema,)
     for part in key.split("."):
-        known = step_into(kinds, part)
-        text = (known.field.description or "") if known.field else ""
-        kinds = known.kinds
+        step = step_into(kinds, part)
+        text = (step.field.description or "") if step.field else ""
+        kinds = step.kinds
     return " ".join(text.split())
 
 
@@ -336,8 +330,8 @@ def _facts_of(records: Sequence[RunRecord], compared: SideBySide) -> list[Fact]:
         if gold is not None:
             facts += _from_to(record, title, gold, ["the gold metric"])
         for name in ("validation/accuracy", "validation/reward_mean", "train/reward"):
-            if name != gold and (found := _from_to(record, title, name)):
-                facts += found
+            if name != gold and (latest := _from_to(record, title, name)):
+                facts += latest
                 break
         for name in record.names():
             if name.startswith("validation-") and name.endswith(("/accuracy", "/perplexity")):
@@ -357,7 +351,7 @@ def _from_to(record: RunRecord, title: str, name: str, about: Sequence[str] = ()
     is_share = figure == "accuracy"
     notes = list(about)
     counts = (record.latest(f"{section}/{key}") for key in ("num_valid_samples", "num_samples"))
-    count = next((one for one in counts if one is not None), None)
+    count = next((number for number in counts if number is not None), None)
     baselines = [
         (label, value)
         for key, label in BASELINES.items()
@@ -379,28 +373,25 @@ def _sentence(record: RunRecord, name: str) -> str:
         "grpo": "learned from the rewards of its own answers",
     }.get(record.kind, "ran")
     took = "" if record.seconds is None else f" in {duration(record.seconds)}"
-    said = f"{name}: {what}, {counted(record.num_steps, 'step')}{took}."
+    text = f"{name}: {what}, {counted(record.num_steps, 'step')}{took}."
     shares = record.series("performance/reward_hidden_share")
     if shares:
         mean = math.fsum(shares.values) / len(shares.values)
-        said += f" {mean:.0%} of the time of scoring was hidden behind sampling."
-    return said
+        text += f" {mean:.0%} of the time of scoring was hidden behind sampling."
+    return text
 
 
 def findings_of(runs: Sequence[Path]) -> list[dict[str, Any]]:
     """Return for each run its `name`, its `directory` and its `findings`, most important first.
 
-    Args:
-        runs: The directories to which the runs logged.
-
     Raises:
         DataError: A directory holds no run, or a file of it is broken.
     """
     records = [read_run_record(run) for run in runs]
-    found = _findings(records, compare_runs(records))
+    findings_of_runs = _findings(records, compare_runs(records))
     return [
-        {"name": name, "directory": run, "findings": [asdict(one) for one in of_run]}
-        for run, (name, of_run) in zip(runs, found, strict=True)
+        {"name": name, "directory": run, "findings": [asdict(finding) for finding in of_run]}
+        for run, (name, of_run) in zip(runs, findings_of_runs, strict=True)
     ]
 
 
@@ -435,7 +426,9 @@ def _section(
         "solved": {alarm.name for alarm in alarms if is_success(alarm, record)},
         "timing": timing_of(record),
         "samples": samples,
-        "evaluations": [evaluation_of(file, one) for file, one in record.evaluations.items()],
+        "evaluations": [
+            evaluation_of(file, content) for file, content in record.evaluations.items()
+        ],
         "changed": changed_settings(record.kind, record.settings),
         "config": record.config,
         "data": [(split, list(lines_of(report))) for split, report in record.data.items()],
@@ -444,8 +437,8 @@ def _section(
 
 def _num_leads(charts: Sequence[Chart]) -> int:
     """Return how many charts lead the page: two if the first two are lead charts, otherwise one."""
-    found = [chart.is_lead for chart in charts[:2]]
-    return len(found) if all(found) else 1
+    leads = [chart.is_lead for chart in charts[:2]]
+    return len(leads) if all(leads) else 1
 
 
 def _explained(term: str, terms: dict[str, str]) -> str:
@@ -455,8 +448,6 @@ def _explained(term: str, terms: dict[str, str]) -> str:
         terms[about] = term
     return about
 
-
-# The comparison of several runs: their curves, last values, and different settings.
 
 _FIGURES = ("accuracy", "loss", "reward_mean", "perplexity", "reward", "truncation_rate")
 """The metrics whose last values are compared, of training and of every validation."""
@@ -484,11 +475,11 @@ class SideBySide:
 
     def name_of(self, record: RunRecord) -> str:
         """Return the name of a run on the page."""
-        return next(name for one, name in self.names if one is record)
+        return next(name for run, name in self.names if run is record)
 
     def has_curves_of(self, record: RunRecord) -> bool:
         """Report whether the curves of a run are plotted together with those of other runs."""
-        return any(one is record for one in self.compared)
+        return any(run is record for run in self.compared)
 
 
 def compare_runs(records: Sequence[RunRecord]) -> SideBySide:
@@ -496,27 +487,30 @@ def compare_runs(records: Sequence[RunRecord]) -> SideBySide:
     marks = [_letter(index) for index in range(len(records))]
     if len(records) < 2:
         return SideBySide(names=[(record, record.title) for record in records], marks=())
-    places = _places(records)
+    paths = _short_paths(records)
     names = [
-        (record, f"{mark}, {record.title}" + (f" {place}" if place != record.title else ""))
-        for mark, record, place in zip(marks, records, places, strict=True)
+        (record, f"{mark}, {record.title}" + (f" {path}" if path != record.title else ""))
+        for mark, record, path in zip(marks, records, paths, strict=True)
     ]
     kinds = [record.kind for record in records]
     # Curves of different kinds of runs have nothing in common.
     most = max(kinds, key=kinds.count)
-    chosen = [index for index, kind in enumerate(kinds) if kind == most]
-    if len(chosen) < 2:
+    indices = [index for index, kind in enumerate(kinds) if kind == most]
+    if len(indices) < 2:
         return SideBySide(names=names, marks=())
-    several = [records[index] for index in chosen]
+    several = [records[index] for index in indices]
     groups = same_but_for_seeds([record.settings for record in several])
     return SideBySide(
         names=names,
-        marks=[marks[index] for index in chosen],
+        marks=[marks[index] for index in indices],
         compared=several,
         charts=overlays(
             [
                 _compared(
-                    group, several, [marks[at] for at in chosen], [places[at] for at in chosen]
+                    group,
+                    several,
+                    [marks[index] for index in indices],
+                    [paths[index] for index in indices],
                 )
                 for group in groups
             ]
@@ -524,8 +518,9 @@ def compare_runs(records: Sequence[RunRecord]) -> SideBySide:
         figures=_compared_figures(several),
         settings=differing_settings([record.settings for record in several]),
         seeds=[
-            f"{_joined([marks[chosen[i]] for i in group])} differ in nothing but seeds and places: "
-            "they are one curve, the mean, in a band from the lowest to the highest of them."
+            f"{_joined([marks[indices[i]] for i in group])} differ in nothing but seeds and "
+            "places: they are one curve, the mean, in a band from the lowest to the highest of "
+            "them."
             for group in groups
             if len(group) > 1
         ],
@@ -556,29 +551,27 @@ def _compared_figures(records: Sequence[RunRecord]) -> list[tuple[str, list[str]
     return rows
 
 
-def _places(records: Sequence[RunRecord]) -> list[str]:
+def _short_paths(records: Sequence[RunRecord]) -> list[str]:
     """Return the shortest ends of the runs' directories that distinguish them."""
     parts = [record.path.absolute().parts for record in records]
-    places = []
+    paths = []
     for own in parts:
-        others = [one for one in parts if one != own]
+        others = [other for other in parts if other != own]
         lengths = range(1, len(own))
-        shortest = (n for n in lengths if all(one[-n:] != own[-n:] for one in others))
-        places.append("/".join(own[-next(shortest, len(own)) :]))
-    return places
+        shortest = (n for n in lengths if all(other[-n:] != own[-n:] for other in others))
+        paths.append("/".join(own[-next(shortest, len(own)) :]))
+    return paths
 
 
 def _letter(index: int) -> str:
     # A to Z, then A2 and on.
-    rounds, place = divmod(index, len(ascii_uppercase))
-    return ascii_uppercase[place] + (str(rounds + 1) if rounds else "")
+    rounds, letter = divmod(index, len(ascii_uppercase))
+    return ascii_uppercase[letter] + (str(rounds + 1) if rounds else "")
 
 
 def _joined(letters: Sequence[str]) -> str:
     return f"{', '.join(letters[:-1])} and {letters[-1]}"
 
-
-# The time of a run by its parts.
 
 _PARTS = {
     "timing/train/generation": "generation, with its rewards",

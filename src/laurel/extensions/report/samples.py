@@ -129,9 +129,9 @@ class Chooser:
             self._random.append((number, row))
         else:
             # Reservoir sampling (Vitter's algorithm R): each row so far is equally likely kept.
-            place = self._generator.randrange(self.num_rows)
-            if place < self.num_random:
-                self._random[place] = (number, row)
+            position = self._generator.randrange(self.num_rows)
+            if position < self.num_random:
+                self._random[position] = (number, row)
 
     def chosen(self) -> list[tuple[Row, tuple[str, ...]]]:
         """Return the kept rows in their original order, each with the reasons for keeping it."""
@@ -171,17 +171,11 @@ def _finite(value: object) -> float | None:
 
 
 def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
-    """Return the table of the selected rows.
-
-    Args:
-        title: The title of the table.
-        chooser: A chooser to which every row was added.
-        where: The names of the files that hold all rows, for the note of the table.
-    """
-    chosen = chooser.chosen()
-    rows = [_with_verdict(row) for row, _ in chosen]
+    """Return the table of the selected rows."""
+    selected = chooser.chosen()
+    rows = [_with_verdict(row) for row, _ in selected]
     names = _columns(rows)
-    is_part = len(chosen) < chooser.num_rows
+    is_part = len(selected) < chooser.num_rows
     cells = [[_cell(name, row.get(name)) for name in names] for row in rows]
     headings = [_HEADINGS.get(name, name.replace("_", " ")) for name in names]
     kinds = ["number" if name in NUMBERS else "text" for name in names]
@@ -189,10 +183,10 @@ def sample_table(title: str, chooser: Chooser, *, where: str) -> SampleTable:
     if is_part:
         headings.append("chosen for")
         kinds.append("text")
-        for row, (_, why) in zip(cells, chosen, strict=True):
+        for row, (_, why) in zip(cells, selected, strict=True):
             row.append(", ".join(why))
         note = (
-            f"{len(chosen):,} of {chooser.num_rows:,} samples: up to {chooser.num_of_a_kind} of "
+            f"{len(selected):,} of {chooser.num_rows:,} samples: up to {chooser.num_of_a_kind} of "
             f"each kind named in the last column, and {chooser.num_sampled:,} at random. "
             f"All are in {where}."
         )
@@ -244,12 +238,12 @@ _PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin before", "margin after"
 
 def _by_prompt(rows: Sequence[Row], step: float) -> dict[tuple[str, ...], Row]:
     # The first row of each prompt at a step; in pairs, both answers belong to the key.
-    found: dict[tuple[str, ...], Row] = {}
+    first_rows: dict[tuple[str, ...], Row] = {}
     for row in rows:
         if row.get("step") == step:
             names = ("task", "prompt", "better", "worse")
-            found.setdefault(tuple(str(row.get(name, "")) for name in names), row)
-    return found
+            first_rows.setdefault(tuple(str(row.get(name, "")) for name in names), row)
+    return first_rows
 
 
 def _compared(before: Row, after: Row, *, is_pairs: bool) -> list[str | float | None]:
@@ -260,8 +254,8 @@ def _compared(before: Row, after: Row, *, is_pairs: bool) -> list[str | float | 
     if is_pairs:
         texts = [_text(before.get(name)) for name in ("prompt", "better", "worse")]
         return [*texts, first, last, change]
-    asked = [_text(before.get(name)) for name in ("prompt", "expected")]
-    return [*asked, _answer(before), first, _answer(after), last, change]
+    task = [_text(before.get(name)) for name in ("prompt", "expected")]
+    return [*task, _answer(before), first, _answer(after), last, change]
 
 
 def _answer(row: Row) -> str:
@@ -334,25 +328,25 @@ def within(tables: Sequence[SampleTable], num_bytes: int) -> list[SampleTable]:
 
 def _thinned(table: SampleTable, num_bytes: int) -> SampleTable:
     # The last cell of a selected row holds the reasons for keeping it.
-    named = [place for place, row in enumerate(table.rows) if row and row[-1] != "random"]
-    by_chance = [place for place, row in enumerate(table.rows) if row and row[-1] == "random"]
-    room = num_bytes - _size([table.rows[place] for place in named])
-    if room > 0 and by_chance:
-        size = _size([table.rows[place] for place in by_chance])
-        places = sorted([*named, *_evenly(by_chance, room / size)])
+    selected = [index for index, row in enumerate(table.rows) if row and row[-1] != "random"]
+    random_rows = [index for index, row in enumerate(table.rows) if row and row[-1] == "random"]
+    room = num_bytes - _size([table.rows[index] for index in selected])
+    if room > 0 and random_rows:
+        size = _size([table.rows[index] for index in random_rows])
+        indices = sorted([*selected, *_evenly(random_rows, room / size)])
     else:
-        places = _evenly(named, num_bytes / _size([table.rows[place] for place in named]))
+        indices = _evenly(selected, num_bytes / _size([table.rows[index] for index in selected]))
     return replace(
         table,
-        rows=[table.rows[place] for place in places],
-        note=f"{table.note} To keep the page small, {len(places):,} of these "
+        rows=[table.rows[index] for index in indices],
+        note=f"{table.note} To keep the page small, {len(indices):,} of these "
         f"{len(table.rows):,} are here.",
     )
 
 
-def _evenly(places: Sequence[int], share: float) -> list[int]:
-    kept = max(1, math.floor(len(places) * min(1.0, share)))
-    return [places[index * len(places) // kept] for index in range(kept)]
+def _evenly(indices: Sequence[int], share: float) -> list[int]:
+    number = max(1, math.floor(len(indices) * min(1.0, share)))
+    return [indices[index * len(indices) // number] for index in range(number)]
 
 
 def _size(rows: Sequence[Sequence[str | float | None]]) -> int:
@@ -362,8 +356,6 @@ def _size(rows: Sequence[Sequence[str | float | None]]) -> int:
         for cell in row
     )
 
-
-# The tables of samples of a run, from the files of its directory.
 
 _NUM_COMPARED = 300
 """The maximum number of prompts in a table of before and after: more than a reader looks at."""
@@ -459,8 +451,6 @@ def stamps_of(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
             stamps[file] = (status.st_mtime_ns, status.st_size)
     return stamps
 
-
-# Texts of models and data sets made safe for a page: no markup takes effect, nothing is hidden.
 
 _JOINERS = frozenset("\u200c\u200d")
 """The invisible characters that scripts and emoji need, and that hide nothing."""

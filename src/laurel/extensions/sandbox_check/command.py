@@ -23,10 +23,6 @@ _GROUP = "cgroup"
 def run_check(*, without: frozenset[str], as_json: bool) -> bool:
     """Try the sandbox on this machine, and print how well it confines programs.
 
-    Args:
-        without: The names of sandbox layers to leave out.
-        as_json: Print one JSON object instead of lines.
-
     Returns:
         True if a run would start here without options that accept less isolation.
 
@@ -36,49 +32,47 @@ def run_check(*, without: frozenset[str], as_json: bool) -> bool:
     unknown = sorted(without - {*LAYERS, _GROUP})
     if unknown:
         raise ConfigError(f"--without {unknown[0]}: there are {', '.join([*LAYERS, _GROUP])}")
-    found = detect(without=without - {_GROUP})
+    detection = detect(without=without - {_GROUP})
     place, reason = chosen_place("off" if _GROUP in without else "auto")
     group = group_words(place, reason)
-    accepted = found.tier is not None and found.tier.is_at_least(Tier.NO_LANDLOCK)
+    accepted = detection.tier is not None and detection.tier.is_at_least(Tier.NO_LANDLOCK)
     if as_json:
-        write_json(detection_facts(found) | {_GROUP: group, "accepted": accepted})
+        write_json(detection_facts(detection) | {_GROUP: group, "accepted": accepted})
         return accepted
     console = make_console()
-    for line in lines(found, group):
+    for line in lines(detection, group):
         console.print(Text(visible(line)), soft_wrap=True)
     return accepted
 
 
-def detection_facts(found: Detection) -> dict[str, object]:
+def detection_facts(detection: Detection) -> dict[str, object]:
     """Convert what the sandbox detection found to JSON-compatible values."""
     return {
-        "tier": found.tier.value if found.tier else None,
-        "layers": sorted(found.tier.layers) if found.tier else [],
-        "reasons": dict(found.reasons),
+        "tier": detection.tier.value if detection.tier else None,
+        "layers": sorted(detection.tier.layers) if detection.tier else [],
+        "reasons": dict(detection.reasons),
         "tried": [
-            {"what": one.canary.name, "held": one.held, "detail": one.detail}
-            for one in found.sightings
+            {"what": sighting.canary.name, "held": sighting.held, "detail": sighting.detail}
+            for sighting in detection.sightings
         ],
     }
 
 
-def lines(found: Detection, group: str) -> list[str]:
-    """Return what the sandbox detection found as lines of text.
-
-    Args:
-        found: The result of the detection.
-        group: The description of the control group, from `group_words`.
-    """
-    said = [found.sentence(), ""]
-    have = found.tier.layers if found.tier else frozenset()
+def lines(detection: Detection, group: str) -> list[str]:
+    """Return what the sandbox detection found as lines of text."""
+    text = [detection.sentence(), ""]
+    have = detection.tier.layers if detection.tier else frozenset()
     for name in LAYERS:
-        said.append(f"{name:<15}{'yes' if name in have else 'no: ' + found.reasons.get(name, '')}")
-    said.append(f"{'control group':<15}{group}")
-    if found.sightings:
-        said += ["", "programs that tried to get out, or to use too much:"]
-    for one in found.sightings:
-        said.append(f"  {'held' if one.held else 'GOT OUT':<8}{one.canary.name} ({one.detail})")
-    return said
+        text.append(
+            f"{name:<15}{'yes' if name in have else 'no: ' + detection.reasons.get(name, '')}"
+        )
+    text.append(f"{'control group':<15}{group}")
+    if detection.sightings:
+        text += ["", "programs that tried to get out, or to use too much:"]
+    for sighting in detection.sightings:
+        state = "held" if sighting.held else "GOT OUT"
+        text.append(f"  {state:<8}{sighting.canary.name} ({sighting.detail})")
+    return text
 
 
 class SandboxCheck(Command):
@@ -105,6 +99,5 @@ def check_sandbox(
     For a layer that does not, print what protection is missing and how to enable it. The exit code
     is 1 if a run would be refused unless an option allows weaker isolation.
     """
-
     if not run_check(without=frozenset(without or ()), as_json=as_json):
         raise typer.Exit(1)

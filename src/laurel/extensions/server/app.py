@@ -75,8 +75,6 @@ from laurel.rewards.remote.wire import (
 )
 from laurel.types import Group, Score
 
-# The gate of every request: host, key, size and time, and the line of the access log.
-
 _log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
@@ -155,7 +153,7 @@ class Gate:
         self._api = api
         routes = [route for route in api.routes if isinstance(route, BodyRoute)]
         self._answers = {
-            (one, route.path): route.answer for route in routes for one in route.methods or ()
+            (method, route.path): route.answer for route in routes for method in route.methods or ()
         }
         self._options = options
         self._metrics: ServerMetrics = api.state.scoring.metrics
@@ -170,8 +168,8 @@ class Gate:
             raise RuntimeError(f"{scope['type']} is not served here")
         headers = dict(scope["headers"])
         client = scope.get("client")
-        wanted = headers.get(b"x-request-id", b"").decode("latin-1")
-        is_usable = 0 < len(wanted) <= 128 and wanted.isprintable()
+        own_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        is_usable = 0 < len(own_id) <= 128 and own_id.isprintable()
         call = HttpCall(
             method=scope["method"],
             path=scope["path"],
@@ -181,7 +179,7 @@ class Gate:
             started=time.perf_counter(),
             # Not the system's randomness: asking for it lets other threads run, and takes longer
             # than the rest of the gate.
-            request_id=wanted if is_usable else f"{_ORIGIN}-{next(_NUMBERS)}",
+            request_id=own_id if is_usable else f"{_ORIGIN}-{next(_NUMBERS)}",
         )
         watch = _Watch(call, receive)
 
@@ -233,8 +231,8 @@ class Gate:
             call.path in DESCRIPTION_PATHS and is_loopback(call.client)
         )
         if call.role is None and not is_open:
-            sent = call.headers.get(b"authorization", b"")
-            raise RefusedRequestError(401, "key", _WRONG_KEY if names_a_key(sent) else _NO_KEY)
+            header = call.headers.get(b"authorization", b"")
+            raise RefusedRequestError(401, "key", _WRONG_KEY if names_a_key(header) else _NO_KEY)
         if call.path.startswith(ADMIN_PATHS):
             if not is_loopback(call.client):
                 raise RefusedRequestError(403, "admin", "only this machine may send such requests")
@@ -345,9 +343,9 @@ def _check_not_repeated(headers: Sequence[tuple[bytes, bytes]], distinct: int) -
     # Two keys are ambiguous: a proxy may have checked the other one.
     if len(headers) == distinct:
         return
-    seen = [name for name, _ in headers if name in _ONCE]
+    names = [name for name, _ in headers if name in _ONCE]
     for name in _ONCE:
-        if seen.count(name) > 1:
+        if names.count(name) > 1:
             message = f"the request has several {name.decode().title()} headers; send one"
             raise RefusedRequestError(400, "headers", message)
 
@@ -361,16 +359,16 @@ _NUMBERS = itertools.count(1)
 
 
 def _added_headers(call: HttpCall) -> list[tuple[bytes, bytes]]:
-    found = [
+    headers = [
         (b"x-request-id", call.request_id.encode("latin-1")),
         (b"x-content-type-options", b"nosniff"),
         (b"cache-control", b"no-store"),
     ]
     if call.version:
-        found.append((VERSION_HEADER.lower().encode(), call.version.encode("ascii", "replace")))
+        headers.append((VERSION_HEADER.lower().encode(), call.version.encode("ascii", "replace")))
     if call.status in (408, 413):  # the rest of the body is not read
-        found.append((b"connection", b"close"))
-    return found
+        headers.append((b"connection", b"close"))
+    return headers
 
 
 def error_response(refusal: RefusedRequestError) -> Response:
@@ -400,26 +398,26 @@ async def _not_served(request: Request, error: Exception) -> Response:
     # The message lists the paths that there are.
     assert isinstance(error, HTTPException)
     shown = ascii(request.url.path[:_SHOWN_PATH])[1:-1]
-    routes = [one for one in request.app.routes if isinstance(one, APIRoute)]
-    methods = {one.path: ", ".join(one.methods or ()) for one in routes if one.include_in_schema}
+    routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
+    methods = {
+        route.path: ", ".join(route.methods or ()) for route in routes if route.include_in_schema
+    }
     if error.status_code == 404:
         code = "path"
         there_are = ", ".join(f"{method} {path}" for path, method in methods.items())
-        said = f"there is no {shown} here; there are: {there_are}"
+        message = f"there is no {shown} here; there are: {there_are}"
     else:
         code = "method"
-        wanted = (error.headers or {}).get("Allow", "another method")
-        said = f"{shown} takes {wanted}, not {request.method:.20}"
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{shown} takes {allowed}, not {request.method:.20}"
     response = error_response(
-        RefusedRequestError(error.status_code, code, f"{said}. {DOCS_PATH} describes them")
+        RefusedRequestError(error.status_code, code, f"{message}. {DOCS_PATH} describes them")
     )
     response.headers.update(error.headers or {})
     return response
 
 
 _SHOWN_PATH = 80  # characters of an unknown path in a message
-
-# Metrics of a reward server for Prometheus.
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -496,8 +494,6 @@ class ServerMetrics:
         """Return all metrics in Prometheus' format."""
         return generate_latest(self._registry)
 
-
-# Bodies of admitted requests, and their answers.
 
 # Failures that another attempt at the same request would not change.
 _OF_THE_REQUEST = ("4xx", "poison", "text", "other")
@@ -609,8 +605,8 @@ class Scoring:
         """Return an answer; the stored one where the client repeats a request with its id."""
         request_id = request_id or call.headers.get(b"x-request-id", b"").decode("latin-1")
         if request_id:
-            asked = f"{call.path}?{call.query}\0".encode() + call.body
-            digest = hashlib.blake2b(asked, digest_size=16).digest()
+            content = f"{call.path}?{call.query}\0".encode() + call.body
+            digest = hashlib.blake2b(content, digest_size=16).digest()
             answer = await self._answers.once(request_id, digest, make)
         else:
             answer = await make()
@@ -948,7 +944,7 @@ def make_api(
     refusals: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": text} for status, text in _REFUSALS.items()
     }
-    done: dict[int | str, dict[str, Any]] = {
+    success: dict[int | str, dict[str, Any]] = {
         200: {"headers": {VERSION_HEADER: {"schema": {"type": "string"}}}}
     }
     key = [Security(HTTPBearer(auto_error=False))] if needs_key else []
@@ -959,7 +955,7 @@ def make_api(
             methods=["POST"],
             tags=["scores" if path in _SCORES else "admin"],
             response_model=reply,
-            responses=done | refusals,
+            responses=success | refusals,
             dependencies=key,
         )
     for path, (endpoint, reply) in _LOOKS.items():
@@ -988,14 +984,7 @@ def make_app(
     limits: RequestLimits | None = None,
     access_log: AccessLog | None = None,
 ) -> App:
-    """Build the server.
-
-    Args:
-        service: Scores the requests; it may still be without a model.
-        options: Keys and limits of the gate.
-        limits: Limits of one request.
-        access_log: Log of all requests; None: there is none.
-    """
+    """Build the server."""
     needs_key = options.api_key is not None or options.admin_key is not None
     api = make_api(service, needs_key=needs_key, limits=limits, access_log=access_log)
     return Gate(api, options, access_log=access_log)
@@ -1007,18 +996,18 @@ _GAUGES = {"waiting": "completions_waiting", "ready": "replicas_ready"}
 
 def _counters(service: RewardService, access_log: AccessLog | None) -> dict[str, float]:
     scorer = _scorer_stats(service)
-    found = {f"scorer_{name}": count for name, count in scorer.items() if name not in _GAUGES}
+    counters = {f"scorer_{name}": count for name, count in scorer.items() if name not in _GAUGES}
     if access_log is not None:
-        found["access_log_lines_lost"] = access_log.dropped
-    return found
+        counters["access_log_lines_lost"] = access_log.dropped
+    return counters
 
 
 def _gauges(service: RewardService) -> dict[str, float]:
-    found: dict[str, float] = {"ready": float(service.state == "ready")}
+    gauges: dict[str, float] = {"ready": float(service.state == "ready")}
     if service.served is not None:
-        found["requests_in_flight"] = service.served.in_flight
+        gauges["requests_in_flight"] = service.served.in_flight
     scorer = _scorer_stats(service)
-    return found | {metric: scorer[name] for name, metric in _GAUGES.items() if name in scorer}
+    return gauges | {metric: scorer[name] for name, metric in _GAUGES.items() if name in scorer}
 
 
 def _scorer_stats(service: RewardService) -> dict[str, float]:

@@ -105,8 +105,10 @@ class ForeignRequest(ScoringRequest):
 def _without_fractions(value: Any) -> Any:
     # JSON has one type of numbers: a client may write 7 as 7.0.
     if isinstance(value, list) and float in set(map(type, value)):
-        is_whole = [isinstance(one, float) and one.is_integer() for one in value]
-        return [int(one) if whole else one for one, whole in zip(value, is_whole, strict=True)]
+        is_whole = [isinstance(number, float) and number.is_integer() for number in value]
+        return [
+            int(number) if whole else number for number, whole in zip(value, is_whole, strict=True)
+        ]
     return value
 
 
@@ -151,12 +153,12 @@ class _OneForm(ForeignRequest):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
-        found = [key for key in _FORMS if key in self.model_fields_set]
-        if len(found) != 1:
-            wanted = [key for key in _FORMS if key in type(self).model_fields]
-            has = f"has {' and '.join(found)}: send" if found else "has none of these: send"
+        forms = [key for key in _FORMS if key in self.model_fields_set]
+        if len(forms) != 1:
+            choices = [key for key in _FORMS if key in type(self).model_fields]
+            has = f"has {' and '.join(forms)}: send" if forms else "has none of these: send"
             raise PydanticCustomError(
-                "values", "{has} one of {wanted}", {"has": has, "wanted": ", ".join(wanted)}
+                "values", "{has} one of {wanted}", {"has": has, "wanted": ", ".join(choices)}
             )
         return self
 
@@ -185,8 +187,8 @@ class _Activated(ForeignRequest):
 
     def activated(self, scores: Sequence[float]) -> list[float]:
         """Return the sigmoid of each score, or the raw score if the request asks for it."""
-        named = (getattr(self, key) for key in _ACTIVATION_KEYS if key in self.model_fields_set)
-        return list(scores) if next(named, None) is False else list(map(sigmoid, scores))
+        flags = (getattr(self, key) for key in _ACTIVATION_KEYS if key in self.model_fields_set)
+        return list(scores) if next(flags, None) is False else list(map(sigmoid, scores))
 
 
 class _Encoded(ForeignRequest):
@@ -242,10 +244,10 @@ class _VllmAnswer(_Answer):
 def _about(kind: str, scored: ScoredRows) -> dict[str, Any]:
     tokens = sum(scored.num_tokens)
     usage = Usage(prompt_tokens=tokens, total_tokens=tokens, completion_tokens=0)
-    found: dict[str, Any] = {"model": scored.model, "usage": usage}
+    facts: dict[str, Any] = {"model": scored.model, "usage": usage}
     if kind:
-        found |= {"id": f"{kind}-{scored.request_id}", "created": scored.created}
-    return found
+        facts |= {"id": f"{kind}-{scored.request_id}", "created": scored.created}
+    return facts
 
 
 def _in_order(entries: Iterable[tuple[int | None, Any]], *, count: int) -> list[float]:
@@ -256,19 +258,21 @@ def _in_order(entries: Iterable[tuple[int | None, Any]], *, count: int) -> list[
     """
     listed = list(entries)
     check_count(len(listed), count)
-    found: dict[int, float] = {}
-    for position, (given, numbers) in enumerate(listed):
-        index = position if given is None else given
-        if index >= count or index in found:
+    scores: dict[int, float] = {}
+    for position, (own_index, numbers) in enumerate(listed):
+        index = position if own_index is None else own_index
+        if index >= count or index in scores:
             raise ProtocolError(f"'data' has an entry with the index {index!r}, or has it twice")
-        found[index] = numbers[0]
-    return [found[index] for index in range(count)]
+        scores[index] = numbers[0]
+    return [scores[index] for index in range(count)]
 
 
-def check_count(found: int, wanted: int) -> None:
+def check_count(num_scores: int, num_conversations: int) -> None:
     """Raise a `ProtocolError` unless there is one score for each conversation."""
-    if found != wanted:
-        raise ProtocolError(f"{found} scores came back for {wanted} conversations", kind="count")
+    if num_scores != num_conversations:
+        raise ProtocolError(
+            f"{num_scores} scores came back for {num_conversations} conversations", kind="count"
+        )
 
 
 class ClassifyEntry(Body):
@@ -291,7 +295,7 @@ class ClassifyScores(Body):
         Raises:
             ProtocolError: The count is wrong, or an index comes twice.
         """
-        return _in_order(((one.index, one.probs) for one in self.data), count=count)
+        return _in_order(((entry.index, entry.probs) for entry in self.data), count=count)
 
 
 class ClassifyReply(_VllmAnswer, ClassifyScores):
@@ -336,11 +340,11 @@ class ClassifyRequest(_OneForm, _Activated):
                 for index, score in enumerate(self.activated(scored.scores))
             ]
             return ClassifyReply(data=data, **_about("classify", scored))
-        found = [
+        replies = [
             NativeReply(embedding=[score], meta_info=MetaInfo(prompt_tokens=count))
             for score, count in zip(scored.scores, scored.num_tokens, strict=True)
         ]
-        return found if _rows_of(getattr(self, self.form))[1] else found[0]
+        return replies if _rows_of(getattr(self, self.form))[1] else replies[0]
 
 
 class PoolingEntry(Body):
@@ -427,8 +431,8 @@ class PairsRequest(_Activated):
     @cached_property
     def as_groups(self) -> Sequence[Group]:
         """One group for each query."""
-        named = _SIDES & self.model_fields_set
-        keys = next((keys for keys in PAIR_KEYS if named == {*keys}), None)
+        present = _SIDES & self.model_fields_set
+        keys = next((keys for keys in PAIR_KEYS if present == {*keys}), None)
         if keys is None:
             pairs = "; ".join(" and ".join(keys) for keys in PAIR_KEYS)
             raise PydanticCustomError(
@@ -448,7 +452,7 @@ class PairsRequest(_Activated):
                 id=str(index),
                 prompt=(Message("user", query),),
                 completions_G=tuple(
-                    Completion(messages=(Message("assistant", one),)) for one in documents_G
+                    Completion(messages=(Message("assistant", text),)) for text in documents_G
                 ),
             )
             for index, (query, documents_G) in enumerate(zip(queries, answers, strict=True))
@@ -478,9 +482,9 @@ class EmbeddingsScores(Body):
 
     def in_order(self, count: int) -> list[float]:
         """Return the scores of `count` conversations."""
-        if any(isinstance(one.embedding, str) for one in self.data):
+        if any(isinstance(entry.embedding, str) for entry in self.data):
             raise ProtocolError("'embedding' is base64, which the request did not ask for")
-        return _in_order(((one.index, one.embedding) for one in self.data), count=count)
+        return _in_order(((entry.index, entry.embedding) for entry in self.data), count=count)
 
 
 class EmbeddingsReply(_Answer, EmbeddingsScores):
@@ -560,11 +564,11 @@ class GetRewardRequest(_FromTrainer):
     def _row(self, query: str, prompt: Any) -> Rendered:
         if not isinstance(prompt, str) or not prompt:
             return query
-        before, found, response = query.partition(prompt)
-        if not found or _SPECIAL_TOKENS.fullmatch(before) is None:
+        before, match, response = query.partition(prompt)
+        if not match or _SPECIAL_TOKENS.fullmatch(before) is None:
             return query
-        said = prompt if self._is_rendered is False else before + prompt
-        return SentTurn(said, response, self._is_rendered)
+        turn = prompt if self._is_rendered is False else before + prompt
+        return SentTurn(turn, response, self._is_rendered)
 
     def reply(self, scored: ScoredRows) -> GetRewardReply:
         """Answer with the scores under both keys."""
@@ -583,20 +587,19 @@ class RemoteRmRequest(_FromTrainer):
     def as_groups(self) -> Sequence[Group]:
         """Groups to score."""
         prompt = self.prompt
-        said = prompt if isinstance(prompt, str) else conversation_of(prompt, role="user")
-        return [rendered_group([SentTurn(said, self.response, self._is_rendered)])]
+        turn = prompt if isinstance(prompt, str) else conversation_of(prompt, role="user")
+        return [rendered_group([SentTurn(turn, self.response, self._is_rendered)])]
 
     def reply(self, scored: ScoredRows) -> float:
         """Answer with the score itself."""
         return scored.scores[0]
 
 
+_NUMBER: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])
+
+
 def read_remote_rm_reply(value: Any, *, key: str = "") -> float:
     """Read the score of a reply.
-
-    Args:
-        value: Value of the reply: a number, or an object of several.
-        key: Key of the score in an object.
 
     Raises:
         ProtocolError: There is no finite number.
@@ -607,6 +610,3 @@ def read_remote_rm_reply(value: Any, *, key: str = "") -> float:
             raise ProtocolError(f"{what} is missing")
         value = value[key]
     return validated(_NUMBER.validate_python, value, what)
-
-
-_NUMBER: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, allow_inf_nan=False)])

@@ -26,7 +26,6 @@ class Keys:
         """Store the digests.
 
         Args:
-            api_key: Key for scores; None: none is needed.
             admin_key: Key for everything. None: the API key grants both roles, so that any client
                 with it may change the server.
         """
@@ -90,18 +89,10 @@ class WrongKeys:
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 # Loopback, private and link-local addresses: packets with one of them arrive from nowhere else.
-_PRIVATE = tuple(
-    ipaddress.ip_network(one)
-    for one in (
-        "127.0.0.0/8",
-        "10.0.0.0/8",
-        "172.16.0.0/12",
-        "192.168.0.0/16",
-        "169.254.0.0/16",
-        "::1/128",
-        "fc00::/7",
-        "fe80::/10",
-    )
+_PRIVATE: tuple[Network, ...] = (
+    *map(ipaddress.IPv4Network, ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")),
+    ipaddress.IPv4Network("169.254.0.0/16"),
+    *map(ipaddress.IPv6Network, ("::1/128", "fc00::/7", "fe80::/10")),
 )
 _OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"))
 
@@ -113,15 +104,15 @@ def private_network(text: str) -> Network:
         ValueError: It is not a range, or not all of it is loopback or private. Says which.
     """
     try:
-        found = ipaddress.ip_network(text)
+        network = ipaddress.ip_network(text)
     except ValueError as error:
         raise ValueError(f"{error}; a range is written as 10.0.0.0/8") from None
-    if not any(found.version == one.version and found.subnet_of(one) for one in _PRIVATE):  # type: ignore[arg-type]
+    if not any(network.version == p.version and network.subnet_of(p) for p in _PRIVATE):  # type: ignore[arg-type]
         raise ValueError(
             "only loopback and private addresses may do without a key, those of "
             f"{', '.join(map(str, _PRIVATE))}"
         )
-    return found
+    return network
 
 
 class OpenAddresses:
@@ -136,12 +127,7 @@ class OpenAddresses:
         self._networks = tuple(networks)
 
     def opens(self, client: str, headers: Collection[bytes]) -> bool:
-        """Whether a request needs no key.
-
-        Args:
-            client: Address at the other end of its connection.
-            headers: Names of its headers, in lower case.
-        """
+        """Whether a request needs no key."""
         if not self._networks or b"origin" in headers or not _OF_PROXIES.isdisjoint(headers):
             return False
         try:

@@ -17,8 +17,8 @@ import threading
 
 def main(command: list[str]) -> int:
     """Run the command, and return its exit code, or 128 and the signal that ended it."""
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, lambda *_: None)  # unlike SIG_IGN the server does not inherit it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN the server does not inherit it
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def kill() -> None:

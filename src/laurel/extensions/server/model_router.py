@@ -36,7 +36,7 @@ class _Server:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Forwarded:
     """A request as it is passed on."""
 
     method: str
@@ -143,13 +143,13 @@ class RequestRouter:
         """Answer a request (ASGI), and give it up when its client has gone away."""
         request = Request(scope, receive)
         try:
-            asked = await _read(request)
+            forwarded = await _read(request)
         except ClientDisconnect:
             return
         except ValueError as error:
             await _refused(str(error), 413)(scope, receive, send)
             return
-        answer = asyncio.create_task(self._answered(asked))
+        answer = asyncio.create_task(self._respond(forwarded))
         gone = asyncio.create_task(_wait_until_gone(receive))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,8 +159,8 @@ class RequestRouter:
             answer.cancel()
             gone.cancel()
 
-    async def _answered(self, asked: _Asked) -> Response:
-        if not asked.path.startswith("/"):  # behind the address it would name another server
+    async def _respond(self, request: _Forwarded) -> Response:
+        if not request.path.startswith("/"):  # behind the address it would name another server
             return _refused("the request cannot be passed on: its path does not begin with /", 400)
         tried: list[_Server] = []
         losses = 0
@@ -176,7 +176,7 @@ class RequestRouter:
                     if not self._awake.is_set():
                         continue
                     try:
-                        return await self._hedged(server, asked)
+                        return await self._ask_hedged(server, request)
                     except asyncio.CancelledError:
                         if self._awake.is_set() or asking.cancelling():
                             raise
@@ -202,32 +202,32 @@ class RequestRouter:
             while True:
                 if self._failed is not None:
                     raise _NoneLeftError(self._failed)
-                known = list(self._servers.values())
-                fresh = [one for one in known if one not in tried]
+                servers = list(self._servers.values())
+                fresh = [server for server in servers if server not in tried]
                 if fresh:
-                    return min(fresh, key=lambda one: one.num_waiting)
+                    return min(fresh, key=lambda server: server.num_waiting)
                 try:
                     await asyncio.wait_for(self._changed.wait(), 1.0)
                 except TimeoutError:
                     tried.clear()  # it may have been the connection alone
 
-    async def _hedged(self, server: _Server, asked: _Asked) -> Response:
-        first = self._begun(server, asked)
+    async def _ask_hedged(self, server: _Server, request: _Forwarded) -> Response:
+        first = self._begin(server, request)
         try:
             if self._hedges and (limit := slow_after(self._seconds)) is not None:
                 await asyncio.wait({first}, timeout=limit)
-                others = [one for one in self._servers.values() if one is not server]
+                others = [each for each in self._servers.values() if each is not server]
                 if not first.done() and others:
-                    other = min(others, key=lambda one: one.num_waiting)
-                    return await _first_of(first, self._begun(other, asked))
+                    other = min(others, key=lambda each: each.num_waiting)
+                    return await _first_of(first, self._begin(other, request))
             return await first
         finally:
             first.cancel()
 
-    def _begun(self, server: _Server, asked: _Asked) -> asyncio.Task[Response]:
+    def _begin(self, server: _Server, request: _Forwarded) -> asyncio.Task[Response]:
         """Begin to ask a server, which has the request from now on until the answer."""
         server.num_waiting += 1
-        asking = asyncio.create_task(self._asked(server, asked))
+        asking = asyncio.create_task(self._ask(server, request))
         self._asking.add(asking)
 
         def ended(_: object) -> None:
@@ -237,12 +237,12 @@ class RequestRouter:
         asking.add_done_callback(ended)
         return asking
 
-    async def _asked(self, server: _Server, asked: _Asked) -> Response:
-        loop, url = asyncio.get_running_loop(), f"http://{server.address}{asked.path}"
+    async def _ask(self, server: _Server, request: _Forwarded) -> Response:
+        loop, url = asyncio.get_running_loop(), f"http://{server.address}{request.path}"
         begun = loop.time()
         try:
             reply = await self._client.request(
-                asked.method, url, headers=asked.headers, content=asked.body
+                request.method, url, headers=request.headers, content=request.body
             )
         except httpx2.LocalProtocolError:
             raise
@@ -283,16 +283,16 @@ async def _first_of(first: asyncio.Task[Response], second: asyncio.Task[Response
     """Return the reply that comes first, of servers that were not lost."""
     try:
         done, _ = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-        for one in done:
-            if not isinstance(one.exception(), _LostError):
-                return one.result()
+        for task in done:
+            if not isinstance(task.exception(), _LostError):
+                return task.result()
         return await (second if first in done else first)
     finally:
         first.cancel()
         second.cancel()
 
 
-async def _read(request: Request) -> _Asked:
+async def _read(request: Request) -> _Forwarded:
     """Read a request.
 
     Raises:
@@ -306,8 +306,8 @@ async def _read(request: Request) -> _Asked:
             raise ValueError(f"the request is larger than {_MOST_BYTES >> 20} MB")
     query = request.scope["query_string"].decode("latin-1")
     path = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1")
-    headers = [(name, one) for name, one in request.headers.items() if name not in _DROPPED]
-    return _Asked(request.method, f"{path}?{query}" if query else path, headers, bytes(body))
+    headers = [(name, value) for name, value in request.headers.items() if name not in _DROPPED]
+    return _Forwarded(request.method, f"{path}?{query}" if query else path, headers, bytes(body))
 
 
 async def _wait_until_gone(receive: Receive) -> None:

@@ -105,10 +105,10 @@ class ServerProcess:
 
 def _gpus_of(number: int, each: int) -> list[str]:
     """Return the GPUs of a server, `each` of those that this process sees, by its number."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
-    first = number % max(1, len(seen) // each) * each
-    return seen[first : first + each]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    first = number % max(1, len(gpus) // each) * each
+    return gpus[first : first + each]
 
 
 class _Server:
@@ -126,10 +126,10 @@ class _Server:
     def loss(self) -> str | None:
         """Return how it, or the node that it was on, ended; None: it runs."""
         try:
-            found: str | None = self._call("loss")
+            loss: str | None = self._call("loss")
         except WorkerError as error:
             return str(error).partition("\n")[0]
-        return found
+        return loss
 
     def wait_until_ready(self, seconds: float, is_closed: Callable[[], bool]) -> None:
         """Wait until it is healthy.
@@ -253,12 +253,12 @@ class ModelServers:
 
     def _watch(self, replica: Replica[_Server]) -> None:
         """Start a server again where it ended or hangs, as long as that is allowed."""
-        deaf, asked = 0, time.monotonic()
+        deaf, probed = 0, time.monotonic()
         while not self._closing.wait(_LOOK):
             loss = replica.value.loss()
-            if loss is None and time.monotonic() > asked + _HEALTH_SECONDS:
+            if loss is None and time.monotonic() > probed + _HEALTH_SECONDS:
                 deaf = 0 if replica.value.is_healthy() else deaf + 1
-                asked = time.monotonic()
+                probed = time.monotonic()
                 if deaf == _DEAF:
                     loss = "it does not answer"
             if loss is None:
@@ -290,7 +290,7 @@ class ModelServers:
     @property
     def rests(self) -> bool:
         """Whether a server has GPUs of the policy's, and frees their memory for it."""
-        return any(one.value.rests for one in self._supervisor.replicas)
+        return any(replica.value.rests for replica in self._supervisor.replicas)
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -314,8 +314,8 @@ class ModelServers:
                         self._router.resume()
 
     def _ask_all(self, path: str) -> None:
-        values = [one.value for one in self._supervisor.replicas if one.value.rests]
-        in_parallel(lambda one: one.ask(path), values)
+        servers = [each.value for each in self._supervisor.replicas if each.value.rests]
+        in_parallel(lambda server: server.ask(path), servers)
 
     def close(self) -> None:
         """End all servers. Idempotent."""

@@ -30,19 +30,19 @@ from laurel.rewards.remote.wire import List, messages_of, validated
 from laurel.types import Conversation
 
 
-def _named(servers: AskedServers) -> dict[str, Any]:
+def _model_key(servers: AskedServers) -> dict[str, Any]:
     # Servers of one model do not need its name.
     return {"model": servers.model} if servers.model else {}
 
 
 def vllm_dialect(servers: AskedServers) -> Dialect:
     """Return that of vLLM's `/classify`."""
-    named = _named(servers)
+    model = _model_key(servers)
     if servers.contract is None:
         return SingleDialect(
             CLASSIFY_PATH,
             make=lambda conversation: ClassifyRequest(
-                messages=messages_of(conversation), add_generation_prompt=False, **RAW, **named
+                messages=messages_of(conversation), add_generation_prompt=False, **RAW, **model
             ),
             read=lambda value: ClassifyScores.read(value, "the reply").in_order(1)[0],
         )
@@ -51,7 +51,7 @@ def vllm_dialect(servers: AskedServers) -> Dialect:
         CLASSIFY_PATH,
         as_text=False,
         make=lambda rows: ClassifyRequest(
-            input=list(rows), add_special_tokens=False, **RAW, **named
+            input=list(rows), add_special_tokens=False, **RAW, **model
         ),
         read=lambda value, count: ClassifyScores.read(value, "the reply").in_order(count),
     )
@@ -70,12 +70,12 @@ def sglang_dialect(servers: AskedServers) -> Dialect:
 
 def embeddings_dialect(servers: AskedServers) -> Dialect:
     """Return that of SGLang's `/v1/embeddings`."""
-    named = _named(servers)
+    model = _model_key(servers)
     return rendered(
         servers,
         EMBEDDINGS_PATH,
         as_text=False,
-        make=lambda rows: EmbeddingsRequest(input=list(rows), **named),
+        make=lambda rows: EmbeddingsRequest(input=list(rows), **model),
         read=lambda value, count: EmbeddingsScores.read(value, "the reply").in_order(count),
     )
 
@@ -108,10 +108,10 @@ def _remote_rm(conversation: Conversation) -> RemoteRmRequest:
 
 def _read_native(value: Any, count: int) -> list[float]:
     # SGLang answers a single conversation without a list.
-    found = [value] if isinstance(value, dict) else value
-    scores = validated(_NATIVE.validate_python, found, "the reply")
+    values = [value] if isinstance(value, dict) else value
+    scores = validated(_NATIVE.validate_python, values, "the reply")
     check_count(len(scores), count)
-    return [one.embedding[0] for one in scores]
+    return [score.embedding[0] for score in scores]
 
 
 _NATIVE = TypeAdapter(List[NativeScore])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from laurel.errors import MissingDependencyError
 from laurel.plugins import AskedServers, ModelServing, ScorerServices, ServerDialect
@@ -14,64 +14,51 @@ if TYPE_CHECKING:
     from laurel.rewards.remote.dialects import Dialect
 
 
-class VllmClassify(ServerDialect):
+class _Dialect(ServerDialect):
+    function: ClassVar[str]
+    """That which makes it, in `other_dialects`."""
+
+    def make(self, section: None, servers: AskedServers) -> Dialect:
+        """Return the dialect."""
+        from laurel.extensions.server import other_dialects
+
+        dialect: Dialect = getattr(other_dialects, self.function)(servers)
+        return dialect
+
+
+class VllmClassify(_Dialect):
     """vLLM's `/classify`."""
 
+    function = "vllm_dialect"
     rendered = "with_model"
 
-    def make(self, section: None, servers: AskedServers) -> Dialect:
-        """Return the dialect."""
-        from laurel.extensions.server.other_dialects import vllm_dialect
 
-        return vllm_dialect(servers)
-
-
-class Sglang(ServerDialect):
+class Sglang(_Dialect):
     """SGLang's `/classify`."""
 
+    function = "sglang_dialect"
     rendered = "always"
 
-    def make(self, section: None, servers: AskedServers) -> Dialect:
-        """Return the dialect."""
-        from laurel.extensions.server.other_dialects import sglang_dialect
 
-        return sglang_dialect(servers)
-
-
-class SglangEmbeddings(ServerDialect):
+class SglangEmbeddings(_Dialect):
     """SGLang's `/v1/embeddings`."""
 
+    function = "embeddings_dialect"
     rendered = "always"
 
-    def make(self, section: None, servers: AskedServers) -> Dialect:
-        """Return the dialect."""
-        from laurel.extensions.server.other_dialects import embeddings_dialect
 
-        return embeddings_dialect(servers)
-
-
-class Openrlhf(ServerDialect):
+class Openrlhf(_Dialect):
     """OpenRLHF's `/get_reward`."""
 
+    function = "openrlhf_dialect"
     rendered = "always"
 
-    def make(self, section: None, servers: AskedServers) -> Dialect:
-        """Return the dialect."""
-        from laurel.extensions.server.other_dialects import openrlhf_dialect
 
-        return openrlhf_dialect(servers)
-
-
-class Slime(ServerDialect):
+class Slime(_Dialect):
     """slime's remote_rm."""
 
+    function = "slime_dialect"
     keys = ("reward_key",)
-
-    def make(self, section: None, servers: AskedServers) -> Dialect:
-        """Return the dialect."""
-        from laurel.extensions.server.other_dialects import slime_dialect
-
-        return slime_dialect(servers)
 
 
 class RoutedServers(ModelServing):

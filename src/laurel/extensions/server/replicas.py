@@ -34,8 +34,6 @@ def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Sa
     """Start replica processes, and wait until each has loaded and checked its model.
 
     Args:
-        spec: Model of each replica. Without `cpu_threads` they share the cores.
-        num_replicas: Number of replicas, at least 1.
         limit: Seconds of a batch after which a replica counts as hung, and is restarted.
         say: Called from any thread, with lines on the first model that is loaded, and on deaths.
 
@@ -58,7 +56,7 @@ def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Sa
         version=lambda process: process.version,
     )
     first = replicas.replicas[0].value
-    for line in first.said:
+    for line in first.lines:
         say(line)
     scorer = ServedReplicas(replicas, spec, first.version)
     return ServedModel(name=first.model, version=first.version, scorer=scorer)
@@ -122,11 +120,6 @@ class ReplicaProcess:
     def __init__(self, index: int, spec: ServingSpec, *, limit: float) -> None:
         """Start the process, and load the model there.
 
-        Args:
-            index: Index of the replica.
-            spec: The model, and how it is served.
-            limit: Time limit of one call, in seconds.
-
         Raises:
             UserError: The model cannot be used.
             EngineError: The process died meanwhile.
@@ -139,7 +132,7 @@ class ReplicaProcess:
                 raise error.__cause__ from None
             why = str(error).partition("\n")[0]
             raise EngineError(f"replica {index} died while it started ({why})") from error
-        self.model, self.version, self.said = self._ask("about")
+        self.model, self.version, self.lines = self._ask("about")
 
     @property
     def pid(self) -> int:
@@ -152,18 +145,18 @@ class ReplicaProcess:
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
         """Tokenise groups in the process."""
-        found: list[Prepared] = self._ask("prepare", groups)
-        return found
+        prepared: list[Prepared] = self._ask("prepare", groups)
+        return prepared
 
     def prepare_rendered(self, row: Rendered) -> TokenGroup:
         """Tokenise one rendered conversation in the process."""
-        found: TokenGroup = self._ask("prepare_rendered", row)
-        return found
+        tokens: TokenGroup = self._ask("prepare_rendered", row)
+        return tokens
 
     def score_tokens(self, tokens: Sequence[TokenGroup]) -> list[tuple[Score, ...]]:
         """Score tokenised groups in the process."""
-        found: list[tuple[Score, ...]] = self._ask("score_tokens", tokens)
-        return found
+        scores: list[tuple[Score, ...]] = self._ask("score_tokens", tokens)
+        return scores
 
     def sleep(self) -> None:
         """Free the memory of the device."""
@@ -186,31 +179,23 @@ class ReplicaProcess:
             raise error.__cause__ from None
 
 
-# The worker inside a replica process.
-
-
 class ModelWorker:
     """Holds the model of one replica process."""
 
     def __init__(self, place: RankPlace, spec: ServingSpec) -> None:
-        """Load and check the model.
-
-        Args:
-            place: Rank, which chooses among several GPUs in turn.
-            spec: The model, and how it is served.
-        """
+        """Load and check the model."""
         if spec.scorer is not None and spec.scorer.device != "cpu":
             import torch
 
             if (count := torch.cuda.device_count()) > 1:
                 torch.cuda.set_device(place.local_rank % count)
-        self._said: list[str] = []
-        self._model, self._version, self._backend = spec.opens(spec, say=self._said.append)
+        self._lines: list[str] = []
+        self._model, self._version, self._backend = spec.opens(spec, say=self._lines.append)
         self._known = KnownInput()
 
     def about(self) -> tuple[str, str, list[str]]:
         """Return the model's name and version, and the lines logged while it was loaded."""
-        return self._model, self._version, self._said
+        return self._model, self._version, self._lines
 
     def prepare(self, groups: Sequence[Group]) -> list[Prepared]:
         """Tokenise groups."""

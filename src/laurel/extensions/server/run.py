@@ -76,8 +76,6 @@ class ServerRun:
         """Hold the parts of a server; nothing is started.
 
         Args:
-            app: Application that `make_app` returned.
-            service: Service of that application.
             listener: Socket that `listen` returned; it is closed at the end.
             drain_seconds: Time that accepted requests have when the server is asked to end.
         """
@@ -117,10 +115,6 @@ class ServerRun:
 
         In the main thread SIGTERM and SIGINT end it after accepted requests are finished; a second
         signal ends the process at once.
-
-        Args:
-            open_model: Opens the model; its error ends the server and is raised.
-            on_ready: Called with the model.
         """
         factory = self._server.config.get_loop_factory()
         with asyncio.Runner(loop_factory=factory) as runner:
@@ -197,7 +191,7 @@ class ServerRun:
             of_kind: dict[str, list[Any]] = {"silent": [], "begun": [], "idle": []}
             for connection in list(connections):
                 of_kind[_kind_of(connection)].append(connection)
-            unread = _unread([one.transport for one in of_kind["idle"]])
+            unread = _unread([connection.transport for connection in of_kind["idle"]])
             begun, silent = len(of_kind["begun"]) + len(unread), len(of_kind["silent"])
             for connection in of_kind["idle"]:
                 if connection.transport not in unread:
@@ -212,16 +206,16 @@ class ServerRun:
 def _unread(sources: Sequence[socket.socket | asyncio.Transport]) -> list[Any]:
     # The system resets a connection that is closed with unread bytes, so these are found first.
     poll = select.poll()
-    of = {}
+    source_of = {}
     for source in sources:
         if isinstance(source, socket.socket):
             number = source.fileno()
         else:
             number = -1 if source.is_closing() else source.get_extra_info("socket").fileno()
         if number >= 0:
-            of[number] = source
+            source_of[number] = source
             poll.register(number, select.POLLIN)
-    return [of[number] for number, event in poll.poll(0) if event & select.POLLIN]
+    return [source_of[number] for number, event in poll.poll(0) if event & select.POLLIN]
 
 
 def _kind_of(connection: Any) -> Literal["silent", "begun", "idle"]:
@@ -241,8 +235,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-# uvicorn's HTTP protocol, with limits that it lacks.
-
 MAX_CONNECTIONS = 8192
 # From the first byte of a request, or the start of a connection, to the end of the head.
 _HEAD_SECONDS = 10.0
@@ -251,7 +243,7 @@ _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes connections that send a head slowly or without end, and those above the limit."""
+    """uvicorn's HTTP protocol, with limits on slow and endless heads and on connections."""
 
     _timer: asyncio.TimerHandle | None = None
     _head_bytes = 0  # of an unfinished head, as received

@@ -44,6 +44,7 @@ from laurel.run.specs import OPTIONS
 
 if TYPE_CHECKING:
     from laurel.extensions.server.app import App
+    from laurel.extensions.server.run import ServerRun
 
 DEFAULT_KEY_ENV = "LAUREL_API_KEY"
 DEFAULT_ADMIN_KEY_ENV = "LAUREL_ADMIN_KEY"
@@ -63,19 +64,16 @@ class Key:
     source: str
     header: str = ""
     """The shell expression that yields the key, for the example command with curl."""
-    place: dict[str, str] | None = None
+    location: dict[str, str] | None = None
     """The source for programs that read the key: `{"variable": NAME}` or `{"file": PATH}`."""
 
 
 def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     """Serve a reward model until SIGTERM or SIGINT; what needs no model is checked first.
 
-    Args:
-        options: The options of the command.
-        opens: Opens what is served, as `service.open_model` does; None: the model of the options.
+    `opens` opens what is served, as `service.open_model` does; None: the model of the options.
 
     Raises:
-        UserError: An option, a port, a model or a key cannot be used.
         WorkerError: Every replica has used up its restarts; exit code 75 asks for a restart.
     """
     _check(options)
@@ -88,33 +86,12 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     from laurel.extensions.server.run import ServerRun, listen
     from laurel.workers.threads import in_thread
 
-    # Without either, the key of a file is used, whose name holds the port.
-    key = (
-        Key(value=None, source="none is needed")
-        if options.no_api_key
-        else _key_of_environment(DEFAULT_KEY_ENV, options.api_key_env, option="--api-key-env")
-    )
-    # An admin key without a value stands for the API key.
-    admin_key = _key_of_environment(
-        DEFAULT_ADMIN_KEY_ENV, options.admin_key_env, option="--admin-key-env"
-    ) or Key(value=None, source="")
-    if key is not None and key.value is not None and key.value == admin_key.value:
-        raise ConfigError(
-            f"the admin key is the API key: set {admin_key.header[1:]} to another one, or unset it"
-        )
+    key, admin_key = _keys(options)
     spec = _serving_spec(options, opens)
-    try:
-        access_log = (
-            None if options.access_log == "none" else AccessLog(options.access_log, say=say)
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"--access-log {options.access_log}: {error.strerror}. Name a file that can be "
-            "written, - for stderr, or none"
-        ) from error
+    access_log = _open_log(options.access_log)
     listener = listen(options.host, options.port)
     port = listener.getsockname()[1]
-    key = key or _key_of_file(port)
+    key = key or _key_of_file(port)  # whose name holds the port
     # Each connection takes a file, and the shell's limit is often 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
@@ -152,7 +129,7 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
                 "url": url,
                 "model": served.name,
                 "version": served.version,
-                "key": key.place,
+                "key": key.location,
                 "allow_from": options.allow_from or [],
             }
             write_json(ready, indent=None)
@@ -163,6 +140,12 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     finally:
         if access_log is not None:
             access_log.close()
+    _tell_end(run, options.drain_seconds)
+    # The process ends now, and a last garbage collection of all objects would take a second.
+    gc.freeze()
+
+
+def _tell_end(run: ServerRun, drain_seconds: float) -> None:
     if run.lost_all:
         raise WorkerError(
             "every replica of the model crashed too often and is not restarted; waiting requests "
@@ -172,13 +155,11 @@ def run_serve(options: ServeOptions, *, opens: Opening | None = None) -> None:
     silent = f"; {run.silent} connections had sent nothing and were closed" if run.silent else ""
     if run.unanswered:
         say(
-            f"stopped; after {options.drain_seconds:g} s {run.unanswered} requests were left "
+            f"stopped; after {drain_seconds:g} s {run.unanswered} requests were left "
             f"without an answer{silent}"
         )
     else:
         _chat(f"stopped; every accepted request was answered{silent}")
-    # The process ends now, and a last garbage collection of all objects would take a second.
-    gc.freeze()
 
 
 def _chat(text: str) -> None:
@@ -236,11 +217,39 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _key_of_environment(default: str, chosen: str | None, *, option: str) -> Key | None:
-    name = chosen or default
+def _keys(options: ServeOptions) -> tuple[Key | None, Key]:
+    """Return the API key, None if it is that of a file, and the admin key."""
+    key = (
+        Key(value=None, source="none is needed")
+        if options.no_api_key
+        else _key_of_environment(DEFAULT_KEY_ENV, options.api_key_env, option="--api-key-env")
+    )
+    # An admin key without a value stands for the API key.
+    admin_key = _key_of_environment(
+        DEFAULT_ADMIN_KEY_ENV, options.admin_key_env, option="--admin-key-env"
+    ) or Key(value=None, source="")
+    if key is not None and key.value is not None and key.value == admin_key.value:
+        raise ConfigError(
+            f"the admin key is the API key: set {admin_key.header[1:]} to another one, or unset it"
+        )
+    return key, admin_key
+
+
+def _open_log(target: str) -> AccessLog | None:
+    try:
+        return None if target == "none" else AccessLog(target, say=say)
+    except OSError as error:
+        raise ConfigError(
+            f"--access-log {target}: {error.strerror}. Name a file that can be written, - for "
+            "stderr, or none"
+        ) from error
+
+
+def _key_of_environment(default: str, variable: str | None, *, option: str) -> Key | None:
+    name = variable or default
     value = os.environ.pop(name, "")  # child processes do not inherit the key
     if not value:
-        if chosen is not None:
+        if variable is not None:
             raise ConfigError(f"{option} {name}: there is no such variable, or it is empty")
         return None
     if len(value) < _SHORTEST_KEY or not value.isascii() or any(not "!" <= c <= "~" for c in value):
@@ -252,7 +261,7 @@ def _key_of_environment(default: str, chosen: str | None, *, option: str) -> Key
         value=value,
         source=f"the one in the variable {name}",
         header=f"${name}",
-        place={"variable": name},
+        location={"variable": name},
     )
 
 
@@ -275,7 +284,9 @@ def _key_of_file(port: int) -> Key:
             f"the API key cannot be kept in {path} ({error.strerror}); set the variable "
             f"{DEFAULT_KEY_ENV} to one"
         ) from error
-    return Key(value=value, source=f"in {path}", header=f"$(cat {path})", place={"file": str(path)})
+    return Key(
+        value=value, source=f"in {path}", header=f"$(cat {path})", location={"file": str(path)}
+    )
 
 
 def _kept_key(path: Path) -> str | None:
@@ -334,10 +345,10 @@ def _serving_spec(
         engine = ScoringEngine(plugin=plugin, section=section)
     day = None if options.date is None else options.date.date()
     with speaking(*names):
-        found = find_reward_model(options.model)
+        place = find_reward_model(options.model)
     scorer = ScorerSpec(
         model=ModelSpec(name=options.model, tokenizer=TokenizerConfig(date=day)),
-        found=found,
+        found=place,
         max_length=options.max_length,
         batch_tokens=options.batch_tokens,
         precision=options.precision,

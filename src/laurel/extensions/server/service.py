@@ -106,7 +106,6 @@ class RewardService:
 
         Args:
             open_model: Opens the models for `load`; None: the model cannot be changed.
-            request_seconds: Time limit of one request.
             sleep_seconds: Time that running requests have before the model sleeps anyway.
         """
         self._open_model = open_model
@@ -141,10 +140,6 @@ class RewardService:
 
     async def score(self, groups: Sequence[Group], *, version: str = "") -> ScoredRequest:
         """Score groups with the current model.
-
-        Args:
-            groups: Groups to score.
-            version: Required version of the model; empty: any.
 
         Raises:
             RefusedRequestError: The state or the version is wrong, the queue is full, or time is
@@ -342,10 +337,10 @@ class AnswerMemory:
         Raises:
             RefusedRequestError: Another request had this id.
         """
-        if (known := self._known.get(request_id)) is not None:
-            self._check(digest, known[0], request_id)
+        if (stored := self._known.get(request_id)) is not None:
+            self._check(digest, stored[0], request_id)
             self._known.move_to_end(request_id)
-            return known[1]
+            return stored[1]
         entry = self._under_way.get(request_id)
         if entry is None or entry.making.cancelling():
             entry = _Answering(digest, asyncio.create_task(make()))
@@ -368,22 +363,15 @@ class AnswerMemory:
                 self._bytes -= len(dropped.body)
         return answer
 
-    def _check(self, digest: bytes, known: bytes, request_id: str) -> None:
-        if digest != known:
+    def _check(self, digest: bytes, stored: bytes, request_id: str) -> None:
+        if digest != stored:
             raise RefusedRequestError(
                 422, "request_id", f"another request had the id {request_id[:80]!r}"
             )
 
 
-# Opening the model of a directory: found, loaded, checked, and named by a version.
-
-
 def open_model(spec: ServingSpec, *, say: Say) -> tuple[str, str, Backend]:
     """Load the model of a spec, and check it; blocks.
-
-    Args:
-        spec: The model, and how it is served.
-        say: Called with a line on all that was loaded and found.
 
     Returns:
         Its name, its version, and the backend that computes its scores.
@@ -436,8 +424,6 @@ def open_served(spec: ServingSpec, *, say: Say) -> ServedModel:
     return ServedModel(name=name, version=version, scorer=scorer)
 
 
-# The access log: one line of JSON for each request, written by a thread of its own.
-
 _MOST_WAITING = 20_000
 # The thread looks for records at intervals: waking it for each would cost more than the writing.
 _SECONDS_BETWEEN = 0.1
@@ -451,7 +437,6 @@ class AccessLog:
 
         Args:
             target: A file, which is appended to; `-` is standard error.
-            say: Called once when the first line is lost.
 
         Raises:
             OSError: The file cannot be opened.
@@ -485,11 +470,13 @@ class AccessLog:
             is_last = self._closing.wait(_SECONDS_BETWEEN)
             while self._records:
                 records = [self._records.popleft() for _ in range(min(256, len(self._records)))]
-                text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in records)
-                left = memoryview(text.encode("ascii"))
+                text = "".join(
+                    json.dumps(record, separators=(",", ":")) + "\n" for record in records
+                )
+                rest = memoryview(text.encode("ascii"))
                 try:
-                    while left:
-                        left = left[os.write(self._descriptor, left) :]
+                    while rest:
+                        rest = rest[os.write(self._descriptor, rest) :]
                 except OSError as error:
                     self._lose(len(records), str(error))
 

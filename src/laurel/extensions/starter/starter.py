@@ -60,7 +60,7 @@ Ask = Callable[[str, str], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class Choice:
     """The user's choice of a model or of data, with the settings that it needs."""
 
     settings: Mapping[str, str]
@@ -85,18 +85,15 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
 
     Returns:
         True if the configuration can be trained with as written; False if no row fits.
-
-    Raises:
-        UserError: An answer cannot be used, or one is missing and there is no terminal.
     """
     say = say_on(message_console())
     columns = _columns_of(options.column_words or ())
     reward_model = options.reward_model
     ask = ask or (_ask_on_terminal if sys.stdin.isatty() else None)
 
-    def answer(option: str, said: str | None, question: str, default: str, take: Any) -> Any:
-        if said is not None:
-            return take(said)
+    def answer(option: str, value: str | None, question: str, default: str, take: Any) -> Any:
+        if value is not None:
+            return take(value)
         if ask is None:
             raise ConfigError(
                 f"{option} is missing, and there is no terminal to ask on; give, for example, "
@@ -108,9 +105,9 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
             except UserError as problem:
                 say(f"error: {problem}")
 
-    about = ", ".join(f"{name} ({one['about']})" for name, one in TASKS.items())
+    about = ", ".join(f"{name} ({table['about']})" for name, table in TASKS.items())
     question = f"What do you want to train? {about}"
-    task = str(answer("--task", options.task, question, "rm", _task_called))
+    task = str(answer("--task", options.task, question, "rm", _known_task))
     table = TASKS[task]
     if reward_model is not None and task != "grpo-rm":
         raise ConfigError(f"--reward-model is for --task grpo-rm, not for {task}")
@@ -123,37 +120,22 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
         "Which model to start from? A directory, a hub name, a GGUF file, or scratch for a small "
         "new one"
     )
-    take = partial(_model, trainer=table["trainer"])
     model = "scratch" if options.scratch else options.model
-    chosen: Chosen = answer("--model", model, question, "Qwen/Qwen3-0.6B", take)
+    take = partial(_model, trainer=table["trainer"])
+    start: Choice = answer("--model", model, question, "Qwen/Qwen3-0.6B", take)
     question = "Which training rows? A file, a data set's name or a hub name"
-    rows: Chosen = answer(
-        "--data",
-        options.data,
-        question,
-        table["data"],
-        partial(_rows, task=table, said_columns=columns),
-    )
+    take = partial(_rows, task=table, own_columns=columns)
+    rows: Choice = answer("--data", options.data, question, table["data"], take)
     rows = replace(rows, settings={**rows.settings, **columns})
-    if num_gpus is None:
-        import torch
-
-        # More than one GPU needs the extra `ray`.
-        num_gpus = min(torch.cuda.device_count(), 1 if find_spec("ray") is None else 1024)
+    num_gpus = _usable_gpus() if num_gpus is None else num_gpus
     device = counted(num_gpus, "GPU") if num_gpus else "a CPU"
     judge = reward_model or "results/rm"
-    _write(output, schema.name, task, chosen, rows, judge, num_gpus)
+    _write(output, schema.name, task, start, rows, judge, num_gpus)
     with replace_file(schema) as stream:
         stream.write(schema_words)
-    notes = [f"editors complete and check its keys by {schema}", *chosen.notes, *rows.notes]
+    notes = [f"editors complete and check its keys by {schema}", *start.notes, *rows.notes]
     if task == "grpo-rm" and not Path(judge).expanduser().exists():
-        notes.append(
-            f"the reward model {judge} does not exist yet: laurel init --task rm and laurel rm "
-            "train it; or name another one with --reward-model"
-            if judge == "results/rm"
-            else f"the reward model {judge} is no directory here, so it is read from the Hugging "
-            "Face hub"
-        )
+        notes.append(_absent_judge(judge))
     warnings = [f"the data does not fit: {rows.problem}"] if rows.problem else []
     if rows.columns:
         words = " ".join(f"{key}=COLUMN" for key in COLUMN_KEYS)
@@ -164,14 +146,32 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
     say(f"wrote    {output}, for {device}; {state}")
     for line in (*(f"note     {n}" for n in notes), *(f"warning  {w}" for w in warnings)):
         say(line)
-    name = json.loads(chosen.settings["policy.model_name"])
+    name = json.loads(start.settings["policy.model_name"])
     if options.as_json:
         settings = [f"{key}={value}" for key, value in rows.settings.items() if key != _HELD_OUT]
         facts = {"output": output, "task": task, "model": name, "data": settings, "device": device}
         write_json({**facts, "notes": notes, "misfit": rows.problem or None})
     if not (options.as_json or rows.problem):
-        _print_commands(output, table["trainer"], chosen, rows)
+        _print_commands(output, table["trainer"], start, rows)
     return not rows.problem
+
+
+def _usable_gpus() -> int:
+    import torch
+
+    # More than one GPU needs the extra `ray`.
+    return min(torch.cuda.device_count(), 1 if find_spec("ray") is None else 1024)
+
+
+def _absent_judge(name: str) -> str:
+    if name != "results/rm":
+        return (
+            f"the reward model {name} is no directory here, so it is read from the Hugging Face hub"
+        )
+    return (
+        f"the reward model {name} does not exist yet: laurel init --task rm and laurel rm train "
+        "it; or name another one with --reward-model"
+    )
 
 
 def _columns_of(words: Sequence[str]) -> dict[str, str]:
@@ -203,14 +203,14 @@ def _check_files(output: Path, schema: Path, schema_words: str, *, force: bool) 
         )
 
 
-def _print_commands(output: Path, trainer: str, chosen: Chosen, rows: Chosen) -> None:
+def _print_commands(output: Path, trainer: str, model: Choice, rows: Choice) -> None:
     """Print the commands that come next."""
-    name = json.loads(chosen.settings["policy.model_name"])
+    name = json.loads(model.settings["policy.model_name"])
     config = shlex.join(["--config", str(output)])
     if "data.train_data_path" in rows.settings:
         check = [json.loads(rows.settings["data.train_data_path"]), "--for", trainer]
         check += ["--model", name] if name else []
-        settings_of_rows = [*rows.settings.items(), *chosen.settings.items()]
+        settings_of_rows = [*rows.settings.items(), *model.settings.items()]
         is_read = re.compile(r"data\.(.*_key|on_bad_row)|policy\.tokenizer\..*").fullmatch
         check += [f"{key}={value}" for key, value in settings_of_rows if is_read(key)]
         shown = "show the first row, in tokens" if name else "show the first row"
@@ -230,38 +230,38 @@ def _ask_on_terminal(question: str, default: str) -> str:
         raise ConfigError("no answer; nothing was written") from None
 
 
-def _task_called(said: str) -> str:
-    if said in TASKS:
-        return said
-    near = nearest(said, TASKS)
+def _known_task(name: str) -> str:
+    if name in TASKS:
+        return name
+    near = nearest(name, TASKS)
     hint = f" Did you mean {near}?" if near else ""
-    raise ConfigError(f"{said!r} is no task.{hint} Choose one of {', '.join(TASKS)}")
+    raise ConfigError(f"{name!r} is no task.{hint} Choose one of {', '.join(TASKS)}")
 
 
-def _model(said: str, *, trainer: str) -> Chosen:
-    if said == "scratch":
+def _model(text: str, *, trainer: str) -> Choice:
+    if text == "scratch":
         note = "the model is small and randomly initialized; its tokenizer is trained on the data"
         if trainer == "grpo":
             note += ". It writes noise at first: warm it up with laurel sft on examples"
-        return Chosen(settings={"policy.model_name": "null"}, notes=[note])
+        return Choice(settings={"policy.model_name": "null"}, notes=[note])
     # With a slash at its end it is a directory, and never a name of the hub.
-    is_path = said.endswith("/") and not said.startswith(("/", "~", "."))
-    if not is_gguf(said):
-        check_not_missing(f"./{said}" if is_path else said, key="--model")
+    is_path = text.endswith("/") and not text.startswith(("/", "~", "."))
+    if not is_gguf(text):
+        check_not_missing(f"./{text}" if is_path else text, key="--model")
     quiet_libraries()
-    if not (is_gguf(said) or Path(said).expanduser().is_dir()):
-        note = f"{said} is no directory here, so it is read from the Hugging Face hub; unchecked"
-        chosen = Chosen(settings={"policy.model_name": json.dumps(said)}, notes=[note])
+    if not (is_gguf(text) or Path(text).expanduser().is_dir()):
+        note = f"{text} is no directory here, so it is read from the Hugging Face hub; unchecked"
+        choice = Choice(settings={"policy.model_name": json.dumps(text)}, notes=[note])
         with suppress(ModelError):  # the hub need not be reached before the run
-            return _sized(replace(chosen, notes=[f"{note} but for its configuration"]), said)
-        return chosen
+            return _sized(replace(choice, notes=[f"{note} but for its configuration"]), text)
+        return choice
     with speaking({"policy.model_name": "--model"}):
         from laurel.models.tokenizer import load_tokenizer
 
-        found = find_model(said)
-        is_model = (Path(said).expanduser() / "config.json").is_file()
-        name = said if is_model or found.gguf is not None else os.path.relpath(found.name)
-        settings, notes = {"policy.model_name": json.dumps(name)}, list(found.notes)
+        place = find_model(text)
+        is_model = (Path(text).expanduser() / "config.json").is_file()
+        name = text if is_model or place.gguf is not None else os.path.relpath(place.name)
+        settings, notes = {"policy.model_name": json.dumps(name)}, list(place.notes)
 
         try:
             load_tokenizer(
@@ -270,72 +270,72 @@ def _model(said: str, *, trainer: str) -> Chosen:
         except ModelError:
             settings["policy.tokenizer.chat_template"] = "chatml"
             notes.append(f"{name} has no chat template: the configuration chooses chatml")
-        return _sized(Chosen(settings=settings, notes=notes), found.name)
+        return _sized(Choice(settings=settings, notes=notes), place.name)
 
 
-def _sized(chosen: Chosen, name: str) -> Chosen:
+def _sized(choice: Choice, name: str) -> Choice:
     """Add what the configuration of a model says of its size, for which no weight is read."""
     from laurel.models.loading.pretrained import count_parameters, read_config
     from laurel.models.spec import ModelSpec
 
     network = read_config(ModelSpec(), name).get_text_config()
     return replace(
-        chosen,
+        choice,
         longest=getattr(network, "max_position_embeddings", None) or math.inf,
         num_parameters=count_parameters(ModelSpec(name=name)),
     )
 
 
-def _rows(said: str, *, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:
-    is_set = not (said.startswith((".", "/", "~")) or Path(said).exists())
-    if not is_set or said.lower().removesuffix(".gz").endswith(tuple(READERS)):
-        return _rows_in(said, task, said_columns)
-    sets = [name for name, one in DATASET_CLASSES.items() if one.hub.name]
+def _rows(text: str, *, task: Mapping[str, Any], own_columns: Mapping[str, str]) -> Choice:
+    is_set = not (text.startswith((".", "/", "~")) or Path(text).exists())
+    if not is_set or text.lower().removesuffix(".gz").endswith(tuple(READERS)):
+        return _rows_in(text, task, own_columns)
+    sets = [name for name, entry in DATASET_CLASSES.items() if entry.hub.name]
     if task["trainer"] == "grpo":
-        sets = [name for name, one in TASK_SETS.items() if one.hub.name]
+        sets = [name for name, entry in TASK_SETS.items() if entry.hub.name]
         sets += plugins.names("rows")
-    if said in sets:
-        if said in plugins.names("rows"):
-            rows = plugins.find(plugins.Rows, said)
-            settings = {"data.dataset_name": said, "data.env_name": said, **rows.first_settings}
+    if text in sets:
+        if text in plugins.names("rows"):
+            rows = plugins.find(plugins.Rows, text)
+            settings = {"data.dataset_name": text, "data.env_name": text, **rows.first_settings}
             notes = [f"{rows.to_do}; see docs/other_environments.md"] if rows.to_do else []
-            return Chosen(settings=settings, notes=notes)
-        note = f"{said} is downloaded from the Hugging Face hub when the run starts"
-        settings = {"data.dataset_name": said}
-        if task["trainer"] == "rm" and DATASET_CLASSES[said].has_validation:
+            return Choice(settings=settings, notes=notes)
+        note = f"{text} is downloaded from the Hugging Face hub when the run starts"
+        settings = {"data.dataset_name": text}
+        if task["trainer"] == "rm" and DATASET_CLASSES[text].has_validation:
             settings[_HELD_OUT] = "0.0"
-        return Chosen(settings=settings, notes=[note])
-    if "/" not in said:
-        near = nearest(said, sets)
+        return Choice(settings=settings, notes=[note])
+    if "/" not in text:
+        near = nearest(text, sets)
         hint = f" Did you mean {near}?" if near else ""
         raise DataError(
-            f"--data {said}: there is no file and no data set of this name.{hint} "
+            f"--data {text}: there is no file and no data set of this name.{hint} "
             f"The data sets are {', '.join(sets)}; or give a file, or a hub name (owner/name)"
         )
-    note = f"{said} is no file here, so it is read from the hub; laurel data check {said} checks it"
-    return Chosen(settings={"data.train_data_path": json.dumps(said)}, notes=[note])
+    note = f"{text} is no file here, so it is read from the hub; laurel data check {text} checks it"
+    return Choice(settings={"data.train_data_path": json.dumps(text)}, notes=[note])
 
 
-def _rows_in(path: str, task: Mapping[str, Any], said_columns: Mapping[str, str]) -> Chosen:
+def _rows_in(path: str, task: Mapping[str, Any], own_columns: Mapping[str, str]) -> Choice:
     judge = task["settings"].get("data.env_name")
-    said = [f"{key}={column}" for key, column in said_columns.items()]
-    said += [f"data.env_name={judge}"] if judge else []
+    overrides = [f"{key}={column}" for key, column in own_columns.items()]
+    overrides += [f"data.env_name={judge}"] if judge else []
     examine_data = plugins.find(plugins.Command, "data check").for_programs().examine_data
-    findings, columns = examine_data(path, task["trainer"], said), []
+    findings, columns = examine_data(path, task["trainer"], overrides), []
     if not findings.is_usable:
-        near = next((one for one in findings.near if one.trainer == task["trainer"]), None)
+        near = next((hint for hint in findings.near if hint.trainer == task["trainer"]), None)
         suggested = near.settings if near is not None else ()
-        columns = [one for one in suggested if not one.startswith("data.env_name=")]
-        findings = examine_data(path, task["trainer"], [*columns, *said])
+        columns = [setting for setting in suggested if not setting.startswith("data.env_name=")]
+        findings = examine_data(path, task["trainer"], [*columns, *overrides])
     reading = findings.readings[0]
     settings = {"data.train_data_path": json.dumps(path)}
-    settings |= dict(one.split("=", 1) for one in (*columns, *reading.settings))
+    settings |= dict(setting.split("=", 1) for setting in (*columns, *reading.settings))
     settings.pop("data.env_name", None)
     report = reading.report
     if report is None:
         why = f"{shorten_middle(reading.problem, 300)}; run laurel data check {shlex.quote(path)}"
-        names = [*map(str, findings.first)] if task["trainer"] == "rm" and not said_columns else []
-        return Chosen(settings=settings, notes=[], problem=why, columns=names)
+        names = [*map(str, findings.first)] if task["trainer"] == "rm" and not own_columns else []
+        return Choice(settings=settings, notes=[], problem=why, columns=names)
     what = findings.known.name if findings.known is not None else report.dataset_class
     num_rows = counted(report.num_read, "row")
     notes = [f"{path}: {what}, {report.num_kept:,} of {num_rows} can be used"]
@@ -347,7 +347,7 @@ def _rows_in(path: str, task: Mapping[str, Any], said_columns: Mapping[str, str]
     if reading.num_malformed:
         first = report.dropped["malformed"].examples[0]
         what = f"the run leaves out {first} and the like"
-        if said_columns.get("data.on_bad_row") != "skip":
+        if own_columns.get("data.on_bad_row") != "skip":
             stops_at = first
             what = f"the run stops at {first}: fix it, or set data.on_bad_row: skip"
         notes.append(f"{counted_that(reading.num_malformed, 'row', 'are')} malformed, and {what}")
@@ -360,15 +360,15 @@ def _rows_in(path: str, task: Mapping[str, Any], said_columns: Mapping[str, str]
             f"only about {share * report.num_kept:.0f} rows are held out for validation, too few "
             "for a precise result: name more in data.val_data_path if you have them"
         )
-    return Chosen(settings=settings, notes=notes, stops_at=stops_at)
+    return Choice(settings=settings, notes=notes, stops_at=stops_at)
 
 
 def _write(
     output: Path,
     schema_name: str,
     task: str,
-    model: Chosen,
-    rows: Chosen,
+    model: Choice,
+    rows: Choice,
     judge: str,
     num_gpus: int,
 ) -> None:
@@ -386,8 +386,8 @@ def _write(
     if task == "grpo-rm":
         own["env.reward_model.model_name"] = judge
         own["env.reward_model.precision"] = own["policy.precision"]
-    chosen = {**model.settings, **rows.settings}
-    is_new = chosen["policy.model_name"] == "null"
+    choices = {**model.settings, **rows.settings}
+    is_new = choices["policy.model_name"] == "null"
     scratch, small = _TABLE["scratch"], _TABLE["small"]
     special: dict[str, Any] = {}
     about: dict[str, str] = {}
@@ -396,22 +396,22 @@ def _write(
     elif is_small(model.num_parameters):
         special = table.get("small") or {"policy.optimizer.kwargs.lr": RATE_OF_SMALL}
         about = small["about"]
-    settings = {key: json.dumps(value) for key, value in (own | special).items()} | chosen
+    settings = {key: json.dumps(value) for key, value in (own | special).items()} | choices
     overrides = [f"{key}={value}" for key, value in settings.items()]
     config = load_config(SCHEMAS[table["trainer"]], None, overrides).config
-    keys = {*_TABLE["common_keys"], *table.get("grpo_keys", ()), *table["keys"], *chosen, *special}
+    keys = {*_TABLE["common_keys"], *table.get("grpo_keys", ()), *table["keys"], *choices, *special}
     text = to_yaml(config, describe=True, keys=keys, more=about)
     if rows.columns:
         names = visible(", ".join(rows.columns))
-        asked = (
+        question = (
             "Which columns hold the prompt, the two answers and a system message? The rows have "
             f"{names}."
         )
-        lines = textwrap.wrap(asked, 96) + [
+        lines = textwrap.wrap(question, 96) + [
             f"{key.partition('.')[2]}: COLUMN" for key in COLUMN_KEYS
         ]
         commented = "".join(f"  # {line}\n" for line in lines)
-        text = _TRAINING_ROWS.sub(lambda found: found[0] + commented, text)
+        text = _TRAINING_ROWS.sub(lambda match: match[0] + commented, text)
     command = f"laurel {table['trainer']} --config {output}"
     with replace_file(output) as stream:
         stream.write(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from laurel.errors import counted
@@ -51,7 +52,7 @@ def run_sweep(options: SweepOptions) -> None:
         sweep.open(stack)
         for warning in sweep.warnings:
             console.print(f"warning: {warning}")
-        done = sweep.outcomes()
+        finished = sweep.outcomes()
         num_runs = max(1, options.num_folds) * options.num_seeds
         console.print(
             f"sweep   {counted(sweep.total, 'trial')} of {counted(num_runs, 'run')} each, "
@@ -61,25 +62,25 @@ def run_sweep(options: SweepOptions) -> None:
         )
         if sweep.rate_kept is not None:
             console.print(rate_note(sweep.rate_kept, "as the sweep began"), soft_wrap=True)
-        if done:
-            console.print(f"going on after {counted(len(done), 'finished trial')}")
+        if finished:
+            console.print(f"going on after {counted(len(finished), 'finished trial')}")
         progress = TrainingProgress(
-            sweep.total, len(done), console, words=ProgressWords("runs", "trial", "sweeping")
+            sweep.total, len(finished), console, words=ProgressWords("runs", "trial", "sweeping")
         )
         metric = (sweep.selection.key or "").rpartition("_")[2]
 
         def show(outcome: TrialOutcome) -> None:
-            done.append(outcome)
-            chosen = ", ".join(f"{key}={_value(value)}" for key, value in outcome.params.items())
+            finished.append(outcome)
+            params = ", ".join(f"{key}={_value(value)}" for key, value in outcome.params.items())
             if outcome.failure is not None:
-                progress.message(f"trial {outcome.number} failed ({chosen}): {outcome.failure}")
+                progress.message(f"trial {outcome.number} failed ({params}): {outcome.failure}")
             else:
                 progress.message(
-                    f"trial {outcome.number} {outcome.state}  {_mean(outcome)}  {chosen}",
+                    f"trial {outcome.number} {outcome.state}  {_mean(outcome)}  {params}",
                     is_routine=True,
                 )
-            found = {} if outcome.mean is None else {metric: outcome.mean}
-            progress.step(len(done), found, pairs=num_runs, tokens=0)
+            values = {} if outcome.mean is None else {metric: outcome.mean}
+            progress.step(len(finished), values, pairs=num_runs, tokens=0)
 
         try:
             with progress:
@@ -88,8 +89,8 @@ def run_sweep(options: SweepOptions) -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             name = error.args[0] if error.args else "SIGINT"
             print(
-                f"stopped by {name} after {counted(len(done), 'finished trial')}; run it again to "
-                "go on",
+                f"stopped by {name} after {counted(len(finished), 'finished trial')}; run it again "
+                "to go on",
                 file=sys.stderr,
             )
             sys.exit(130 if name == "SIGINT" else 0)
@@ -101,7 +102,6 @@ def run_sweep(options: SweepOptions) -> None:
         page = options.output / PAGE
         with replace_file(page) as file:
             file.write(sweep_page(sweep, outcomes, best))
-    ranked = ranked_trials(outcomes, higher_is_better=sweep.selection.higher_is_better)
     if options.as_json:
         write_json(
             {
@@ -111,25 +111,34 @@ def run_sweep(options: SweepOptions) -> None:
                 "best": _fields(best),
                 "config": path,
                 "report": page,
-                "num_failed": sum(one.state == "failed" for one in outcomes),
-                "num_pruned": sum(one.state == "pruned" for one in outcomes),
+                "num_failed": sum(outcome.state == "failed" for outcome in outcomes),
+                "num_pruned": sum(outcome.state == "pruned" for outcome in outcomes),
                 "seconds": time.monotonic() - started,
-                "trials": [_fields(one) for one in outcomes],
+                "trials": [_fields(outcome) for outcome in outcomes],
             }
         )
-        return
-    last = make_console()
+    else:
+        _print_result(sweep, outcomes, best, options.output)
+
+
+def _print_result(
+    sweep: Sweep, outcomes: Sequence[TrialOutcome], best: TrialOutcome, directory: Path
+) -> None:
+    console, path = make_console(), directory / BEST
+    ranked = ranked_trials(outcomes, higher_is_better=sweep.selection.higher_is_better)
     header, rows = table_of(sweep, ranked)
     table = new_table(f"{sweep.selection.key}, best first", *header)
     for row in rows[:SHOWN_TRIALS]:
         table.add_row(*row)
-    print_table(last, table)
-    for one in outcomes:
-        if one.failure is not None:
-            last.print(visible(f"failed  trial {one.number}: {one.failure}"), soft_wrap=True)
-    last.print(f"best    {path}  (trial {best.number})", soft_wrap=True)
-    last.print(f"report  {page}", soft_wrap=True)
-    print_command(last, "use it  ", f"laurel rm --config {path}")
+    print_table(console, table)
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            console.print(
+                visible(f"failed  trial {outcome.number}: {outcome.failure}"), soft_wrap=True
+            )
+    console.print(f"best    {path}  (trial {best.number})", soft_wrap=True)
+    console.print(f"report  {directory / PAGE}", soft_wrap=True)
+    print_command(console, "use it  ", f"laurel rm --config {path}")
 
 
 def ranked_trials(
@@ -137,31 +146,31 @@ def ranked_trials(
 ) -> list[TrialOutcome]:
     """Return the trials with the best mean first, and those without one last."""
 
-    def rank(one: TrialOutcome) -> tuple[bool, float, int]:
-        mean = one.mean
+    def rank(outcome: TrialOutcome) -> tuple[bool, float, int]:
+        mean = outcome.mean
         value = 0.0 if mean is None else -mean if higher_is_better else mean
-        return mean is None, value, one.number
+        return mean is None, value, outcome.number
 
     return sorted(outcomes, key=rank)
 
 
 def table_of(sweep: Sweep, outcomes: Sequence[TrialOutcome]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table of trials."""
-    keys = [one.key for one in sweep.dimensions]
+    keys = [dimension.key for dimension in sweep.dimensions]
     # The last parts of keys are enough where they differ.
     names = [key.rpartition(".")[2] for key in keys]
     names = names if len({*names}) == len(names) else keys
     rows = [
         [
-            str(one.number),
-            *(_value(one.params.get(key)) for key in keys),
-            "-" if one.mean is None else f"{one.mean:.4f}",
-            "" if one.half_width is None else f"{one.half_width:.4f}",
-            str(len(one.values)),
-            one.state,
-            f"{one.seconds:.0f}",
+            str(outcome.number),
+            *(_value(outcome.params.get(key)) for key in keys),
+            "-" if outcome.mean is None else f"{outcome.mean:.4f}",
+            "" if outcome.half_width is None else f"{outcome.half_width:.4f}",
+            str(len(outcome.values)),
+            outcome.state,
+            f"{outcome.seconds:.0f}",
         ]
-        for one in outcomes
+        for outcome in outcomes
     ]
     return ["trial", *names, "mean", "95 % half width", "runs", "state", "seconds"], rows
 
@@ -200,19 +209,19 @@ def sweep_page(sweep: Sweep, outcomes: Sequence[TrialOutcome], best: TrialOutcom
         return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
     failures = "".join(
-        f"<li>trial {one.number}: {html.escape(one.failure)}</li>"
-        for one in outcomes
-        if one.failure is not None
+        f"<li>trial {outcome.number}: {html.escape(outcome.failure)}</li>"
+        for outcome in outcomes
+        if outcome.failure is not None
     )
-    chosen = ", ".join(f"{key}={_value(value)}" for key, value in best.params.items())
-    title = f"Sweep of {', '.join(one.key for one in sweep.dimensions)}"
+    params = ", ".join(f"{key}={_value(value)}" for key, value in best.params.items())
+    title = f"Sweep of {', '.join(dimension.key for dimension in sweep.dimensions)}"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'\">"
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style>"
         f"<h1>{html.escape(title)}</h1>"
-        f"<p>Best: trial {best.number}, {html.escape(chosen)}, with "
+        f"<p>Best: trial {best.number}, {html.escape(params)}, with "
         f"{html.escape(sweep.selection.key or '')} {html.escape(_mean(best))}. An interval is that "
         "of the mean over a trial's runs (folds and seeds), 95 %, by Student's t; the best of many "
         "trials is a little too good. Each plot has all trials; the best one is red.</p>"
@@ -229,30 +238,35 @@ def picture_of(sweep: Sweep, ranked: Sequence[TrialOutcome]) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    complete = [one for one in ranked if one.mean is not None]
+    complete = [outcome for outcome in ranked if outcome.mean is not None]
     number = len(sweep.dimensions)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sweep", "font.size": 9}):
         figure = Figure(figsize=(4.0 * min(number, 3), 3.0 * -(-number // 3)), layout="constrained")
         canvas = FigureCanvasSVG(figure)
-        for place, dimension in enumerate(sweep.dimensions, start=1):
-            axes = figure.add_subplot(-(-number // 3), min(number, 3), place)
+        for index, dimension in enumerate(sweep.dimensions, start=1):
+            axes = figure.add_subplot(-(-number // 3), min(number, 3), index)
             names = list(dimension.choices)
-            at = [
-                names.index(str(one.params[dimension.key]))
+            positions = [
+                names.index(str(outcome.params[dimension.key]))
                 if names
-                else float(one.params[dimension.key])
-                for one in complete
+                else float(outcome.params[dimension.key])
+                for outcome in complete
             ]
             axes.errorbar(
-                at,
-                [one.mean or 0.0 for one in complete],
-                yerr=[one.half_width or 0.0 for one in complete],
+                positions,
+                [outcome.mean or 0.0 for outcome in complete],
+                yerr=[outcome.half_width or 0.0 for outcome in complete],
                 fmt="o",
                 capsize=3,
                 markersize=4,
                 color="#999999",
             )
-            axes.plot(at[:1], [one.mean or 0.0 for one in complete[:1]], "o", color="#c0392b")
+            axes.plot(
+                positions[:1],
+                [outcome.mean or 0.0 for outcome in complete[:1]],
+                "o",
+                color="#c0392b",
+            )
             if names:
                 axes.set_xticks(range(len(names)), names)
                 axes.set_xlim(-0.5, len(names) - 0.5)

@@ -136,34 +136,34 @@ def parse_words(words: Sequence[str]) -> tuple[list[Dimension], list[Override]]:
     for word in words:
         override = parse_override(word)
         value = None if override.value is None else override.value.value
-        found: Dimension | None = None
+        dimension: Dimension | None = None
         if isinstance(value, list):
             if not value:
                 raise ConfigError(f"{override.place}: the list is empty; name the values to try")
-            texts = [json.dumps(plain_values(one), ensure_ascii=False) for one in value]
-            choices = {text.strip('"'): one for text, one in zip(texts, value, strict=True)}
+            texts = [json.dumps(plain_values(node), ensure_ascii=False) for node in value]
+            choices = {text.strip('"'): node for text, node in zip(texts, value, strict=True)}
             if len(choices) < len(value):
                 raise ConfigError(f"{override.place}: a value is named twice")
             if len(value) == 1:
                 override = replace(override, value=value[0])
             else:
-                found = Dimension(override=override, choices=choices)
+                dimension = Dimension(override=override, choices=choices)
         elif isinstance(value, str) and re.match(r"\w+\(", value):
-            found = _parse_range(override, value)
-        if found is None:
+            dimension = _parse_range(override, value)
+        if dimension is None:
             fixed.append(override)
             continue
-        if found.key in SET_BY_THE_SWEEP:
+        if dimension.key in SET_BY_THE_SWEEP:
             raise ConfigError(
-                f"{override.place}: a sweep sets {found.key} of every run itself"
-                + ("; --seeds N repeats each trial with N seeds" if "seed" in found.key else "")
+                f"{override.place}: a sweep sets {dimension.key} of every run itself"
+                + ("; --seeds N repeats each trial with N seeds" if "seed" in dimension.key else "")
             )
-        if any(found.key == other.key for other in dimensions):
-            raise ConfigError(f"{override.place}: {found.key} is searched twice")
-        dimensions.append(found)
+        if any(dimension.key == other.key for other in dimensions):
+            raise ConfigError(f"{override.place}: {dimension.key} is searched twice")
+        dimensions.append(dimension)
     for override in fixed:
         key = ".".join(override.keys)
-        if any(key == one.key for one in dimensions):
+        if any(key == dimension.key for dimension in dimensions):
             raise ConfigError(f"{override.place}: {key} is searched too; leave one of the two out")
     if not dimensions:
         raise ConfigError(
@@ -179,10 +179,10 @@ def _parse_range(override: Override, text: str) -> Dimension:
     try:
         if form is None:
             raise ValueError("it is no range")
-        written = [end.strip() for end in form["ends"].split(",")]
-        if len(written) != 2:
+        ends = [end.strip() for end in form["ends"].split(",")]
+        if len(ends) != 2:
             raise ValueError("a range has two ends")
-        low, high = (float(end) for end in written)
+        low, high = (float(end) for end in ends)
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError("the first end must be below the second")
         if form["kind"] == "log" and low <= 0:
@@ -193,7 +193,7 @@ def _parse_range(override: Override, text: str) -> Dimension:
             "scale as log(1e-5,1e-3); text with a bracket that is no range goes into a list, "
             "['text(...)']"
         ) from None
-    whole = all(re.fullmatch(r"[+-]?\d+", end) for end in written)
+    whole = all(re.fullmatch(r"[+-]?\d+", end) for end in ends)
     return Dimension(
         override=override, low=low, high=high, is_log=form["kind"] == "log", is_whole=whole
     )
@@ -256,13 +256,13 @@ class RunOfTrial:
             CheckpointError: A checkpoint cannot be read or written.
         """
         started = time.monotonic()
-        seen: dict[int, float | None] = {}
+        values: dict[int, float | None] = {}
         is_pruned = False
 
         def look(step: int, metrics: Mapping[str, float]) -> str | None:
             nonlocal is_pruned
             value = metrics.get(self.metric)
-            seen[step] = value
+            values[step] = value
             # Before the first step there is nothing to judge a trial by.
             if value is None or not step:
                 return None
@@ -289,7 +289,7 @@ class RunOfTrial:
             if outcome.ended != "finished":
                 raise InterruptedSweep(outcome.signal or "checkpointing.checkpoint_must_save_by")
             stopped_by = outcome.signal  # which came too late to end this run
-            value = seen.get(outcome.step)
+            value = values.get(outcome.step)
             if value is None or not math.isfinite(value):
                 result["failure"] = f"no {self.metric} was measured after its last step"
             else:
@@ -306,19 +306,19 @@ class RunOfTrial:
     def result(self) -> Mapping[str, Any] | None:
         """Read how the run ended; None if it has not."""
         try:
-            found = json.loads((self.directory / RESULT).read_bytes())
+            result = json.loads((self.directory / RESULT).read_bytes())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and {"failure", "value"} & {*found} else None
+        return result if isinstance(result, dict) and {"failure", "value"} & {*result} else None
 
     def curve(self) -> list[tuple[int, float]]:
         """Read the run's validations so far."""
-        found: list[tuple[int, float]] = []
+        points: list[tuple[int, float]] = []
         with suppress(OSError, ValueError):  # the last line may still be being written
             for line in (self.directory / CURVE).read_text(encoding="utf-8").splitlines():
                 step, value = json.loads(line)
-                found.append((step, value))
-        return found
+                points.append((step, value))
+        return points
 
 
 def _is_verdict(error: BaseException | None) -> bool:
@@ -395,7 +395,7 @@ class Sweep:
         self.rate_kept: float | None = None
         """The learning rate with which a sweep of an older version began, if it is `auto` now."""
         self._on_run: Callable[[str], None] = lambda text: None
-        first = {one.key: one.ends()[0] for one in self.dimensions}
+        first = {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
         self.base = self.config_of(first)
         # Each value by itself: a combination that cannot be used is a trial that fails.
         others = [
@@ -419,11 +419,13 @@ class Sweep:
             )
         for config in (self.base, *others):
             self._check(config)
-        is_grid = all(one.choices for one in self.dimensions) and options.num_trials is None
+        is_grid = (
+            all(dimension.choices for dimension in self.dimensions) and options.num_trials is None
+        )
         self.grid = (
             [
-                dict(zip((one.key for one in self.dimensions), values, strict=True))
-                for values in product(*(one.choices for one in self.dimensions))
+                dict(zip((dimension.key for dimension in self.dimensions), values, strict=True))
+                for values in product(*(dimension.choices for dimension in self.dimensions))
             ]
             if is_grid
             else []
@@ -461,13 +463,15 @@ class Sweep:
         key, sets = "split_validation_size", config.data.train_sets()
         share = {key: 1 / self.options.num_folds}
         cut: dict[str, Any] = {"val_data_path": None, "validation": None, **share}
-        if any(key in one.model_fields_set for one in sets):  # what a set holds out of its own
-            cut["train"] = [one.model_copy(update=share) for one in sets]
+        if any(
+            key in train_set.model_fields_set for train_set in sets
+        ):  # what a set holds out of its own
+            cut["train"] = [train_set.model_copy(update=share) for train_set in sets]
         return config.model_copy(update={"data": config.data.model_copy(update=cut)})
 
     def _load(self, params: Mapping[str, str | float]) -> RewardTrainingRun:
-        chosen = [one.set_to(params[one.key]) for one in self.dimensions]
-        loaded = load_config(RewardTrainingRun, self.options.config, [*self._fixed, *chosen])
+        overrides = [dimension.set_to(params[dimension.key]) for dimension in self.dimensions]
+        loaded = load_config(RewardTrainingRun, self.options.config, [*self._fixed, *overrides])
         self.warnings = loaded.warnings
         return loaded.config if self.rate_kept is None else with_rate(loaded.config, self.rate_kept)
 
@@ -529,8 +533,8 @@ class Sweep:
             study.enqueue_trial(params, skip_if_exists=True)
 
     def _identity(self) -> dict[str, Any]:
-        found = {
-            "searched": sorted(one.override.text for one in self.dimensions),
+        identity = {
+            "searched": sorted(dimension.override.text for dimension in self.dimensions),
             "folds": self.options.num_folds,
             "seeds": self.options.num_seeds,
             "metric": self.selection.key,
@@ -539,10 +543,10 @@ class Sweep:
             "pruning": self.options.prunes,
             "configuration": self.base.model_dump(mode="json"),
         }
-        return dict(json.loads(json.dumps(found)))
+        return dict(json.loads(json.dumps(identity)))
 
     def _go_on(self, path: Path, rows: Mapping[str, str]) -> None:
-        """Check that the directory holds this sweep, and keep what was the default when it began.
+        """Check that the directory holds this sweep; keep what was the default when it began.
 
         Raises:
             ConfigError: The directory holds another sweep, or its file cannot be read.
@@ -553,8 +557,8 @@ class Sweep:
             settings = plain_values(translated(type(self.base), read))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        if is_rate_auto(self.base) and (kept := rate_kept(settings)) is not None:
-            self.rate_kept, self.base = kept, with_rate(self.base, kept)
+        if is_rate_auto(self.base) and (rate := rate_kept(settings)) is not None:
+            self.rate_kept, self.base = rate, with_rate(self.base, rate)
         identity = {**self._identity(), **rows}
         changed = [
             Change(key=key, before=saved.get(key), now=value)
@@ -564,7 +568,9 @@ class Sweep:
         # The length of a run counts as well, because trials are compared.
         changed += changes(type(self.base), settings, identity["configuration"], in_sweep=True)
         if changed:
-            shown = "; ".join(f"{one.key}: {one.before} then, {one.now} now" for one in changed[:3])
+            shown = "; ".join(
+                f"{change.key}: {change.before} then, {change.now} now" for change in changed[:3]
+            )
             raise ConfigError(
                 f"--output {path.parent} holds another sweep ({shown}). Name another directory, or "
                 "restore what changed"
@@ -603,15 +609,15 @@ class Sweep:
         study = self.study
         assert study is not None
         unfinished = (optuna.trial.TrialState.RUNNING,)
-        for one in study.get_trials(deepcopy=False, states=unfinished):
-            study.sampler = self._sampler(one.number)  # it may have been killed before it sampled
-            yield optuna.trial.Trial(study, one._trial_id)
+        for trial in study.get_trials(deepcopy=False, states=unfinished):
+            study.sampler = self._sampler(trial.number)  # it may have been killed before it sampled
+            yield optuna.trial.Trial(study, trial._trial_id)
         while True:
             trials = study.get_trials(deepcopy=False)
-            known = [one for one in trials if one.state.name != "WAITING"]
-            if len(known) >= self.total:
+            begun = [trial for trial in trials if trial.state.name != "WAITING"]
+            if len(begun) >= self.total:
                 return
-            study.sampler = self._sampler(len(known))
+            study.sampler = self._sampler(len(begun))
             yield study.ask()
 
     def _sampler(self, number: int) -> BaseSampler:
@@ -670,11 +676,11 @@ class Sweep:
         begun = self._begin(trial)
         if isinstance(begun, TrialOutcome):
             return begun
-        for place, run in enumerate(begun):
+        for run_index, run in enumerate(begun):
             is_new = run.result() is None
             if is_new:
-                run.train(partial(self._is_worse, trial, begun, place))
-            if self._ends(trial, begun, place, is_new=is_new):
+                run.train(partial(self._is_worse, trial, begun, run_index))
+            if self._ends(trial, begun, run_index, is_new=is_new):
                 break
         return self._end(trial, begun)
 
@@ -686,7 +692,7 @@ class Sweep:
         if isinstance(begun, TrialOutcome):
             yield begun
             return
-        for place, run in enumerate(begun):
+        for run_index, run in enumerate(begun):
             num_lost = 0
             is_new = run.result() is None
             while run.result() is None:
@@ -697,7 +703,7 @@ class Sweep:
                 while not pending.done():
                     for step, value in run.curve()[num_seen:]:
                         num_seen += 1
-                        if self._is_worse(trial, begun, place, step, value):
+                        if self._is_worse(trial, begun, run_index, step, value):
                             (run.directory / STOP).touch()
                     yield None
                 failure = NO_RESULT
@@ -716,13 +722,13 @@ class Sweep:
                     run.directory.mkdir(parents=True, exist_ok=True)
                     with replace_file(run.directory / RESULT) as file:
                         json.dump({"failure": failure}, file)
-            if self._ends(trial, begun, place, is_new=is_new):
+            if self._ends(trial, begun, run_index, is_new=is_new):
                 break
         yield self._end(trial, begun)
 
     def _begin(self, trial: Trial) -> list[RunOfTrial] | TrialOutcome:
         self._started[trial.number] = time.monotonic()
-        params = {one.key: one.suggest(trial) for one in self.dimensions}
+        params = {dimension.key: dimension.suggest(trial) for dimension in self.dimensions}
         try:
             return self.runs_of(trial, params)
         except ConfigError as error:
@@ -730,24 +736,26 @@ class Sweep:
             return self._tell(trial, "failed", (), failure=f"ConfigError: {lines[-1].strip()}")
 
     def _is_worse(
-        self, trial: Trial, runs: Sequence[RunOfTrial], place: int, step: int, value: float
+        self, trial: Trial, runs: Sequence[RunOfTrial], run_index: int, step: int, value: float
     ) -> bool:
         # A trial is compared by the mean over its finished runs and this one.
-        before = [float((run.result() or {})["value"]) for run in runs[:place]]
-        at = place * STEPS_OF_A_RUN + step
+        before = [float((run.result() or {})["value"]) for run in runs[:run_index]]
+        position = run_index * STEPS_OF_A_RUN + step
         with warnings.catch_warnings():
             # A run that was resumed repeats its last validation, which is known already.
             warnings.simplefilter("ignore")
-            trial.report(statistics.fmean([*before, value]), at)
+            trial.report(statistics.fmean([*before, value]), position)
         return self.options.prunes and bool(trial.should_prune())
 
-    def _ends(self, trial: Trial, runs: Sequence[RunOfTrial], place: int, *, is_new: bool) -> bool:
-        result = runs[place].result() or {"failure": NO_RESULT}
+    def _ends(
+        self, trial: Trial, runs: Sequence[RunOfTrial], run_index: int, *, is_new: bool
+    ) -> bool:
+        result = runs[run_index].result() or {"failure": NO_RESULT}
         if "failure" in result or result["is_pruned"]:
             return True
-        if is_new and place + 1 < len(runs):
+        if is_new and run_index + 1 < len(runs):
             self._on_run(
-                f"trial {trial.number} run {place + 1} of {len(runs)}  {result['value']:.4f}"
+                f"trial {trial.number} run {run_index + 1} of {len(runs)}  {result['value']:.4f}"
             )
         return False
 
@@ -804,15 +812,15 @@ class Sweep:
         }
         return [
             TrialOutcome(
-                number=one.number,
-                params=dict(one.params),
-                state=names[one.state],
-                values=tuple(one.user_attrs.get("values", ())),
-                failure=one.user_attrs.get("failure"),
-                seconds=one.user_attrs.get("seconds", 0.0),
+                number=trial.number,
+                params=dict(trial.params),
+                state=names[trial.state],
+                values=tuple(trial.user_attrs.get("values", ())),
+                failure=trial.user_attrs.get("failure"),
+                seconds=trial.user_attrs.get("seconds", 0.0),
             )
-            for one in self.study.get_trials(deepcopy=False)
-            if one.state in names
+            for trial in self.study.get_trials(deepcopy=False)
+            if trial.state in names
         ]
 
     def best(self, outcomes: Sequence[TrialOutcome]) -> TrialOutcome:
@@ -822,9 +830,11 @@ class Sweep:
             TrainingError: No trial is complete; the message names the first failure.
         """
         sign = 1 if self.selection.higher_is_better else -1
-        ranked = [(sign * mean, one) for one in outcomes if (mean := one.mean) is not None]
+        ranked = [
+            (sign * mean, outcome) for outcome in outcomes if (mean := outcome.mean) is not None
+        ]
         if not ranked:
-            failures = [one for one in outcomes if one.failure]
+            failures = [outcome for outcome in outcomes if outcome.failure]
             raise TrainingError(
                 f"no trial of {len(outcomes)} has a value"
                 + (f"; trial {failures[0].number}: {failures[0].failure}" if failures else "")
@@ -883,8 +893,8 @@ def _workers(
             return made[-1]
 
         def close() -> None:
-            for one in made:
-                one.shutdown()
+            for each in made:
+                each.shutdown()
 
         stack.callback(close)
         return group

@@ -107,8 +107,6 @@ class VerifiersEnvironment(EnvironmentInterface):
         """Load the taskset; where there may be tools, begin its first task to read them.
 
         Args:
-            name: The name below `env.verifiers`.
-            config: Its settings.
             max_turns: The policy's turns after which an episode ends and is scored as it is.
 
         Raises:
@@ -155,7 +153,7 @@ class VerifiersEnvironment(EnvironmentInterface):
         """Give the policy's turns to their episodes; return what each asks next, or its end."""
         if self.spec.tools:
             needed_form(self._form, f"env.verifiers.{self._name}")
-        names = [str((one or {}).get(CONVERSATION_ID) or uuid4().hex) for one in metadata]
+        names = [str((entry or {}).get(CONVERSATION_ID) or uuid4().hex) for entry in metadata]
 
         # Made here: in the runner's own thread the lock could be that of a `shutdown`.
         runner = self._runner() if self._loaded.needs_episodes else None
@@ -165,29 +163,29 @@ class VerifiersEnvironment(EnvironmentInterface):
             return await asyncio.gather(*(self._turn(runner, *part) for part in parts))
 
         results = asyncio.run(turns()) if runner is None else runner.call(turns())
-        reached = [None if isinstance(one, str) else one for one in results]
-        components = dict.fromkeys(key for one in reached if one for key in one.rewards)
+        reached = [None if isinstance(result, str) else result for result in results]
+        components = dict.fromkeys(key for turn in reached if turn for key in turn.rewards)
         return EnvironmentReturn(
             observations=[
-                (one and one.messages) or {"role": ENVIRONMENT_ROLE, "content": ""}
-                for one in reached
+                (turn and turn.messages) or {"role": ENVIRONMENT_ROLE, "content": ""}
+                for turn in reached
             ],
             metadata=[
-                {**(given or {}), CONVERSATION_ID: name, _BEGUN: True}
-                for given, name in zip(metadata, names, strict=True)
+                {**(entry or {}), CONVERSATION_ID: name, _BEGUN: True}
+                for entry, name in zip(metadata, names, strict=True)
             ],
             next_stop_strings=[None] * len(results),
             rewards={
-                key: torch.tensor([one.rewards.get(key, 0.0) if one else 0.0 for one in reached])
+                key: torch.tensor([turn.rewards.get(key, 0.0) if turn else 0.0 for turn in reached])
                 for key in components
             }
             or torch.zeros(len(results)),
-            terminateds=torch.tensor([not (one and one.messages) for one in reached]),
+            terminateds=torch.tensor([not (turn and turn.messages) for turn in reached]),
             failures=[
-                f"error: env.verifiers.{self._name}: {one}" if isinstance(one, str) else None
-                for one in results
+                f"error: env.verifiers.{self._name}: {result}" if isinstance(result, str) else None
+                for result in results
             ],
-            notes=[dict(one.metrics) if one else {} for one in reached],
+            notes=[dict(turn.metrics) if turn else {} for turn in reached],
         )
 
     async def _turn(
@@ -195,10 +193,10 @@ class VerifiersEnvironment(EnvironmentInterface):
         runner: EpisodeRunner | None,
         name: str,
         log: MessageLog,
-        given: dict[str, Any] | None,
+        entry: dict[str, Any] | None,
     ) -> EpisodeTurn | str:
         """Return what becomes of a turn, or the reason why nothing does."""
-        data = (given or {}).get(_KEY)
+        data = (entry or {}).get(_KEY)
         if data is None:
             return f"the task is not of env.verifiers.{self._name}, which would score it"
         if runner is None or (conversation := runner.conversations.get(name)) is None:
@@ -208,27 +206,29 @@ class VerifiersEnvironment(EnvironmentInterface):
                 return error_with_line(error)
             if runner is None:
                 return await self._loaded.score(task, log)
-            if (given or {}).get(_BEGUN) or self._closed.get(name.encode()):
+            if (entry or {}).get(_BEGUN) or self._closed.get(name.encode()):
                 return "the conversation was closed"
             conversation = runner.begin(name, task)
-            problem = self._other(await conversation.news.get(), log)
+            problem = self._mismatch(await conversation.news.get(), log)
             if problem is not None:
                 await runner.end([name])
                 return problem
         text, form = log[-1]["content"], self._form
         calls = form.read(text) if form is not None else []
-        said = form.before_calls(text) if form is not None and calls else text
-        conversation.answer(said, calls)
+        reply = form.before_calls(text) if form is not None and calls else text
+        conversation.answer(reply, calls)
         result = await conversation.news.get()
         if isinstance(result, str) or not result.messages:
             await runner.end([name])
         return result
 
-    def _other(self, first: EpisodeTurn | str, log: MessageLog) -> str | None:
+    def _mismatch(self, first: EpisodeTurn | str, log: MessageLog) -> str | None:
         """Return how an episode begins otherwise than the prompt of its row."""
         if isinstance(first, str) or not first.messages:
             return first if isinstance(first, str) else "it ends before the policy is asked"
-        if first.messages != [{"role": one["role"], "content": one["content"]} for one in log[:-1]]:
+        if first.messages != [
+            {"role": message["role"], "content": message["content"]} for message in log[:-1]
+        ]:
             return (
                 f"it begins otherwise than the row's prompt, with {first.messages!r:.300}; leave "
                 "out data.prompt_file and data.system_prompt_file, and let no user open at random"
@@ -239,7 +239,7 @@ class VerifiersEnvironment(EnvironmentInterface):
 
     def close_conversations(self, metadata: Sequence[dict[str, Any] | None]) -> None:
         """End the episodes of these conversations, and wait until what they hold is closed."""
-        names = [str((one or {}).get(CONVERSATION_ID)) for one in metadata]
+        names = [str((entry or {}).get(CONVERSATION_ID)) for entry in metadata]
         for name in names:
             self._closed.put(name.encode(), True)
         if self._opened is not None:

@@ -16,10 +16,10 @@ import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import verifiers.v1 as vf
@@ -80,9 +80,6 @@ class EpisodeTurn:
     """Metrics by name, at the end."""
 
 
-# The taskset, made for the policy.
-
-
 class LoadedTaskset:
     """A taskset with the environment that plays it, in which one agent is the policy."""
 
@@ -90,11 +87,6 @@ class LoadedTaskset:
         self, name: str, config: VerifiersEnvironmentConfig, *, max_turns: int | None = None
     ) -> None:
         """Load both, and let their agents run here.
-
-        Args:
-            name: The name below `env.verifiers`.
-            config: Its settings.
-            max_turns: The policy's turns after which an episode ends and is scored as it is.
 
         Raises:
             ConfigError: There is no such taskset, it does not take the settings, or it needs what
@@ -142,10 +134,10 @@ class LoadedTaskset:
         self._refuse_retries(settings, "the environment")
         for name, agent in agents.items():
             where = f"{self._where}: the agent '{name}'"
-            asked = agent.harness.id if agent.harness else default_harness_id(self._id)
+            program = agent.harness.id if agent.harness else default_harness_id(self._id)
             # Their default, a shell for the policy on this machine, is left out.
-            if asked != "null" and (agent.harness or asked != "bash"):
-                raise ConfigError(f"{where} runs the program '{asked}', which needs a container")
+            if program != "null" and (agent.harness or program != "bash"):
+                raise ConfigError(f"{where} runs the program '{program}', which needs a container")
             if "runtime" in agent.model_fields_set and agent.runtime.type != "subprocess":
                 raise ConfigError(f"{where} needs a container ({agent.runtime.type})")
             here: Json = {
@@ -153,10 +145,12 @@ class LoadedTaskset:
                 "runtime": vf.SubprocessConfig(),
             }
             if name == free[0]:
-                of_engine = ("model", "sampling", *(f"max_{of}_tokens" for of in _COUNTED))
-                given = [key for key in of_engine if getattr(agent, key) is not None]
-                if given:
-                    raise ConfigError(f"{where} is the policy: {given[0]} is policy.generation's")
+                of_engine = ("model", "sampling", *(f"max_{kind}_tokens" for kind in _COUNTED))
+                own_keys = [key for key in of_engine if getattr(agent, key) is not None]
+                if own_keys:
+                    raise ConfigError(
+                        f"{where} is the policy: {own_keys[0]} is policy.generation's"
+                    )
                 self._refuse_retries(agent, f"the agent '{name}', the policy,")
                 here["max_turns"] = min(filter(None, (agent.max_turns, max_turns)), default=None)
             changed[name] = agent.model_copy(update=here)
@@ -188,12 +182,12 @@ class LoadedTaskset:
         Raises:
             ConfigError: An episode ended before.
         """
-        found = runner.openings(tasks)
-        for task, first in zip(tasks, found, strict=True):
+        turns = runner.openings(tasks)
+        for task, first in zip(tasks, turns, strict=True):
             if isinstance(first, str) or not first.messages:
                 why = first if isinstance(first, str) else "it ends before the policy is asked"
                 raise ConfigError(f"{self._where}: task {task.data.idx} cannot begin: {why}")
-        return [first for first in found if isinstance(first, EpisodeTurn)]
+        return [first for first in turns if isinstance(first, EpisodeTurn)]
 
     def prompts_of(self, tasks: Sequence[Any]) -> list[list[Json]]:
         """Return the prompt of each task.
@@ -201,15 +195,17 @@ class LoadedTaskset:
         A user may open the conversation, so that only an episode that has begun tells the prompt.
         Where that of the first task is its task's own, the others are taken to be so.
         """
-        prompts = [[_plain(one) for one in _beginning(task.data)] for task in tasks]
+        prompts = [[_plain(message) for message in _beginning(task.data)] for task in tasks]
         if self.may_open and tasks:
-            with self.runner() as runner:
+            with closing(self.runner()) as runner:
                 first = self.beginnings(runner, tasks[:1])[0].messages
                 if first != prompts[0]:
                     rest = self.beginnings(runner, tasks[1:])
-                    prompts = [first, *(one.messages for one in rest)]
+                    prompts = [first, *(turn.messages for turn in rest)]
         for task, prompt in zip(tasks, prompts, strict=True):
-            if not prompt or any("calls" in one or one["content"] is None for one in prompt):
+            if not prompt or any(
+                "calls" in message or message["content"] is None for message in prompt
+            ):
                 what = "calls or images in its prompt" if prompt else "no prompt"
                 raise ConfigError(f"{self._where}: task {task.data.idx} has {what}")
         return prompts
@@ -226,10 +222,10 @@ class LoadedTaskset:
             nodes=[
                 vf.MessageNode(
                     parent=i - 1 if i else None,
-                    message=kinds.get(one["role"], vf.UserMessage)(content=one["content"]),
+                    message=kinds.get(message["role"], vf.UserMessage)(content=message["content"]),
                     sampled=i == len(log) - 1,
                 )
-                for i, one in enumerate(log)
+                for i, message in enumerate(log)
             ],
         )
         try:
@@ -254,16 +250,16 @@ def _acts(task: Any) -> bool:
         return True
     scoring = [*task.hooks("reward"), *task.hooks("metric")]
     scoring += [judge.score for judge in task.plugged_judges()]
-    return any("runtime" in inspect.signature(one).parameters for one in scoring)
+    return any("runtime" in inspect.signature(function).parameters for function in scoring)
 
 
 def _beginning(data: Any) -> list[Json]:
     """Return the messages that a conversation about a task begins with, as they are sent."""
     prompt = data.prompt
-    said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+    messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
     if data.system_prompt:
-        said.insert(0, vf.SystemMessage(content=data.system_prompt))
-    return [message_to_wire(one) for one in said]
+        messages.insert(0, vf.SystemMessage(content=data.system_prompt))
+    return [message_to_wire(message) for message in messages]
 
 
 def _plain(message: Json) -> Json:
@@ -272,17 +268,14 @@ def _plain(message: Json) -> Json:
     if not isinstance(content, str):
         are_text = all(part["type"] == "text" for part in content)
         content = "\n".join(part["text"] for part in content) if are_text else None
-    calls = [(one["id"], one["function"]) for one in message.get("tool_calls") or ()]
+    calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
     return {"role": message["role"], "content": content} | ({"calls": calls} if calls else {})
 
 
 def _scores_of(trace: Any) -> EpisodeTurn | str:
-    rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
     return EpisodeTurn(rewards=rewards, metrics=metrics) if rewards else "the task has no rewards"
-
-
-# What stands between their runner and the policy.
 
 
 class ChatHarness(vf.Harness):  # type: ignore[misc]
@@ -331,8 +324,10 @@ class ChatHarness(vf.Harness):  # type: ignore[misc]
                     answer = None
                     if tool_interception_url:  # a hook of the task may answer in the tool's place
                         function = SimpleNamespace(**call["function"])
-                        asked = SimpleNamespace(id=call["id"], function=function)
-                        verdict = await gate_tool_call(http, tool_interception_url, secret, asked)
+                        tool_call = SimpleNamespace(id=call["id"], function=function)
+                        verdict = await gate_tool_call(
+                            http, tool_interception_url, secret, tool_call
+                        )
                         answer = verdict.get("message")
                     answer = answer or {
                         "role": "tool",
@@ -390,20 +385,20 @@ class Conversation:
         """What has become of the policy's last turn; a string says why nothing can."""
         self.task: asyncio.Task[None] | None = None
         self.trace: Any = None
-        self._said: list[Json] = []
+        self._messages: list[Json] = []
         self._reply: asyncio.Future[Json] = asyncio.Future()
 
     async def ask(self, body: Json) -> Json:
         """Wait for the policy's message in answer to a request of their runner."""
-        messages, so_far = [_plain(one) for one in body["messages"]], len(self._said)
+        messages, so_far = [_plain(message) for message in body["messages"]], len(self._messages)
         new = messages[so_far:]
-        if messages[:so_far] != self._said:
+        if messages[:so_far] != self._messages:
             self._fail("what it asks is not the conversation so far and new messages after it")
         elif not new:
             self._fail("it asks again without a new message")
-        elif any(one["content"] is None for one in new):
+        elif any(message["content"] is None for message in new):
             self._fail("it shows the policy something else than text")
-        self._said, self._reply = messages, asyncio.Future()
+        self._messages, self._reply = messages, asyncio.Future()
         self.news.put_nowait(EpisodeTurn(new, body.get("tools") or []))
         return await self._reply
 
@@ -412,10 +407,14 @@ class Conversation:
         message: Json = {"role": "assistant", "content": text}
         if calls:
             message["tool_calls"] = [
-                {"id": f"call_{len(self._said)}_{i}", "type": "function", "function": _written(one)}
-                for i, one in enumerate(calls)
+                {
+                    "id": f"call_{len(self._messages)}_{i}",
+                    "type": "function",
+                    "function": _wire_call(call),
+                }
+                for i, call in enumerate(calls)
             ]
-        self._said = [*self._said, _plain(message)]
+        self._messages = [*self._messages, _plain(message)]
         if not self._reply.done():  # a limit of theirs may have ended the episode meanwhile
             self._reply.set_result(message)
 
@@ -425,7 +424,7 @@ class Conversation:
             self.task.cancel()
 
 
-def _written(call: ReadCall) -> Json:
+def _wire_call(call: ReadCall) -> Json:
     name, arguments = (
         (MALFORMED, {"problem": call.problem})
         if isinstance(call, MalformedCall)
@@ -434,18 +433,11 @@ def _written(call: ReadCall) -> Json:
     return {"name": name, "arguments": json.dumps(arguments)}
 
 
-# The thread that plays episodes.
-
-
 class EpisodeRunner:
     """Holds an environment of theirs open in a thread, and plays its episodes."""
 
     def __init__(self, env: Any, policy: str) -> None:
         """Start the thread, and the servers that all episodes share.
-
-        Args:
-            env: The environment.
-            policy: The name of the agent that is the policy.
 
         Raises:
             Exception: The environment's own, if it cannot be opened.
@@ -532,15 +524,15 @@ class EpisodeRunner:
     def _end_of(self, trace: Any, episode: Any) -> EpisodeTurn | str:
         if trace is not None and self._env.complete(episode):
             return _scores_of(trace)
-        errors = [*episode.errors, *(one for other in episode.traces for one in other.errors)]
+        errors = [*episode.errors, *(error for other in episode.traces for error in other.errors)]
         return _first_line_of(errors[0]) if errors else "the episode did not come to its end"
 
     async def end(self, names: Sequence[str]) -> None:
         """End episodes, and wait until what they hold is closed; unknown names are ignored."""
-        left = [self.conversations.pop(name) for name in names if name in self.conversations]
-        tasks = [one.task for one in left if one.task is not None]
-        for one in left:  # not by the tasks, which may not have begun
-            one.news.put_nowait(CLOSED)
+        ending = [self.conversations.pop(name) for name in names if name in self.conversations]
+        tasks = [conversation.task for conversation in ending if conversation.task is not None]
+        for conversation in ending:  # not by the tasks, which may not have begun
+            conversation.news.put_nowait(CLOSED)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -572,12 +564,6 @@ class EpisodeRunner:
                     "verifiers: episodes and servers have not ended within %g s", CLOSING_SECONDS
                 )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 def _first_line_of(error: Any) -> str:
     """Describe an error that their trace holds as text, with the line that raised it first."""
@@ -585,5 +571,5 @@ def _first_line_of(error: Any) -> str:
     frames = re.findall(r'^  File "(.+)", line (\d+)', cause, re.MULTILINE)
     if not frames:
         return f"{error.type}: {error.message}"
-    said = re.split(r"^(?=\S)", cause.strip(), flags=re.MULTILINE)[-1].strip()
-    return f"{said} ({line_of(frames[-1][0], int(frames[-1][1]))})"
+    line = re.split(r"^(?=\S)", cause.strip(), flags=re.MULTILINE)[-1].strip()
+    return f"{line} ({line_of(frames[-1][0], int(frames[-1][1]))})"

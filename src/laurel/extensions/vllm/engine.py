@@ -84,7 +84,7 @@ class VllmEngine(VllmProcesses):
         learner, precision = precision, engine_dtype(generation, precision)
         self._tolerance = generation.weight_probe_tolerance or default_tolerance(precision, learner)
         self._precision = precision
-        self._asked_loading = settings.weight_loading
+        self._weight_loading = settings.weight_loading
         self.held_dtype: HeldDtype | None = None
         """The dtype in which vLLM holds its weights; wider ones are rounded before they travel."""
         self._weight_version = spec.weight_version
@@ -115,7 +115,7 @@ class VllmEngine(VllmProcesses):
             await self._ask("laurel_prepare_stage")
         wider = await self._ask("laurel_wider_weights", self._precision)
         self.held_dtype = held_dtype(self._precision, itertools.chain(*wider), self._shapes)
-        loading = await choose_loading(self._asked_loading, self._ask)
+        loading = await choose_loading(self._weight_loading, self._ask)
         self._loader = Loader(
             ask=self._ask, loading=loading, shapes=self._shapes, num_bytes=self._num_bytes
         )
@@ -296,7 +296,6 @@ class VllmEngine(VllmProcesses):
         Args:
             groups: Trunks of at least one token, whose tokens are in the model's vocabulary, and
                 which with their branches leave one token of the context.
-            batch_tokens: Unused: vLLM packs its batches itself.
 
         Returns:
             For each group the natural log-probability of each branch, [G]: the sum over its tokens,
@@ -309,7 +308,7 @@ class VllmEngine(VllmProcesses):
                     raise reason
                 try:
                     async with asyncio.TaskGroup() as tasks:
-                        asked = [
+                        tasks_GB = [
                             [
                                 tasks.create_task(self._branch_logprob(group.trunk_ids, branch))
                                 for branch in group.branches_ids_G
@@ -318,7 +317,7 @@ class VllmEngine(VllmProcesses):
                         ]
                 except BaseExceptionGroup as failed:
                     raise self._as_error(failed.exceptions[0]) from failed
-            return [[task.result() for task in tasks_G] for tasks_G in asked]
+            return [[task.result() for task in tasks_G] for tasks_G in tasks_GB]
 
         return await asyncio.wrap_future(self._background.submit(all_of_them()))
 
@@ -352,8 +351,6 @@ class VllmEngine(VllmProcesses):
                     self._gate.open()
 
 
-# Requests and completions in vLLM's words and back.
-
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
@@ -361,7 +358,6 @@ def check_limits(request: GenerationRequest, *, max_length: int, reports_untrunc
     """Raise an error for a request that vLLM would not sample as specified.
 
     Args:
-        request: The request.
         max_length: Most tokens of a prompt and its completion together.
         reports_untruncated: Whether vLLM's sampler reports log-probabilities from before top-p and
             top-k; if not, requests with either are refused.

@@ -49,12 +49,6 @@ async def choose_loading(
 ) -> WeightLoading:
     """Choose how weights reach vLLM: by handles where they serve, which is tried.
 
-    Args:
-        setting: The value of `policy.generation.vllm_cfg.weight_loading`.
-        ask: Calls a method of every worker.
-        visible: Returns the GPUs of this process.
-        memory: Makes shared memory.
-
     Raises:
         ConfigError: `ipc` is set, and does not serve.
     """
@@ -80,9 +74,9 @@ async def choose_loading(
 
 
 async def _try(ask: Ask, memory: SharedMemory) -> str | None:
-    sent = torch.tensor(list(TRIED), dtype=torch.uint8)
+    tensor = torch.tensor(list(TRIED), dtype=torch.uint8)
     try:
-        (chunk,) = memory.chunks([("tried", sent)])
+        (chunk,) = memory.chunks([("tried", tensor)])
         answers = await ask("laurel_read_handle", chunk.handles)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -105,16 +99,11 @@ class Loader:
     @asynccontextmanager
     async def prepared(
         self, weights: Weights, *, has_all: bool, held: HeldDtype | None
-    ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    ) -> AsyncIterator[Callable[[], Awaitable[object]]]:
         """Prepare new weights, and yield what loads them.
 
         What fails before that leaves vLLM with its old weights; what fails while it loads leaves it
         with a part of the new ones, and it cannot begin again.
-
-        Args:
-            weights: The new weights.
-            has_all: Whether vLLM has all weights of an earlier version.
-            held: The dtype in which vLLM holds them.
 
         Raises:
             EngineError: A weight is missing or has another shape, there is no room for files, or
@@ -127,12 +116,9 @@ class Loader:
         files = written(weights, held=held, has_all=has_all, **expected)
         paths = await asyncio.to_thread(files.__enter__)
         try:
-            yield partial(self._by_files, [str(path) for path in paths])
+            yield partial(self.ask, "laurel_load_weights", [str(path) for path in paths])
         finally:
             await asyncio.to_thread(files.__exit__, None, None, None)
-
-    async def _by_files(self, paths: list[str]) -> None:
-        await self.ask("laurel_load_weights", paths)
 
     async def _by_handles(self, weights: Weights, *, has_all: bool, held: HeldDtype | None) -> None:
         changing = weights.changing if has_all else None
@@ -144,8 +130,8 @@ class Loader:
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
                 await self.ask("laurel_take_chunk", *chunk)
                 came |= {entry.name: entry.shape for entry in chunk.entries}
-            wanted = {n: s for n, s in self.shapes.items() if changing is None or n in came}
-            require_tensors(wanted, came, weights.version)
+            expected = {n: s for n, s in self.shapes.items() if changing is None or n in came}
+            require_tensors(expected, came, weights.version)
             await self.ask("finish_weight_update")
         except LaurelError:
             raise

@@ -113,7 +113,7 @@ class Vllm(EngineThatScores, EngineThatServes):
         command = [sys.executable, "-c", _SERVE]
         if not on_gpu:
             added |= cpu_environment(section.tensor_parallel_size, is_eager=True)
-            options |= {key.replace("_", "-"): one for key, one in cpu_arguments().items()}
+            options |= {key.replace("_", "-"): value for key, value in cpu_arguments().items()}
             command.append("--enforce-eager")
         if rests:
             added |= {"VLLM_SERVER_DEV_MODE": "1"}  # otherwise it has no /sleep
@@ -128,15 +128,15 @@ class Vllm(EngineThatScores, EngineThatServes):
     def served_needs(self, section: ModelServerConfig) -> EngineNeeds:
         """Return what a server takes of its devices, as its arguments say."""
         words = " ".join(section.arguments).replace("=", " ").split()
-        given = dict(pairwise(words))  # the last of a name counts, as for vLLM
-        dtype = given.get("--dtype", "")
+        arguments = dict(pairwise(words))  # the last of a name counts, as for vLLM
+        dtype = arguments.get("--dtype", "")
         dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
         needs = EngineNeeds(
             tensor_parallel_size=section.tensor_parallel_size,
             precision=dtype if dtype in get_args(Precision) else None,
         )
         with suppress(KeyError, ValueError):
-            return replace(needs, memory_share=float(given["--gpu-memory-utilization"]))
+            return replace(needs, memory_share=float(arguments["--gpu-memory-utilization"]))
         return needs
 
 

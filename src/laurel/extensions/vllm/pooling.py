@@ -55,7 +55,6 @@ class VllmPooling(VllmProcesses):
         Args:
             model: A classifier; `precision` is the dtype of its weights and of the decoder's
                 arithmetic, and the head computes in float32.
-            options: The devices of vLLM.
             max_length: Most tokens of a conversation.
             batch_tokens: Most tokens of one forward pass; raised to `max_length` if that is larger.
             reads_last: True: the score is read from the last token. False: the model pools by
@@ -70,7 +69,7 @@ class VllmPooling(VllmProcesses):
         pooler = {"seq_pooling_type": "LAST"} if reads_last else {}
 
         def arguments() -> dict[str, Any]:
-            self._asked = self._vllm.PoolingParams(task="classify", use_activation=False)
+            self._parameters = self._vllm.PoolingParams(task="classify", use_activation=False)
             return {
                 "model": model.name,
                 "runner": "pooling",
@@ -127,19 +126,19 @@ class VllmPooling(VllmProcesses):
                 f"a conversation of {len(row)} tokens; vLLM was started for 1 to {self._max_length}"
             )
         if min(row) < 0 or max(row) >= self.vocab_size:
-            strange = next(one for one in row if not 0 <= one < self.vocab_size)
+            strange = next(token for token in row if not 0 <= token < self.vocab_size)
             raise DataError(f"token {strange} is not among the {self.vocab_size} of the model")
 
     async def _values(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
         try:
             async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(self._value(row)) for row in rows]
+                pending = [tasks.create_task(self._value(row)) for row in rows]
         except BaseExceptionGroup as group:
             raise self._as_error(group.exceptions[0]) from group
-        return np.stack([one.result() for one in asked])
+        return np.stack([task.result() for task in pending])
 
     async def _value(self, ids: Sequence[int]) -> np.ndarray:
-        answer = await self._answer(self._llm.encode, ids, self._asked)
+        answer = await self._answer(self._llm.encode, ids, self._parameters)
         values_K: np.ndarray = answer.outputs.data.float().numpy()
         return values_K
 

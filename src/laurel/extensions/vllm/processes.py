@@ -55,9 +55,6 @@ class Lifeline:
     async def hold(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await a coroutine that uses the engine, unless the engine fails first.
 
-        Returns:
-            The coroutine's result.
-
         Raises:
             LaurelError: The engine's failure (`cut`), which came before the result.
         """
@@ -83,9 +80,6 @@ class VllmProcesses:
     def __init__(self, purpose: str) -> None:
         """Import vLLM; `_start` starts it.
 
-        Args:
-            purpose: What needs vLLM, for the error message.
-
         Raises:
             MissingDependencyError: vLLM is not installed.
         """
@@ -100,11 +94,6 @@ class VllmProcesses:
 
     def _start(self, name: str, model: str, arguments: Callable[[], dict[str, Any]]) -> None:
         """Start vLLM and prepare it, or leave nothing of it behind.
-
-        Args:
-            name: Name of the thread.
-            model: What it loads, for the error message.
-            arguments: Returns the arguments of vLLM's `AsyncEngineArgs`.
 
         Raises:
             EngineError: vLLM does not start; the message has the reason that vLLM gives.
@@ -207,9 +196,6 @@ class VllmProcesses:
 def import_vllm(purpose: str) -> SimpleNamespace:
     """Import what Laurel uses of vLLM; without import warnings.
 
-    Args:
-        purpose: What needs vLLM, for the error message.
-
     Raises:
         MissingDependencyError: vLLM is not installed.
     """
@@ -258,11 +244,11 @@ def processes_of(llm: Any) -> list[Any]:
 
 def segments_of(processes: Iterable[Any]) -> set[str]:
     """Return the paths of vLLM's shared-memory files that these processes map now."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for process in processes:
         with suppress(Exception):  # it has ended
-            found.update(one.path for one in process.memory_maps())
-    return {path for path in found if path.startswith(SEGMENTS)}
+            paths.update(mapping.path for mapping in process.memory_maps())
+    return {path for path in paths if path.startswith(SEGMENTS)}
 
 
 def remove(segments: Iterable[str]) -> None:

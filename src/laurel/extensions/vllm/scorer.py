@@ -52,12 +52,6 @@ class VllmScorer(ContractScorer):
     ) -> None:
         """Start vLLM, which takes seconds, and check its scores; `close` ends it.
 
-        Args:
-            model: A classifier, with the precision to load it in.
-            contract: Contract of that model, with golden scores.
-            options: The devices of vLLM.
-            batch_tokens: Token budget of one forward pass.
-
         Raises:
             MissingDependencyError: vLLM is not installed.
             EngineError: vLLM does not start.
@@ -85,10 +79,10 @@ class VllmScorer(ContractScorer):
             reads_last=rules.pooled == "last",
         )
         try:
-            known = len(self.contract.tokenizer)
-            if known > self._model.vocab_size:
+            num_tokens = len(self.contract.tokenizer)
+            if num_tokens > self._model.vocab_size:
                 raise ModelError(
-                    f"the tokenizer has {known} tokens and the model embeds "
+                    f"the tokenizer has {num_tokens} tokens and the model embeds "
                     f"{self._model.vocab_size}: they do not belong together "
                     f"({key_of('policy.tokenizer.name')})"
                 )
@@ -184,11 +178,6 @@ def _cause(values_K: Sequence[float], expected_K: Sequence[float], tolerance: fl
 
 def load_vllm_scorer(place: ModelPlace, spec: ScorerSpec, *, say: Say) -> VllmScorer:
     """Start vLLM with a reward model, and check that it scores as it did when it was saved.
-
-    Args:
-        place: Where the model is, as `find_reward_model` returns it.
-        spec: How the model is loaded and scores. vLLM chooses the device.
-        say: Called with a line on all that was loaded and found.
 
     Raises:
         UserError: The model is not a reward model, or has changed; or vLLM is not installed.

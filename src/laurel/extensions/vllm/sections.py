@@ -55,5 +55,5 @@ class ScoringVllmConfig(Section):
 
 def vllm_section(generation: GenerationConfig) -> VllmConfig:
     """Return the section `vllm_cfg` of `policy.generation`."""
-    found: VllmConfig = generation.settings_of(Engine, "vllm")[1]
-    return found
+    section: VllmConfig = generation.settings_of(Engine, "vllm")[1]
+    return section

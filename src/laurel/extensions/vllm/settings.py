@@ -35,16 +35,11 @@ CPU sampler, which delays the first token by ten seconds."""
 
 
 def cpu_environment(num_workers: int, *, is_eager: bool) -> dict[str, str]:
-    """Return the environment variables for vLLM's processes on a CPU.
-
-    Args:
-        num_workers: Number of processes that together hold one copy of the model.
-        is_eager: Whether to disable compilation.
-    """
-    found = dict(EAGER_ENVIRONMENT) if is_eager else {}
+    """Return the environment variables for vLLM's processes on a CPU."""
+    variables = dict(EAGER_ENVIRONMENT) if is_eager else {}
     if num_workers > 1:
-        found["VLLM_CPU_OMP_THREADS_BIND"] = _cores_of_each(num_workers)
-    return found
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = _cores_of_each(num_workers)
+    return variables
 
 
 def _cores_of_each(num_workers: int) -> str:
@@ -63,8 +58,8 @@ def _cores_of_each(num_workers: int) -> str:
 
 def engine_dtype(generation: GenerationConfig, policy_precision: str) -> str:
     """Return the dtype of the engine's weights: its own setting, or with `auto` the policy's."""
-    chosen = vllm_section(generation).precision
-    return policy_precision if chosen == "auto" else chosen
+    precision = vllm_section(generation).precision
+    return policy_precision if precision == "auto" else precision
 
 
 def engine_arguments(
@@ -78,15 +73,6 @@ def engine_arguments(
     known: Collection[str],
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's `AsyncEngineArgs`.
-
-    Args:
-        model_dir: Hugging Face directory with the weights and the tokenizer.
-        generation: The section `policy.generation`.
-        max_length: Most tokens of a prompt and its completion together.
-        precision: Dtype of the weights.
-        seed: Seed of the engine.
-        on_cpu: Whether vLLM runs on a CPU, where some defaults differ.
-        known: Names of all arguments that `AsyncEngineArgs` has.
 
     Raises:
         ConfigError: `vllm_kwargs` has an unknown argument, or one that another setting decides.
@@ -132,16 +118,16 @@ def engine_arguments(
 def cpu_arguments() -> dict[str, Any]:
     """Return the arguments that every engine on a CPU has."""
     # Whole blocks are what prompts share; vLLM's 128 tokens are longer than many a prompt.
-    found = {"block_size": 32}
+    arguments = {"block_size": 32}
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        found["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    return found
+        arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    return arguments
 
 
 def _check_kwargs(
-    given: Mapping[str, Any], decided: Mapping[str, Any], known: Collection[str]
+    kwargs: Mapping[str, Any], decided: Mapping[str, Any], known: Collection[str]
 ) -> None:
-    for key in given:
+    for key in kwargs:
         where = f"policy.generation.vllm_kwargs.{key}"
         if key in decided:
             raise ConfigError(

@@ -37,7 +37,6 @@ def written(
     """Write weights to safetensors files that exist while the context is open.
 
     Args:
-        weights: The weights to write.
         held: The dtype in which the reader holds its weights; None: they are written as they are.
         has_all: Whether the reader has loaded all weights of an earlier version, so that only those
             that training changes are written.
@@ -60,8 +59,8 @@ def written(
                 f"the weights of step {weights.version} could not be written below {parent}: "
                 f"{error}. Make room there, or set TMPDIR to a larger file system"
             ) from error
-        wanted = {n: s for n, s in (expected or {}).items() if changing is None or n in shapes}
-        require_tensors(wanted, shapes, weights.version)
+        required = {n: s for n, s in (expected or {}).items() if changing is None or n in shapes}
+        require_tensors(required, shapes, weights.version)
         yield paths
 
 
@@ -113,21 +112,21 @@ def _write(
     shapes: dict[str, Shape] = {}
     paths: list[Path] = []
     part: dict[str, Tensor] = {}
-    taken: set[int] = set()
+    memories: set[int] = set()
 
     def flush() -> None:
         if part:
             paths.append(directory / f"weights-{len(paths):05}.safetensors")
             save_file(part, paths[-1])
             part.clear()
-            taken.clear()
+            memories.clear()
 
     for name, tensor in tensors:
         value = tensor.detach().to("cpu").contiguous()
         # safetensors refuses two names for one memory (tied weights, views of one buffer).
-        if value.untyped_storage().data_ptr() in taken:
+        if value.untyped_storage().data_ptr() in memories:
             value = value.clone()
-        taken.add(value.untyped_storage().data_ptr())
+        memories.add(value.untyped_storage().data_ptr())
         part[name] = value
         shapes[name] = tuple(value.shape)
         if sum(other.nbytes for other in part.values()) >= max_file_bytes:

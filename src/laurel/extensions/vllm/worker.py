@@ -61,8 +61,8 @@ class LaurelWorker:
         Buffers do not count: vLLM's own, such as the scales of its cache, are in no checkpoint.
         """
         width = getattr(torch, precision).itemsize
-        held = self.model_runner.get_model().named_parameters()
-        return [n for n, t in held if t.is_floating_point() and t.itemsize > width]
+        parameters = self.model_runner.get_model().named_parameters()
+        return [n for n, t in parameters if t.is_floating_point() and t.itemsize > width]
 
     def laurel_load_weights(self, paths: list[str]) -> list[str]:
         """Load weights from safetensors files; return the names of modules that were repacked."""
@@ -77,8 +77,8 @@ class LaurelWorker:
     def laurel_read_handle(self, handles: dict[str, Any]) -> list[int]:
         """Return the bytes that the handle of this worker's GPU opens."""
         handle = GpuHandle(*handles[gpu_of(self.device)])
-        found: list[int] = opened(handle, self.device.index).tolist()
-        return found
+        values: list[int] = opened(handle, self.device.index).tolist()
+        return values
 
     def laurel_take_chunk(self, entries: list[Any], handles: dict[str, Any]) -> None:
         """Pass a chunk of weights in shared GPU memory to vLLM's `ipc` engine.
@@ -100,12 +100,7 @@ class LaurelWorker:
 
 
 def ipc_update(entries: list[Any], handles: dict[str, Any]) -> dict[str, Any]:
-    """Return a chunk of weights as vLLM's `IPCWeightTransferUpdateInfo` takes it.
-
-    Args:
-        entries: The fields of each `TensorEntry`.
-        handles: The fields of the `GpuHandle` on each GPU.
-    """
+    """Return a chunk of weights as vLLM's `IPCWeightTransferUpdateInfo` takes it."""
     table = [TensorEntry(*entry) for entry in entries]
     return {
         "names": [entry.name for entry in table],

@@ -35,8 +35,10 @@ class WandbLogger:
     ) -> None:
         self._wandb = library or import_module("wandb")
         # The run's directory holds the id: a resumed run must not begin a new one.
-        kept = run_dir / "wandb_run_id"
-        run_id = kept.read_text(encoding="utf-8").strip() if resumed and kept.is_file() else ""
+        id_file = run_dir / "wandb_run_id"
+        run_id = (
+            id_file.read_text(encoding="utf-8").strip() if resumed and id_file.is_file() else ""
+        )
         self._run = self._wandb.init(
             project=config.project,
             name=config.name,
@@ -45,7 +47,7 @@ class WandbLogger:
             id=run_id or None,
             resume="allow" if run_id else None,
         )
-        kept.write_text(self._run.id, encoding="utf-8")
+        id_file.write_text(self._run.id, encoding="utf-8")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:

@@ -454,13 +454,6 @@ class RowTable:
     """The tokens, log-probabilities and sampling parameters of each running completion, by slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Create an empty table.
-
-        Args:
-            num_slots: The maximum number of completions that the table holds.
-            vocab_size: The size of the vocabulary, V.
-            end_ids: The ids of the tokens that end any completion.
-        """
         self._free = list(range(num_slots))[::-1]
         self._end_ids = frozenset(end_ids)
         self._vocab_size = vocab_size

@@ -66,13 +66,11 @@ class TransformersEngine:
             model: The learner's model. It must support token forests.
             tokenizer: A fast tokenizer of transformers; the engine uses a copy.
             end_ids: The ids of tokens that end every completion, such as the end of a turn.
-            max_concurrent: The maximum number of completions that are sampled concurrently.
             shares_weights: Whether to sample with the learner's own weights, which must not change
                 while requests are running. Otherwise the engine samples with a copy, which
                 `update_weights` updates, so it can sample while the learner trains.
             owns_model: Whether the engine, without shared weights, may use the model itself instead
                 of a copy, because nothing else uses it.
-            weight_version: The version of the model's current weights.
             conversation_bytes: The maximum number of bytes of keys and values of conversations that
                 are kept between turns. With 0, every turn is computed from the first token of its
                 prompt.

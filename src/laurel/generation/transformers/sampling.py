@@ -63,7 +63,6 @@ def sample_tokens(logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> S
 
     Args:
         logits_NV: float32 [N, V], the logits, which are overwritten.
-        rows: The sampling parameters of each row.
         uniform_N: float64 [N] in [0, 1): the random number that decides each row's token.
     """
     step = max(1, CHUNK // logits_NV.shape[1])

@@ -71,7 +71,6 @@ class StaticSteps:
         """Start without any graph.
 
         Args:
-            model: The model.
             capture: Captures a step; None: as a CUDA graph on a GPU, and never on a CPU.
         """
         self._model = model
@@ -89,9 +88,7 @@ class StaticSteps:
 
         Args:
             plan: The plan of the step, of a store with static shapes.
-            ids_N: The latest tokens.
             rows: The sampling parameters, on the host.
-            uniform_N: The random numbers that decide the tokens.
 
         Returns:
             `Sampled.joined` of the rows.

@@ -66,7 +66,6 @@ class WeightLink:
 
         Args:
             address: An address of this machine that every rank can reach.
-            size: The number of ranks.
             patience: The timeout of the rendezvous store, in seconds.
 
         Returns:

@@ -93,7 +93,6 @@ def unpack_tensor(values: Tensor, entry: TensorEntry) -> PackedTensor:
 
     Args:
         values: uint8 [bytes]: the values of all tensors of the bucket.
-        entry: The tensor's dtype, shape and place in the bucket.
 
     Raises:
         BroadcastError: The bucket has too few bytes.
@@ -116,7 +115,6 @@ class WeightStream:
         """Make an empty stream.
 
         Args:
-            version: The version of the weights.
             changing_only: Whether only the weights that training changes will be sent.
         """
         self.weights = Weights(version=version, tensors=self._tensors)

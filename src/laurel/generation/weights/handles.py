@@ -104,12 +104,6 @@ class OpenedMemory:
         visible: Callable[[], Mapping[str, torch.device]] = visible_gpus,
         open_handle: Callable[[GpuHandle, int], Tensor] = opened,
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            visible: Returns the GPUs of this process, by identifier.
-            open_handle: Opens a handle on the GPU of a number.
-        """
         self._visible = visible
         self._open = open_handle
         self._last: tuple[GpuHandle, Tensor] | None = None
@@ -158,7 +152,6 @@ class SharedMemory:
         Args:
             gpus: The device of each GPU in this process, by the GPU's identifier.
             num_bytes: Size of a block; it grows where one weight is larger.
-            share: Makes the handle of a block.
         """
         self._gpus = dict(gpus)
         self._num_bytes = num_bytes

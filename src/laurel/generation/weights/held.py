@@ -42,7 +42,6 @@ def held_dtype(name: str, wider: Iterable[str], saved: Mapping[str, object]) -> 
     """Describe the weights of an engine.
 
     Args:
-        name: The dtype of the engine.
         wider: The engine's names of the weights that it holds in a wider dtype.
         saved: The names of all weights that travel, as keys.
 

@@ -28,12 +28,7 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.2}
 
 
 def default_tolerance(engine: str, learner: str) -> float:
-    """Return the accepted difference of log-probabilities: that of the coarser precision.
-
-    Args:
-        engine: Precision of the engine's weights.
-        learner: Precision of the learner's weights.
-    """
+    """Return the accepted difference of log-probabilities: that of the coarser precision."""
     return max(TOLERANCES[engine], TOLERANCES[learner])
 
 
@@ -60,10 +55,6 @@ class ProbeAnswer(NamedTuple):
 
     def require_agreement(self, probe: Probe, *, version: int) -> float:
         """Check that engine and learner agree on the probe; return the largest difference.
-
-        Args:
-            probe: Computes the learner's log-probabilities of the same tokens.
-            version: Version of the weights, for the message.
 
         Raises:
             EngineError: They differ by more than the tolerance, in shape, or by a NaN.

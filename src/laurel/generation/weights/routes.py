@@ -101,7 +101,6 @@ class Fanout:
         """Call a method on each group that has an entry in `args`, without waiting.
 
         Args:
-            method: Name of the method.
             args: The arguments of each group, by the replica's number.
         """
         started = {
@@ -130,8 +129,6 @@ class Fanout:
         """Call a method on every group that is not lost, and wait for the results.
 
         Args:
-            method: Name of the method.
-            *args: Its arguments, the same for all groups.
             timeout: Seconds for all groups together, after which those without an answer are lost.
                 None: each group's own limit.
 
@@ -177,9 +174,7 @@ class ObjectStore:
         """Send all buckets of a version to engines that have prepared for it (`begin_weights`).
 
         Args:
-            weights: The learner's weights.
             to: The engines; those that are lost meanwhile are added to its `lost`.
-            changing_only: Whether to send only the weights that training changes.
             held: The dtype in which all engines hold their weights; None: they are sent as they
                 are.
 
@@ -209,7 +204,6 @@ class DirectTransfer(ObjectStore):
         """Store the settings of the route.
 
         Args:
-            bucket_bytes: Size of a bucket.
             patience: Timeout in seconds for each bucket, and for the processes to meet.
             say: Logs one line of text; called for every transfer that breaks.
         """
@@ -384,10 +378,8 @@ def send_weights(
     The call blocks; one thread does all of it.
 
     Args:
-        weights: The weights that the engines shall sample from.
         groups: Groups of one `EngineWorker` each, by the replica's number; no request is running in
             them.
-        route: The route on which the weights travel.
         probe: Computes the learner's log-probabilities; None: nothing is compared.
         has_all: Whether each engine has loaded all weights of an earlier version, so that only
             those that training changes are sent.
@@ -433,8 +425,6 @@ def require_proof(
 
     Args:
         groups: Groups of one `EngineWorker` each, by the replica's number.
-        probe: Computes the learner's log-probabilities.
-        version: Version of the weights, for the message.
         round_of: Calls to the same groups, whose lost replicas are skipped; None: a new one.
 
     Returns:

@@ -62,9 +62,7 @@ class CardFacts(BaseModel):
         """Return a copy of the facts with these metrics; those that are not finite are omitted.
 
         Args:
-            metrics: The metrics of the model.
             before: The metrics of the model that training started from.
-            num_steps: The number of training steps that the model has taken.
         """
         steps = {} if num_steps is None else {"steps": num_steps}
         changed = {"metrics": _finite(metrics), "before": _finite(before or {})}
@@ -135,9 +133,6 @@ def reward_model_card(
     """Write the README of a reward model.
 
     Args:
-        facts: The facts about its training.
-        contract: The model's scoring contract.
-        evaluations: The tables of results that the card shows.
         place: The name by which example programs in the card load the model: a hub name or a
             directory.
     """
@@ -169,7 +164,6 @@ def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
     """Write the README of a policy.
 
     Args:
-        facts: The facts about its training.
         place: The name by which example programs in the card load the model: a hub name or a
             directory.
     """

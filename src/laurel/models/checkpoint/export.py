@@ -38,7 +38,6 @@ def save_reward_model(
         model: The model. If it is sharded, all ranks call this, and one of them writes.
         contract: The scoring contract, with scores by these weights that every load checks (golden
             scores).
-        card: The text of `reward_model_card`.
         background: The worker that writes the files, as for `write_model`.
     """
 
@@ -62,7 +61,6 @@ def write_model(
 
     Args:
         directory: An empty directory.
-        model: A reward model or policy.
         write_rest: Writes the other files; called in the process that writes.
         max_file_bytes: The size limit of a file of weights. The process that writes holds copies of
             the weights of one file at a time.
@@ -129,8 +127,6 @@ def save_policy(
     Args:
         directory: An existing directory.
         model: The model. If it is sharded, all ranks call this, and one of them writes.
-        tokenizer: The policy's tokenizer.
-        card: The text of `policy_card`.
         background: The worker that writes the files, as for `write_model`.
     """
 

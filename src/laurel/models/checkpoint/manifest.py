@@ -78,7 +78,6 @@ def seal_files(
     """Fsync every file and folder below `directory`; return the size and hash of each file.
 
     Args:
-        directory: The directory.
         on_file: Called with the relative path of each file after its hash is computed.
 
     Raises:

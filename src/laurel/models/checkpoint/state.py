@@ -356,8 +356,6 @@ def check_optimizer_state(file: Path, saved: Any, optimizer: Optimizer, groups: 
 
     Args:
         file: The file that held the state, for error messages.
-        saved: The result of `encode_optimizer`.
-        optimizer: The optimizer of this run.
         groups: The optimizer's parameters by name, from `named_groups`.
 
     Raises:
@@ -387,7 +385,6 @@ def load_optimizer(saved: Any, optimizer: Optimizer, groups: Groups) -> None:
 
     Args:
         saved: The result of `encode_optimizer`, checked by `check_optimizer_state`.
-        optimizer: The optimizer.
         groups: The optimizer's parameters by name, from `named_groups`.
     """
     packed = optimizer.state_dict()
@@ -513,7 +510,6 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Json:
     number.
 
     Args:
-        value: The value.
         name: The prefix of the tensors' names; error messages use it too.
         tensors: Receives the tensors.
 
@@ -553,7 +549,6 @@ def decode(value: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the value that `encode` encoded.
 
     Args:
-        value: The JSON.
         tensors: The tensors that `encode` collected, by name.
 
     Raises:

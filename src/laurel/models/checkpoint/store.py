@@ -149,7 +149,6 @@ class CheckpointStore:
         two checkpoints, of which one may exist already.
 
         Args:
-            num_saves: The number of checkpoints that the run will write.
             estimated_bytes: The size of a checkpoint, used while none exists.
 
         Returns:
@@ -622,9 +621,6 @@ class Background:
 
     def outcome(self, *, is_awaited: bool) -> float | None:
         """Return the seconds that the functions of the batch took; None if some have not ended.
-
-        Args:
-            is_awaited: Whether to wait for their end.
 
         Raises:
             Exception: A function failed. Every call raises this error until a new batch begins.

@@ -85,11 +85,9 @@ class AttentionPlan(Protocol):
         are the sizes of heads.
 
         Args:
-            module: The attention layer.
             query: The queries `[1, H, T, D]`, after rotary embedding.
             key: The keys `[1, H_kv, T, D]`, after rotary embedding.
             value: The values `[1, H_kv, T, D_v]`.
-            options: The options of the layer.
 
         Returns:
             The attention output `[1, H, T, D_v]`.
@@ -185,7 +183,6 @@ class ForestPlan:
         no descendant.
 
         Args:
-            device: The device of the mask.
             window: The number of latest positions that a query attends to, including its own; None
                 for no limit.
         """
@@ -220,9 +217,7 @@ class ForestPlan:
         up to its own and, with a window `w`, above its own minus `w`.
 
         Args:
-            num_queries: The number of queries.
             num_keys: The number of keys: all tokens of the sequence.
-            window: The sliding window, as in `AttentionOptions`; None for no window.
             like: A tensor with the dtype and device of the mask.
 
         Returns:
@@ -254,7 +249,6 @@ class ForestPlan:
             query: The queries `[1, H, T, D]` of the forest.
             key: The keys `[1, H_kv, T, D]`.
             value: The values `[1, H_kv, T, D_v]`.
-            options: The options of the layer.
         """
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         own = [0, *self.lengths[1:]] if self.num_given else self.lengths
@@ -273,7 +267,6 @@ class ForestPlan:
             query: The queries `[1, H, L_q, D]` of the last tokens.
             key: The keys `[1, H_kv, L, D]` of the sequence; L is at least L_q.
             value: The values `[1, H_kv, L, D_v]`.
-            options: The options of the layer.
         """
         return self._segment(query, _repeat_heads(query, key), _repeat_heads(query, value), options)
 
@@ -310,7 +303,6 @@ def forest_attention(
     """Compute the attention of a layer; transformers calls this function in every layer.
 
     Args:
-        module: The attention layer.
         query: The queries `[1, H, T, D]`, after rotary embedding.
         key: The keys `[1, H_kv, T, D]`, after rotary embedding.
         value: The values `[1, H_kv, T, D_v]`.
@@ -319,10 +311,6 @@ def forest_attention(
             a keyword argument of the forward pass.
         scaling: The factor of the logits; it and the arguments below are the fields of
             `AttentionOptions`.
-        dropout: The probability of dropping an attention weight.
-        sliding_window: The number of latest positions to which a token attends.
-        softcap: The limit of the logits.
-        s_aux: The logits of attention sinks.
 
     Returns:
         The attention output `[1, T, H, D_v]`, and None instead of the attention weights.
@@ -413,7 +401,6 @@ def attend_by_blocks(
         query: The queries `[1, H, T, D]`.
         key: The keys `[1, H_kv, T, D]`.
         value: The values `[1, H_kv, T, D_v]`.
-        blocks: The mask.
         options: The options of the layer. Attention sinks are applied to the output.
     """
     softcap = options.softcap
@@ -443,7 +430,6 @@ def hidden_keys(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
     These are the keys later than the query, and those before its sliding window.
 
     Args:
-        keys: The positions of the keys.
         queries: The positions of the queries, in a shape that broadcasts against the keys.
         window: The sliding window, as in `AttentionOptions`; None for no window.
     """

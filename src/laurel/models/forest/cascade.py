@@ -317,8 +317,6 @@ class PackedCall:
         """Set the spans, and copy their indices to the device, once for all layers.
 
         Args:
-            seen: The queries and keys.
-            device: The device that computes.
             is_causal: Whether a query attends only to keys up to its own position; the last query
                 and the last key of a `Seen` have the same position.
             window: The number of latest positions that a query attends to; None: all.
@@ -396,8 +394,6 @@ def packed_calls(
     of a node's ancestors (at most `window - 1`) are copied in front of its own.
 
     Args:
-        trees: The trees of the micro-batch.
-        device: The device that computes.
         window: The number of latest positions that a query attends to; None for no limit.
         num_given: The number of keys and values that stand before those of the row.
     """

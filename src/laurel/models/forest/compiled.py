@@ -40,7 +40,6 @@ def compile_layers(model: Decoder, *, backend: str = "inductor") -> str | None:
 
     Args:
         model: The model, with its adapters and sharding.
-        backend: The compiler's back end.
 
     Returns:
         Why the layers cannot be compiled; None if they will be.

@@ -196,7 +196,6 @@ class Decoder(nn.Module):
         """Compute the hidden states of tokens after the last norm.
 
         Args:
-            batch: The tokens.
             read_X: int64, the indices in a forest of the tokens whose hidden states are read, each
                 once; None for all. The hidden states of others may be wrong.
 
@@ -216,11 +215,6 @@ class Decoder(nn.Module):
         """Compute the hidden states `[T, D]` of one row of tokens.
 
         The caller enables autocast, as `hidden` does.
-
-        Args:
-            ids_T: The tokens.
-            positions_T: The position of each token in its sequence.
-            plan: Decides which tokens each token attends to.
         """
         with PASSES.under_way():
             hidden_1TD: Tensor = self.network.base_model(
@@ -271,8 +265,6 @@ class RewardModel(Decoder):
                 a `...ForTokenClassification`.
             head_name: The attribute of the linear head over the last hidden state; None for an
                 encoder, which pools by itself and reads only padded rows.
-            path: The layout of batches: token forests or padded rows.
-            precision: The dtype in which the decoder computes.
         """
         super().__init__(path=path, precision=precision)
         self.classifier: Any = classifier

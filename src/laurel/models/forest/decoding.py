@@ -80,7 +80,6 @@ class KVBlock:
         The first call for a layer allocates its memory.
 
         Args:
-            index: The number of the layer.
             key: A tensor `[..., H_kv, D]` with the dtype and the device of the keys.
             value: A tensor `[..., H_kv, D_v]` with the dtype and the device of the values.
             num_slots: The number of slots; None for those in use.

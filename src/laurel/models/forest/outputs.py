@@ -154,7 +154,6 @@ def distinct_labels(index_M: Tensor, targets_M: Tensor) -> tuple[Tensor, Tensor,
 
     Args:
         index_M: The index of the hidden state that predicts each token, on the CPU.
-        targets_M: The tokens.
 
     Returns:
         int64 [X], the predictors, and int64 [X], the tokens, each pair once; and int64 [M], the
@@ -196,7 +195,6 @@ def token_logprobs(
 
     Args:
         hidden_MD: The hidden state that predicts each token, after the last norm.
-        targets_M: int64, the tokens.
         weight_VD: The weights of the language-model head, or this rank's shard of them.
         bias_V: The bias of the head, or this rank's shard of it.
         temperature: The temperature, above 0.
@@ -204,7 +202,6 @@ def token_logprobs(
         logit_scale: The factor of the logits, before the softcap.
         chunk_size: The number of tokens whose logits are in memory at a time; None: as many as
             `planning.memory.chunk_tokens` gives for the device.
-        with_entropy: Whether the entropy is computed too.
         share: The shard of the vocabulary that the weight covers; None: all of it. With a shard,
             all ranks make this call and the backward pass together, with equal hidden states and
             tokens.
@@ -437,7 +434,6 @@ def reduce_on_gpu(
 
     Args:
         logits_CV: The finished logits, which are overwritten.
-        targets_C: int64, the tokens.
         entropy_C: Where the entropies are written; None: they are not computed.
     """
     chosen_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
@@ -455,8 +451,6 @@ def gradients_on_gpu(
     """Return the gradients [C, V] by the bare products of hidden states and weights.
 
     Args:
-        logits_CV: The finished logits.
-        targets_C: int64, the tokens.
         weights_C: The gradients by the log-probabilities, times the factor of the logits.
         slopes_CV: The derivatives of the cap; None where all are 1.
     """

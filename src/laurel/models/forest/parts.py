@@ -86,7 +86,6 @@ def outputs_in_parts(model: ComputesParts, forest: TokenForest) -> Any:
     """Compute what `model(forest)` gives in one pass, without gradients.
 
     Args:
-        model: The model.
         forest: The tokens, with the size of parts.
     """
     assert not torch.is_grad_enabled(), "gradients of parts need backward_in_parts"
@@ -121,8 +120,6 @@ def backward_in_parts(
     """Compute a loss and add its gradients to those of the parameters.
 
     Args:
-        model: The model.
-        forest: The tokens, with the size of parts.
         units: The completions whose losses cannot be divided, all completions once, in order; None:
             the loss of the forest is one.
         loss_of: Computes the sum of the losses of some units, given the outputs of the model for
@@ -174,7 +171,6 @@ class PartPlan(ForestPlan):
         """Arrange the tokens of a part.
 
         Args:
-            part: The part.
             read_X: The tokens whose hidden states are read, as in `ForestPlan`.
             given: Returns the keys and the values of the path in a layer, piece by piece.
             kept: Takes the part's own keys and values by layer; None: they are not kept.

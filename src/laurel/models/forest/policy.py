@@ -47,8 +47,6 @@ class PolicyModel(Decoder):
 
         Args:
             causal_lm: A Hugging Face `...ForCausalLM`, with or without adapters.
-            path: The layout of batches: token forests or padded rows.
-            precision: The dtype in which the decoder computes.
             temperature: The sampling temperature, at which log-probabilities are computed; 0
                 (greedy sampling) counts as 1.
 

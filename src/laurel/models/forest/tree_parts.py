@@ -46,7 +46,6 @@ def parts_of(trees: Sequence[Tree], budget: int) -> list[Part]:
     budget by itself becomes a chain of parts.
 
     Args:
-        trees: The trees of a forest.
         budget: The largest number of tokens of a part, without its path.
 
     Returns:

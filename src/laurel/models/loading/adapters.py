@@ -40,7 +40,6 @@ def add_adapters(network: Any, config: LoraConfig, *, trains_head: bool) -> Any:
 
     Args:
         network: A Hugging Face model. Its weights may be on the meta device; the adapters are not.
-        config: The layers that get adapters, and the rank of the adapters.
         trains_head: Whether the whole head is trained besides the adapters. Otherwise only the
             adapters are trained, and without them the model is unchanged.
 

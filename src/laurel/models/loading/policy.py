@@ -71,10 +71,8 @@ def load_policy(
     """Load a policy, or create one with random weights.
 
     Args:
-        spec: The specification of the model.
         seed: The seed of adapters and of random weights.
         max_length: The maximum number of tokens of a prompt with its completion.
-        device: The device to which the model is moved.
         texts: The texts on which a new tokenizer is trained if `spec.scratch` is set.
         weights_dtype: The dtype of the weights; float32 for training (master weights).
         resume_from: A checkpoint of the same run, whose tokenizer and weights are used.
@@ -271,10 +269,8 @@ def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, s
     """Return random sequences to check a model; no token is the padding token.
 
     Args:
-        model: The model whose vocabulary the tokens are from.
         shapes: For each prompt, its length, and the lengths of its completions, of which every
             second goes on from the one before it: so the tree has three levels.
-        seed: The seed of the tokens.
     """
     pad_id = int(model.network.config.get_text_config().pad_token_id or 0)
     num_tokens = model.network.get_input_embeddings().num_embeddings
@@ -317,7 +313,6 @@ def check_batches(
         difference: Returns the relative difference between the results of a batch and of single
             sequences; None if the latter are not finite.
         what: The name of the model's output, for error messages.
-        role: The role of the model: policy or reward model.
 
     Returns:
         The difference.

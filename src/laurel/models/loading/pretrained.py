@@ -91,7 +91,6 @@ def make_network(
     """Create a small network with random weights for a tokenizer.
 
     Args:
-        factory: The class `AutoModelFor...` of transformers.
         spec: The specification of the model; `scratch` is set.
         tokenizer: The tokenizer, which gives the size of the vocabulary.
         max_length: The number of positions.
@@ -152,11 +151,6 @@ def read_weights(
     The report lists missing, unexpected and mismatched weights.
 
     Args:
-        factory: The class `AutoModelFor...` of transformers.
-        spec: The specification of the model.
-        name: The directory or hub name.
-        hf_config: The configuration of the model.
-        dtype: The dtype of the weights.
         may_be_empty: Whether the network may be one of `empty_network`, which has no memory for
             its weights.
 
@@ -186,7 +180,6 @@ def refuse_other_sizes(name: str, mismatched: Iterable[tuple[str, Any, Any]]) ->
     """Check that the weights in the files of a model have the sizes that its configuration implies.
 
     Args:
-        name: The name of the model, for the message.
         mismatched: The name and both sizes of each mismatched weight.
 
     Raises:
@@ -289,8 +282,6 @@ def finalize_model(
 
     Args:
         model: The model, whose weights are loaded.
-        spec: The specification of the model.
-        device: The device that computes.
         mesh: The mesh over which the model is sharded; None: this process has the whole model.
         notes: Receives whether the layers are compiled, and the reason if they cannot be.
     """
@@ -349,8 +340,6 @@ def take_path(
     """Choose the layout of batches, and prepare the network for it.
 
     Args:
-        network: The Hugging Face model.
-        spec: The specification of the model.
         notes: Receives the reason if the network cannot read token forests.
         pools_itself: Whether the network itself chooses the token whose hidden state is scored; it
             then needs padded rows.
@@ -493,7 +482,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer with the tokens and the template of ChatML.
 
     Args:
-        texts: The texts from which the merges are trained.
         vocab_size: The size of the vocabulary, including the 256 bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

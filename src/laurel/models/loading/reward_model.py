@@ -198,7 +198,6 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
     Only the names of weights are read, and no pickled file is opened.
 
     Args:
-        directory: The directory of a model.
         safetensors_only: Whether pickled weights are refused.
 
     Returns:
@@ -372,11 +371,9 @@ def load_reward_model(
     """Load a reward model, or create one with random weights.
 
     Args:
-        spec: The specification of the model.
         seed: The seed of a new head and of random weights.
         max_length: The maximum number of tokens of a conversation, if the model has no contract.
         truncation_side: The side on which conversations are cut, if the model has no contract.
-        device: The device to which the model is moved.
         texts: The texts on which a new tokenizer is trained if `spec.scratch` is set.
         weights_dtype: The dtype of the weights: float32 for training (master weights), lower to
             score in less memory.
@@ -452,7 +449,6 @@ def load_contract(
     The weights of the model are not read.
 
     Args:
-        spec: The specification of the model.
         max_length: The maximum number of tokens of a conversation, if the model has no contract.
         truncation_side: The side on which conversations are cut, if the model has no contract.
         for_training: Whether a language model is accepted, since training gives it a reward head.

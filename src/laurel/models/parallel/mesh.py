@@ -127,7 +127,6 @@ def parallelise(
 
     Args:
         model: The model, which is changed in place, and is called through `forward` as before.
-        mesh: The mesh from `ParallelShape.mesh`.
         cp: The number of consecutive ranks of `dp_shard` that divide the tokens of every forest
             (`share_context`).
         plan: The tensor-parallel plan, as `tensor_plan` accepts it.
@@ -324,7 +323,6 @@ class AcrossRanks:
         """Create the process groups of a mesh.
 
         Args:
-            mesh: The mesh of all ranks, from `ParallelShape.mesh`.
             cp: The number of consecutive ranks of `dp_shard` that read the same data, and so
                 contribute the same values.
         """
@@ -388,7 +386,6 @@ def fail_together(error: Exception | None, mesh: DeviceMesh, what: str) -> None:
 
     Args:
         error: The error of this rank; None if it did not fail.
-        mesh: The mesh of the ranks.
         what: A description of the work, for the message.
 
     Raises:

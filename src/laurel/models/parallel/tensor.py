@@ -75,7 +75,6 @@ def tensor_plan(
 
     Args:
         network: A Hugging Face model that is not split yet, with or without adapters.
-        size: The number of tensor-parallel ranks.
         plan: A mapping from names of modules (`*` matches anything) to `colwise`, `rowwise` or
             `per_head`, or the import path of such a mapping or of a function that returns it for a
             model. None derives the plan from the names of the modules.
@@ -110,10 +109,6 @@ def vocabulary_layers(network: Any, size: int) -> list[str]:
     These are the embedding and the language-model head. A layer stays whole on every rank if the
     vocabulary size is not divisible by `size`, or if its class may do more than look up or
     multiply. If the two layers are tied, both are sharded or neither.
-
-    Args:
-        network: A Hugging Face model, with or without adapters.
-        size: The number of tensor-parallel ranks.
     """
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     found: list[Any] = []
@@ -288,7 +283,6 @@ def token_styles(network: nn.Module, splits: Mapping[str, Split]) -> dict[str, P
     """Choose how each module of the layers is parallelised under sequence parallelism.
 
     Args:
-        network: A Hugging Face model, with or without adapters.
         splits: The plan that `tensor_plan` returned.
 
     Returns:

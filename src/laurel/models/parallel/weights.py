@@ -44,7 +44,6 @@ def fill_shares(
     Args:
         model: A model that was created on the meta device and sharded by `parallelise`.
         directory: The directory of a model in safetensors.
-        device: The device that computes.
         others: Whole values of parameters, by name, that are not read from files and are equal on
             every rank, such as adapters or a new head.
         on_host: Whether the weights are kept on the host between uses.
@@ -95,7 +94,6 @@ def saved_weights(network: Any, *, changing_only: bool = False) -> Iterator[tupl
     transformers joins in memory are yielded one by one.
 
     Args:
-        network: A model with or without adapters.
         changing_only: Whether to yield only the modules that training changes, such as the
             attention of a layer, each with all its weights.
     """
@@ -139,7 +137,6 @@ def write_weights(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Non
     """Write files of weights as `save_pretrained` does, with an index if there are several.
 
     Args:
-        directory: An existing directory.
         files: The contents from `in_files`; each is released as soon as it is written.
 
     Raises:
@@ -267,13 +264,6 @@ def empty_network(
 ) -> tuple[Any, dict[str, Any]] | None:
     """Create a network on the meta device, if its files can be read directly into shards.
 
-    Args:
-        factory: The class `AutoModelFor...` of transformers.
-        spec: The specification of the model.
-        name: The directory or hub name.
-        hf_config: The configuration of the model.
-        dtype: The dtype of the weights.
-
     Returns:
         The network in evaluation mode, with a new head in memory if the files have none, and
         transformers' report on its weights. None if the files do not contain exactly the network's
@@ -342,9 +332,6 @@ def shard_model(model: Decoder, spec: ModelSpec, mesh: DeviceMesh, device: torch
 
     Args:
         model: A whole model, or one whose network is from `empty_network`, without weights.
-        spec: The specification of the model: its parallelism, and its files.
-        mesh: The mesh from `ParallelShape.mesh`.
-        device: The device of this rank.
 
     Raises:
         ConfigError: The model cannot be split over this mesh.

@@ -12,7 +12,7 @@ from laurel import plugins
 from laurel.errors import ConfigError, DataError, ModelError
 from laurel.models.scoring import ScoringContract
 from laurel.plugins import AskedServers, ServerDialect
-from laurel.rewards.preparing import Prepared, Preparing, prepared_by
+from laurel.rewards.preparing import Prepared, Preparers, prepared_by
 from laurel.rewards.remote.replica import ReplicaReply, failed
 from laurel.rewards.remote.wire import (
     SCORE_PATH,
@@ -83,12 +83,11 @@ class RenderedDialect(Dialect):
         as_text: bool,
         make: Callable[[Sequence[Any]], Body],
         read: Callable[[Any, int], list[float]],
-        preparers: Preparing | None = None,
+        preparers: Preparers | None = None,
     ) -> None:
         """Describe a protocol.
 
         Args:
-            path: Path of the endpoint.
             contract: Renders, and truncates what is too long.
             as_text: Whether to send text, which the server tokenizes without adding to it, instead
                 of token ids.
@@ -204,12 +203,11 @@ def dialect_of(
     contract: ScoringContract | None = None,
     model: str = "",
     reward_key: str = "",
-    preparers: Preparing | None = None,
+    preparers: Preparers | None = None,
 ) -> Dialect:
     """Return the dialect of a protocol.
 
     Args:
-        protocol: Name of the protocol, a plug-in.
         section: Settings of that plug-in, if it has any.
         contract: Renders conversations, for servers that take text or tokens. vLLM takes messages
             as well, one conversation in a request, and renders by its own template.

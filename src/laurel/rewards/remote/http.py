@@ -16,7 +16,7 @@ import httpx2
 from laurel.config.environments import checked_urls
 from laurel.errors import ConfigError, ProtocolError, key_of
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.preparing import Preparing, fill_in, filter_readable, is_text
+from laurel.rewards.preparing import Preparers, fill_in, filter_readable, is_text
 from laurel.rewards.remote.dialects import Dialect, ServerQuery, dialect_of
 from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply
 from laurel.rewards.remote.router import Router, RouterOptions
@@ -54,9 +54,7 @@ class HttpExchange:
         """Hold an address; nothing is sent yet.
 
         Args:
-            url: URL of the endpoint.
             api_key: Sent as a bearer token.
-            connections: Limit of concurrent connections.
 
         Raises:
             ConfigError: Not an HTTP address, or one with a password in it.
@@ -236,10 +234,7 @@ class HttpReplica(HttpExchange):
 
         Args:
             url: Address of the server, or of the endpoint itself.
-            dialect: Protocol of the server.
-            api_key: Sent as a bearer token.
             version: Model version to ask for, where the protocol can name one.
-            connections: Limit of concurrent connections.
 
         Raises:
             ConfigError: The address cannot be used.
@@ -297,22 +292,18 @@ class HttpScorer(Router):
         contract: ScoringContract | None = None,
         model: str = "",
         reward_key: str = "",
-        preparers: Preparing | None = None,
+        preparers: Preparers | None = None,
         options: RouterOptions | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """Hold addresses; nothing is asked before the first score is.
 
         Args:
-            urls: Address of each server.
-            protocol: Protocol of all servers.
-            section: Settings of the protocol, if a plug-in brings any.
             api_key: Sent as a bearer token.
             contract: Renders conversations, for protocols that take text or tokens.
             model: Name of the model on the servers, for protocols that name it.
             reward_key: Key of the score, where slime's server answers with an object.
             preparers: Tokenise instead of this process; `close_scorer` closes them with the scorer.
-            options: Options of the router.
             clock: Returns monotonic seconds.
 
         Raises:

@@ -272,7 +272,6 @@ class ReplicaHealth:
         """Record a fault of the replica.
 
         Args:
-            fault: The fault.
             began: Time at which the request was sent. Requests sent before the replica was last
                 trusted do not count, or the many requests that one death ends would be as many
                 deaths.

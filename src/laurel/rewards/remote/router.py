@@ -57,9 +57,7 @@ class Router:
 
         Args:
             replicas: Replicas, at least one when the first score is asked for.
-            options: Limits and checks.
             clock: Returns monotonic seconds.
-            seed: Seed of the random pauses.
         """
         self.options = options or RouterOptions()
         self.counts: Counter[str] = Counter()

@@ -91,7 +91,6 @@ def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
     during that search, but not while the text is parsed.
 
     Args:
-        body: The text.
         most: Limit of numbers, strings, lists and objects together.
         most_nested: Limit of lists and objects, each of which takes ten times as long to parse as a
             number.
@@ -176,9 +175,7 @@ def validated(
 
     Args:
         read: A model's `model_validate`, or a type's `validate_python`.
-        value: Value that `parse` returned.
         what: Name of the body in messages.
-        **context: Context for the validators of the models.
 
     Raises:
         ProtocolError: It is not such a body; says where and why.

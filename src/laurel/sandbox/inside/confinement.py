@@ -39,7 +39,6 @@ class Confinement:
     """The settings with which a zygote confines its programs.
 
     Args:
-        layers: The layers in use.
         readable: The directories that a program may read.
         counts_processes: Whether a limit on processes counts only those of this sandbox.
         metered: Whether a `meter.Meter` answers system calls on files, because programs have no
@@ -63,7 +62,6 @@ def confine(setting: Confinement, box: str, give: Callable[[int], object]) -> No
     """Give up all rights, and all descriptors above `WORK_FD`; only `limit` can follow.
 
     Args:
-        setting: The settings of the confinement.
         box: The only directory that may be written to.
         give: Called, if programs are metered, with the descriptor at which calls are answered,
             which is closed afterwards.

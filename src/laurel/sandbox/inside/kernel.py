@@ -59,7 +59,6 @@ def call(name: str, *arguments: object) -> int:
     """Make one of the system calls in `OURS`.
 
     Args:
-        name: The name of the call.
         arguments: Numbers, bytes, ctypes values or None.
 
     Raises:
@@ -88,9 +87,6 @@ def fork_apart(flags: int) -> int:
 
     The child may do little more than fork again, because neither Python nor the C library knows
     that it is another process.
-
-    Args:
-        flags: The flags of the namespaces.
 
     Raises:
         OSError: The kernel refused.

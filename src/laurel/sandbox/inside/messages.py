@@ -25,7 +25,6 @@ def receive(
     """Receive the next message.
 
     Args:
-        link: The connection.
         deadline: The time of `time.monotonic` until which to wait; None waits forever.
 
     Raises:

@@ -41,7 +41,6 @@ def monitor(setting: Confinement, scratch: str, orders: socket.socket) -> None:
     """Prepare for one job, wait for it, and run it.
 
     Args:
-        setting: The layers that confine the program.
         scratch: The directory for the jobs' root directories if there are no namespaces.
         orders: The connection from the zygote. It passes a connection to the client with the order,
             and another descriptor for the program, if any. When the client closes its connection,

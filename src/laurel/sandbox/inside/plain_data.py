@@ -30,7 +30,6 @@ def dumps(value: object, number_of: Callable[[Any], int | None] | None = None) -
     """Encode a value as one line.
 
     Args:
-        value: The value.
         number_of: Returns the number that is sent instead of an object; None if it has none.
 
     Raises:
@@ -44,7 +43,6 @@ def loads(text: bytes, object_of: Callable[[int], Any] | None = None) -> Any:
     """Decode a value from one line.
 
     Args:
-        text: The line.
         object_of: Returns the object of a number; without it such numbers are refused.
 
     Raises:

@@ -137,7 +137,6 @@ def prepared(column: int, without: frozenset[str]) -> tuple[bytes, tuple[int, ..
 
     Args:
         column: The column of this machine in `syscall_numbers`.
-        without: Further system calls to refuse.
     """
     one, other = (b"".join(filter_program(column, pid, without=without)) for pid in (1, 2))
     return one, tuple(place for place in range(4, len(one), 8) if one[place] != other[place])
@@ -166,9 +165,6 @@ def filter_program(
     """Return the instructions of the filter, 8 bytes each.
 
     Args:
-        column: The column of this machine in `syscall_numbers`.
-        pid: The number of the process, as for `install`.
-        without: Further system calls to refuse.
         has_processes: Whether to allow the calls in `PROCESSES`, and forks.
     """
     actions = {CLONE3[column]: [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]}

@@ -18,7 +18,7 @@ import tiny_tokenizers
 from judges import judge_server, question
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError, EnvironmentFailedError
-from laurel.rewards.function import (
+from laurel.extensions.reward_functions.scorer import (
     FunctionScorer,
     find_function,
     score_of_result,
@@ -277,7 +277,7 @@ def test_one_that_takes_too_long_fails_alone(is_async):
 
 
 def test_when_too_many_hang_in_threads_no_more_are_begun(monkeypatch):
-    monkeypatch.setattr("laurel.rewards.function.MAX_HUNG", 3)
+    monkeypatch.setattr("laurel.extensions.reward_functions.scorer.MAX_HUNG", 3)
     release, begun = threading.Event(), []
 
     def compute_score(data_source, solution_str, ground_truth, extra_info):

@@ -70,10 +70,8 @@ class FunctionScorer:
         """Find the function, and check that it accepts the arguments it will be given.
 
         Args:
-            config: The `function` section.
             function: Called instead of the one that `config.path` names; in threads only.
             num_workers: Processes; 0: threads.
-            where: The section, for messages.
             servers: Of the model that the function asks; they are closed with the scorer.
 
         Raises:
@@ -98,7 +96,7 @@ class FunctionScorer:
             self._processes = ProcessPool(
                 ProcessPoolSpec(
                     name=f"{where}: the process for the function",
-                    prepare="laurel.rewards.function:prepare",
+                    prepare="laurel.extensions.reward_functions.scorer:prepare",
                     num_workers=num_workers,
                     timeout_seconds=config.timeout,
                     settings=config.model_dump(mode="json")
@@ -309,7 +307,6 @@ def find_function(path: str, *, where: str) -> Function:
 
     Args:
         path: `module:function`, or `path/to/file.py:function`.
-        where: The key, for messages.
 
     Raises:
         ConfigError: There is no such function, or the name is not callable.
@@ -410,10 +407,8 @@ def check_call(
     """Raise an error if a function does not accept the arguments it will be given.
 
     Args:
-        function: The function.
         kwargs: Arguments besides those that describe a completion.
         judges_groups: Whether the function is called for whole groups.
-        where: The section, for messages.
 
     Raises:
         ConfigError: It cannot be called so.

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from laurel.errors import ConfigError
-from laurel.extensions.reward_managers.settings import RateLimits, VerlManagerConfig
+from laurel.extensions.reward_functions.settings import RateLimits, VerlManagerConfig
 from laurel.plugins import ManagedFunction, RewardManager
 
 if TYPE_CHECKING:
@@ -68,6 +68,6 @@ class VerlManager(RewardManager):
                 f"{function.where}.manager=verl calls the function itself, in this process: leave "
                 "num_workers out"
             )
-        from laurel.extensions.reward_managers.verl_class import scored_by
+        from laurel.extensions.reward_functions.verl_class import scored_by
 
         return scored_by(section, function)

@@ -10,7 +10,7 @@ from laurel.plugins import ModelServing, ScorerServices, ScoreSource
 
 if TYPE_CHECKING:
     from laurel.config.environments import FunctionConfig
-    from laurel.rewards.function import FunctionScorer
+    from laurel.extensions.reward_functions.scorer import FunctionScorer
 
 
 class FunctionSource(ScoreSource):
@@ -18,7 +18,7 @@ class FunctionSource(ScoreSource):
 
     def make(self, section: FunctionConfig, services: ScorerServices) -> FunctionScorer:
         """Find the function."""
-        from laurel.rewards.function import FunctionScorer
+        from laurel.extensions.reward_functions.scorer import FunctionScorer
 
         served = None
         if services.server is not None:

@@ -11,22 +11,24 @@ from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 from laurel.extensions.plan.plan import workload_of
-from laurel.planning.memory import Shapes, decoder_shape
-from laurel.planning.plan import plan_run
-from laurel.planning.request import AdapterRequest, TrainingRequest, Workload
-from laurel.planning.step_time import (
+from laurel.extensions.plan.step_time import (
     COMPILED,
     HOST_RATE,
-    Device,
     Efficiency,
-    Operations,
     device_named,
-    forward_operations,
-    known_devices,
     layer_bytes,
     step_time,
+)
+from laurel.planning.memory import Shapes, decoder_shape
+from laurel.planning.operations import (
+    Device,
+    Operations,
+    forward_operations,
+    known_devices,
     training_operations,
 )
+from laurel.planning.plan import plan_run
+from laurel.planning.request import AdapterRequest, TrainingRequest, Workload
 from laurel.run.request import request_of
 
 # A layer has 16 + 8 + 8 + 16 weights of attention and 3 x 32 of the feed-forward: 144.

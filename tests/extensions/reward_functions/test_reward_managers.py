@@ -11,7 +11,7 @@ import tiny_tokenizers
 from laurel import plugins
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError
-from laurel.rewards.function import FunctionScorer
+from laurel.extensions.reward_functions.scorer import FunctionScorer
 from laurel.types import Completion, Group, Message
 from packages import installed
 from virtual_time import in_virtual_time, now

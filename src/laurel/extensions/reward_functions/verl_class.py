@@ -12,18 +12,23 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from laurel.errors import ConfigError
-from laurel.extensions.reward_managers.settings import VerlManagerConfig
+from laurel.extensions.reward_functions.scorer import (
+    find_function,
+    is_async,
+    late,
+    score_of_error,
+    score_of_result,
+)
+from laurel.extensions.reward_functions.settings import VerlManagerConfig
 from laurel.models.loading.pretrained import find_tokenizer
 from laurel.models.spec import ModelSpec
 from laurel.plugins import ManagedFunction
-from laurel.rewards.function import find_function, is_async, late, score_of_error, score_of_result
 from laurel.rewards.remote.replica import failed
 from laurel.types import Score
 
@@ -33,7 +38,7 @@ class Values(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(
-            {key: Values(one) if isinstance(one, Mapping) else one for key, one in values.items()}
+            {key: Values(v) if isinstance(v, Mapping) else v for key, v in values.items()}
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -109,20 +114,20 @@ def scored_by(
         ) from error
     made: dict[asyncio.AbstractEventLoop, Any] = {}
 
-    async def scored(given: Mapping[str, Any], call: object) -> tuple[Score, ...]:
+    async def scored(completion: Mapping[str, Any], call: object) -> tuple[Score, ...]:
         loop = asyncio.get_running_loop()
         if loop not in made:  # a manager keeps the event loop that it was made in
             made.clear()
             made[loop] = kind(**arguments)
         try:
             async with asyncio.timeout(managed.timeout) as clock:
-                found = await made[loop].run_single(_sequence(given, tokenizer))
+                result = await made[loop].run_single(_sequence(completion, tokenizer))
         except Exception as error:  # the class may raise anything, TimeoutError too
             return (late(managed.timeout) if clock.expired() else score_of_error(error),)
-        if not isinstance(found, Mapping) or "reward_score" not in found:
+        if not isinstance(result, Mapping) or "reward_score" not in result:
             return (failed("error: run_single returned no dictionary with a 'reward_score'"),)
-        parts = found.get("reward_extra_info") or {}
-        return (score_of_result({**parts, "score": found["reward_score"]}),)
+        parts = result.get("reward_extra_info") or {}
+        return (score_of_result({**parts, "score": result["reward_score"]}),)
 
     return scored
 
@@ -133,34 +138,30 @@ def _compute_score(managed: ManagedFunction) -> Callable[..., Any]:
     function, kwargs = managed.function, managed.kwargs
     if is_async(function):
 
-        async def compute(**given: Any) -> Any:
-            return await function(**{**given, **kwargs})
+        async def compute(**arguments: Any) -> Any:
+            return await function(**{**arguments, **kwargs})
 
         return compute
-    return partial(_called, function, kwargs)
+    return lambda **arguments: function(**{**arguments, **kwargs})
 
 
-def _called(function: Callable[..., Any], kwargs: Mapping[str, Any], **given: Any) -> Any:
-    return function(**{**given, **kwargs})
-
-
-def _sequence(given: Mapping[str, Any], tokenizer: Any) -> OneSequence:
-    messages = given["extra_info"]["prompt"]
-    said = "\n".join(message["content"] for message in messages)
+def _sequence(completion: Mapping[str, Any], tokenizer: Any) -> OneSequence:
+    messages = completion["extra_info"]["prompt"]
+    prompt_text = "\n".join(message["content"] for message in messages)
 
     def ids(text: str) -> torch.Tensor:
         return torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
 
     # Of several turns the response has all messages since the prompt, as it has in verl.
-    prompt, response = ids(said), ids(given["response_str"])
+    prompt, response = ids(prompt_text), ids(completion["response_str"])
     whole = torch.cat([prompt, response])
     batch = {"prompts": prompt, "responses": response, "input_ids": whole}
     batch["attention_mask"] = torch.ones_like(whole)
     others = {
-        "data_source": given["data_source"],
-        "reward_model": {"style": "rule", "ground_truth": given["ground_truth"]},
-        "extra_info": {k: v for k, v in given["extra_info"].items() if k != "prompt"},
+        "data_source": completion["data_source"],
+        "reward_model": {"style": "rule", "ground_truth": completion["ground_truth"]},
+        "extra_info": {k: v for k, v in completion["extra_info"].items() if k != "prompt"},
         "raw_prompt": messages,
-        "__num_turns__": given["num_turns"],
+        "__num_turns__": completion["num_turns"],
     }
-    return OneSequence(Row(batch, others, {"validate": given["validate"]}))
+    return OneSequence(Row(batch, others, {"validate": completion["validate"]}))

@@ -9,13 +9,9 @@ that of the padded baseline, in which every completion has its own copy of the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from typing import Any, Literal, NamedTuple
-
-import yaml
+from typing import Literal, NamedTuple
 
 from laurel.config.policy import Precision
 from laurel.errors import ConfigError
@@ -25,6 +21,12 @@ from laurel.planning.memory import (
     ModelShape,
     Shapes,
     key_value_bytes,
+)
+from laurel.planning.operations import (
+    Device,
+    forward_operations,
+    known_devices,
+    training_operations,
 )
 from laurel.planning.plan import Plan
 from laurel.planning.request import (
@@ -49,26 +51,6 @@ shown one. `benchmarks/counted.py --of compiled` asks torch's compiler: that of 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """A device's peak rates, each per second, and its memory."""
-
-    name: str
-    flops: Mapping[str, float]
-    """Floating-point operations per second of dense matrix products, by the dtype of the
-    factors."""
-    bandwidth: float
-    """Bytes per second that are read from the device's memory."""
-    memory: int
-    """Size of the device's memory in bytes."""
-    link: float
-    """Bytes per second to another device of the same node, in one direction."""
-    network: float
-    """Bytes per second to a device of another node."""
-    source: str
-    """The publications that the numbers are taken from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """The fractions of a device's peak rates that real kernels reach."""
 
@@ -78,23 +60,6 @@ class Efficiency:
     memory: float = 0.7
     """Fraction of the memory bandwidth. Decoding reads weights and cache in order, but kernels
     start between the reads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operations:
-    """Floating-point operations of a forward pass, by kind of layer.
-
-    The backward pass multiplies the kinds by different factors (`training_operations`).
-    """
-
-    linear: float = 0.0
-    attention: float = 0.0
-    head: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The floating-point operations over all kinds of layer."""
-        return self.linear + self.attention + self.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,23 +108,12 @@ class StepTime:
         Args:
             is_padded: Whether to return the time of the padded baseline, without shared prompts.
         """
-        taken = {p.name: (p.padded if is_padded else p.shared).seconds for p in self.phases}
+        seconds_of = {p.name: (p.padded if is_padded else p.shared).seconds for p in self.phases}
         if not self.overlaps:
-            return sum(taken.values())
-        ahead = taken.pop("generation", 0.0) + taken.pop("scoring", 0.0)
-        transfer = taken.pop("weight transfer", 0.0)
-        return max(ahead, sum(taken.values())) + transfer
-
-
-@cache
-def known_devices() -> dict[str, Device]:
-    """Return the devices in the table next to this module, by name."""
-    text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return {
-        name: Device(name=name, **{**entry, "memory": int(entry["memory"])})
-        for name, entry in table.items()
-    }
+            return sum(seconds_of.values())
+        ahead = seconds_of.pop("generation", 0.0) + seconds_of.pop("scoring", 0.0)
+        transfer = seconds_of.pop("weight transfer", 0.0)
+        return max(ahead, sum(seconds_of.values())) + transfer
 
 
 def device_named(name: str) -> Device:
@@ -186,12 +140,7 @@ def step_time(
     """Estimate the seconds of each phase of a training step.
 
     Args:
-        request: Roles, batches and settings of the run.
-        plan: Slots and meshes of the roles.
         shapes: Shapes of the models; phases of unknown models are left out.
-        workload: The conversations of the step.
-        device: Peak rates of each device.
-        efficiency: Fractions of the peak rates that kernels reach.
     """
     run = _Planned(request, plan, _Clock(device, efficiency))
     phases: list[PhaseTime] = []
@@ -221,51 +170,6 @@ def step_time(
         phases=tuple(sorted(phases, key=lambda phase: order.index(phase.name))),
         overlaps=request.drawing is not None and request.drawing.runs_ahead,
     )
-
-
-def forward_operations(shape: ModelShape, workload: Workload, *, has_logits: bool) -> Operations:
-    """Count the operations of one forward pass over all conversations of a step.
-
-    A multiplication and an addition count as two operations. Only completions have logits. With
-    logits the hidden states of completion tokens are read, otherwise one of each completion.
-
-    Args:
-        shape: Shape of the model.
-        workload: The conversations.
-        has_logits: Whether the logits are computed; False for a reward model.
-    """
-    sizes = {name: rows * columns for name, (rows, columns) in shape.linear_layers.items()}
-    weights, keys_and_values = sum(sizes.values()), sizes["k_proj"] + sizes["v_proj"]
-    num_completions = workload.num_prompts * workload.per_prompt
-    completions = num_completions * workload.completion_tokens
-    skipped = 0
-    if workload.skips_unread:
-        skipped = workload.tokens - (completions if has_logits else num_completions)
-    products = shape.num_layers * weights * workload.tokens - (weights - keys_and_values) * skipped
-    return Operations(
-        linear=2.0 * products,
-        # Two products, of queries with keys and of weights with values.
-        attention=4.0 * shape.num_layers * shape.num_heads * shape.head_dim * workload.pairs,
-        head=2.0 * shape.vocab_size * shape.hidden_size * completions if has_logits else 0.0,
-    )
-
-
-def training_operations(forward: Operations, training: TrainingRequest) -> float:
-    """Count the operations of the forward and the backward pass together.
-
-    A linear map is multiplied three times (twice if its weights are frozen), and once more if it is
-    recomputed. A backward pass of flash attention has five products to the two of the forward pass.
-    Logits are not kept, so they are computed twice.
-
-    Args:
-        forward: Operations of one forward pass.
-        training: Whether adapters are trained, and whether activations are recomputed.
-    """
-    again = 1.0 if training.recomputes else 0.0
-    frozen = 1.0 if training.adapters.enabled else 0.0
-    linear = (3.0 - frozen + again) * forward.linear
-    attention = (3.5 + again) * forward.attention
-    return linear + attention + (4.0 - frozen) * forward.head
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,51 +233,6 @@ def _phase(name: PhaseName, role: RolePlan, shared: Cost, padded: Cost) -> Phase
     return PhaseTime(
         name=name, slots_of=role.shares_with or role.name, shared=shared, padded=padded
     )
-
-
-# Bytes of elementwise operations. `benchmarks/counted.py` counts them with the code itself.
-
-
-def layer_bytes(shape: ModelShape, *, tokens: float, trains: bool, recomputes: bool) -> float:
-    """Return the bytes that elementwise operations of all layers move in half precision.
-
-    They are those of norms, rotary positions, activations, residual sums and casts, uncompiled.
-
-    Args:
-        shape: Shape of the model.
-        tokens: Number of tokens.
-        trains: Whether there is a backward pass.
-        recomputes: Whether the backward pass computes the forward pass again.
-    """
-    norms = int(shape.normalises_heads)
-    forward = (100, 20 + 44 * norms, 10)
-    both = (358, 58 + 160 * norms, 28)
-    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
-    sizes = (shape.hidden_size, heads, shape.intermediate_size)
-    passes = [both if trains else forward, *([forward] if recomputes else [])]
-    each = sum(n * size for one in passes for n, size in zip(one, sizes, strict=True))
-    return float(shape.num_layers * tokens * each)
-
-
-def head_bytes(shape: ModelShape, *, tokens: float, trains: bool) -> float:
-    """Return the bytes that the head of a policy moves besides its products.
-
-    Args:
-        shape: Shape of the model.
-        tokens: Number of completion tokens.
-        trains: Whether there is a backward pass, and entropy.
-    """
-    return tokens * shape.vocab_size * (76 if trains else 16)
-
-
-def cast_bytes(shape: ModelShape, *, passes: float, trains: bool, frozen: bool) -> float:
-    """Return the bytes of autocast's copies of float32 weights and of sums of gradients.
-
-    Each pass rounds the weights of layers (6 bytes). Training also widens their gradients (6) and
-    adds them up (12).
-    """
-    weights = shape.num_layers * shape.layer_parameters
-    return passes * weights * (24 if trains and not frozen else 6)
 
 
 def _of_policy(
@@ -581,8 +440,8 @@ def _generation(run: _Planned, shape: ModelShape, workload: Workload) -> Cost:
     )
     read = forward_operations(shape, prompts, has_logits=False)
     costs = [_passes(clock, precision, read.total, mesh)]
-    one = Workload(num_prompts=1, per_prompt=1, prompt_tokens=0, completion_tokens=1)
-    token = forward_operations(shape, one, has_logits=True)
+    one_token = Workload(num_prompts=1, per_prompt=1, prompt_tokens=0, completion_tokens=1)
+    token = forward_operations(shape, one_token, has_logits=True)
     at_once = max(1, batch.tokens // batch.longest)
     left = -(-workload.num_prompts * workload.per_prompt // mesh.dp)
     reads_once = workload.copies == 1 and not drawing.has_own_weights
@@ -621,9 +480,9 @@ def _transfer(run: _Planned, policy: RolePlan, generation: RolePlan, shape: Mode
     assert drawing is not None
     changed = shape.num_parameters
     if training.adapters.enabled:
-        chosen = (training.adapters.layers or set(shape.linear_layers)) - training.adapters.exclude
+        adapted = (training.adapters.layers or set(shape.linear_layers)) - training.adapters.exclude
         sizes = [
-            rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in chosen
+            rows * columns for n, (rows, columns) in shape.linear_layers.items() if n in adapted
         ]
         changed = shape.num_layers * sum(sizes)
     width = COMPUTE_BYTES[drawing.precision] if drawing.has_own_weights else MASTER_BYTES
@@ -639,3 +498,41 @@ def _transfer(run: _Planned, policy: RolePlan, generation: RolePlan, shape: Mode
     # Read as the learner has them, written once, and read and written in each further copy.
     copied = MASTER_BYTES * changed + 9 * sent
     return clock.cost(training.precision, memory_bytes=copied)
+
+
+def layer_bytes(shape: ModelShape, *, tokens: float, trains: bool, recomputes: bool) -> float:
+    """Return the bytes that elementwise operations of all layers move in half precision.
+
+    They are those of norms, rotary positions, activations, residual sums and casts, uncompiled.
+
+    Args:
+        recomputes: Whether the backward pass computes the forward pass again.
+    """
+    norms = int(shape.normalises_heads)
+    forward = (100, 20 + 44 * norms, 10)
+    both = (358, 58 + 160 * norms, 28)
+    heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    sizes = (shape.hidden_size, heads, shape.intermediate_size)
+    passes = [both if trains else forward, *([forward] if recomputes else [])]
+    each = sum(n * size for one in passes for n, size in zip(one, sizes, strict=True))
+    return float(shape.num_layers * tokens * each)
+
+
+def head_bytes(shape: ModelShape, *, tokens: float, trains: bool) -> float:
+    """Return the bytes that the head of a policy moves besides its products.
+
+    Args:
+        tokens: Number of completion tokens.
+        trains: Whether there is a backward pass, and entropy.
+    """
+    return tokens * shape.vocab_size * (76 if trains else 16)
+
+
+def cast_bytes(shape: ModelShape, *, passes: float, trains: bool, frozen: bool) -> float:
+    """Return the bytes of autocast's copies of float32 weights and of sums of gradients.
+
+    Each pass rounds the weights of layers (6 bytes). Training also widens their gradients (6) and
+    adds them up (12).
+    """
+    weights = shape.num_layers * shape.layer_parameters
+    return passes * weights * (24 if trains and not frozen else 6)
