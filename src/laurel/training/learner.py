@@ -52,6 +52,7 @@ from laurel.models.scoring import ScoringContract
 from laurel.training.losses import LossOutput
 from laurel.training.optimizers import build_optimizer, build_scheduler
 from laurel.types import PaddedRows, TokenForest, Weights
+from laurel.workers.process import give_back_free_memory
 
 Label = TypeVar("Label")
 LabelIn = TypeVar("LabelIn", contravariant=True)
@@ -471,6 +472,12 @@ class LocalLearner:
         labels, forest = micro_batch.labels, micro_batch.inputs
         assert isinstance(forest, TokenForest)
 
+        def before(kind: str) -> None:
+            if in_step is not None:
+                in_step.before(kind)
+            if model.device.type == "cpu":
+                give_back_free_memory()
+
         def loss_of(outputs: Any, some: Sequence[Any]) -> tuple[Tensor, LossOutput]:
             result = loss(outputs, some, num_groups=denominator)
             return result.loss, result
@@ -478,7 +485,7 @@ class LocalLearner:
         units = _units_of(micro_batch)
         if units is None:
             return backward_in_parts(
-                model, forest, None, lambda outputs, _: loss_of(outputs, labels), in_step=in_step
+                model, forest, None, lambda outputs, _: loss_of(outputs, labels), before=before
             )
         # A completion that has a loss of its own needs no others beside it.
         whose = [(g, i) for g, label in enumerate(labels) for i in range(label.num_completions)]
@@ -489,7 +496,7 @@ class LocalLearner:
                 chosen.setdefault(group, []).append(index)
             return loss_of(outputs, [labels[g].subset(own) for g, own in chosen.items()])
 
-        return backward_in_parts(model, forest, units, loss_of_units, in_step=in_step)
+        return backward_in_parts(model, forest, units, loss_of_units, before=before)
 
     def outputs(
         self,

@@ -252,7 +252,8 @@ def divide_micro_batches(sizes: Sequence[int], places: int) -> list[list[int | N
 
     Ranks wait for each other in every layer, so micro-batches that are computed at the same time
     should have equal sizes. So the ranks get micro-batches of similar sizes together, and a rank
-    with fewer tokens so far gets the larger one.
+    with fewer tokens so far gets the larger one. Forests in parts could be dealt unevenly in
+    number; by tokens alone ranks wait hardly less, because they pass through parts in step, too.
 
     Args:
         sizes: The number of tokens of each micro-batch; there is at least one.

@@ -42,7 +42,6 @@ from laurel.models.forest.lockstep import (
     BACKWARD,
     FORWARD,
     ComputesRows,
-    InStep,
     anchor_of,
     columns_of,
 )
@@ -116,7 +115,7 @@ def backward_in_parts(
     units: Sequence[Sequence[int]] | None,
     loss_of: Callable[[Any, list[int]], tuple[Tensor, Result]],
     *,
-    in_step: InStep | None = None,
+    before: Callable[[str], None] | None = None,
 ) -> list[Result]:
     """Compute a loss and add its gradients to those of the parameters.
 
@@ -125,15 +124,16 @@ def backward_in_parts(
             the loss of the forest is one.
         loss_of: Computes the sum of the losses of some units, given the outputs of the model for
             their completions and their indices; and what is returned of it.
-        in_step: The passes that the ranks of a sharded model agreed on; None: no other ranks.
+        before: Called before each pass with its kind, such as `InStep.before` of ranks that agreed
+            on their passes.
 
     Returns:
         What `loss_of` returned with each loss.
     """
     training = _Training(_Work(model, forest), units, loss_of)
     for kind, act in training.actions():
-        if kind and in_step is not None:
-            in_step.before(kind)
+        if kind and before is not None:
+            before(kind)
         act()
     return training.results
 
