@@ -256,6 +256,9 @@ def test_validation_sets_by_name_stand_beside_blocks_as_in_nemos_guide(tmp_path:
     data["val_data_paths"]["default"] = "other.jsonl"
     with pytest.raises(ConfigError, match="both have a set called default"):
         load(tmp_path, "rm", {"data": data})
+    data["validation"] = [{"data_path": "val.jsonl"}]
+    with pytest.raises(ConfigError, match="name its sets, beside those of"):
+        load(tmp_path, "rm", {"data": data})
 
 
 def megatron(**changes: Any) -> dict[str, Any]:
