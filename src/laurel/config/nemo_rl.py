@@ -710,7 +710,7 @@ def _take_budget_of_padded_rows(work: Adapted, values: _Values) -> None:
     budget: Any = None
     if is_on is True:
         said = (values.get(at + "train_mb_tokens"), values.get(packing + "train_mb_tokens"))
-        budget = next((one for one in said if isinstance(one, int)), _WHOLE_BUDGET)
+        budget = next((one for one in said if one is not None), _WHOLE_BUDGET)
     elif now.value is True:  # they are packed
         return
     node = YamlNode(budget, switch.place)
