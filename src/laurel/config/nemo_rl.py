@@ -579,6 +579,11 @@ def _name_validation_sets(
     if paths is None:
         return
     there, split = _block_at(work, values, "data.validation"), _at(work.tree, "data.val_split")
+    if there is not None and isinstance(there.value, list):
+        problems.append(
+            f"{there.place}: data.validation: name its sets, beside those of data.val_data_paths"
+        )
+        return
     is_named = there is not None and _are_named(there, _kinds_of_sets(schema, "validation"))
     named = {} if there is None else dict(there.value) if is_named else {"default": there}
     base = {} if split is None else {"split": split}
@@ -705,7 +710,7 @@ def _take_budget_of_padded_rows(work: Adapted, values: _Values) -> None:
     budget: Any = None
     if is_on is True:
         said = (values.get(at + "train_mb_tokens"), values.get(packing + "train_mb_tokens"))
-        budget = next((one for one in said if isinstance(one, int)), _WHOLE_BUDGET)
+        budget = next((one for one in said if one is not None), _WHOLE_BUDGET)
     elif now.value is True:  # they are packed
         return
     node = YamlNode(budget, switch.place)

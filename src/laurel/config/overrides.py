@@ -14,6 +14,8 @@ from laurel.config.schema_info import (
     Kinds,
     changes_default,
     default_node,
+    is_mapping,
+    kind_that_fits,
     sections_of,
     sole_section,
     step_into,
@@ -88,7 +90,7 @@ def parse_override(text: str, *, place: str | None = None) -> Override:
     form = _FORM.fullmatch(text)
     assert form is not None  # the pattern fits every text
     sign, key, value = form["sign"] or "", form["key"].strip(), form["value"]
-    keys = tuple(key.split("."))
+    keys = tuple(re.sub(r"\[(\d+)\]", r".\1", key).split("."))
     if not form["equals"] and text.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(
             f"{place}: a configuration file is given as --config {text}; overrides are "
@@ -212,10 +214,13 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
             raise problem(f"is '{block.value}'; set the key it names, or replace it")
         if isinstance(block.value, list):
             if not name.isdecimal() or int(name) >= len(block.value):
-                raise problem(f"is a list of {len(block.value)}; it has no '{name}'")
+                first = f"; its first is {dotted((*path, 0))}" if block.value else ""
+                raise problem(f"is a list of {len(block.value)}; it has no '{name}'{first}")
             key = int(name)
         elif not isinstance(block.value, dict):
             raise problem(f"is {block.value!r}, it has no keys")
+        elif block.value and is_mapping(named := kind_that_fits(kinds, block)):
+            kinds = (named,)  # what else may be written there has other keys
         path = (*path, key)
         is_last = len(path) == len(override.keys)
         step, child = step_into(kinds, key), find_node(block, [key])

@@ -104,7 +104,8 @@ def is_mapping(kind: Any) -> bool:
 def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
     """Choose the alternative that a written list or mapping is meant for; None if none fits.
 
-    A mapping of mappings counts as several named sections, if the schema allows those.
+    A mapping of mappings counts as several named sections, if the schema allows those, but for one
+    whose keys all take mappings in a section: `{kwargs: {...}}`.
     """
 
     def holds_sections(kind: Any) -> bool:
@@ -115,12 +116,19 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
         known = {*known_keys(section), *section.foreign_keys}
         return sum(key in known for key in node.value)
 
+    def takes_all(section: type[Section]) -> bool:
+        return all(any(map(is_mapping, step_into((section,), key).kinds)) for key in node.value)
+
     containers = sorted((kind for kind in kinds if item_kinds(kind)), key=holds_sections)[::-1]
     if isinstance(node.value, list):
         return next((kind for kind in containers if not is_mapping(kind)), None)
     named = next((kind for kind in containers if is_mapping(kind)), None)
     sections = sections_of(kinds)
-    if not sections or (named and all(isinstance(v.value, dict) for v in node.value.values())):
+    if not sections or (
+        named
+        and all(isinstance(v.value, dict) for v in node.value.values())
+        and not (node.value and any(map(takes_all, sections)))
+    ):
         return named
     return max(sections, key=num_known)
 
@@ -256,7 +264,7 @@ def _describe_one(kind: Any, *, many: bool = False) -> str:
     if origin in (list, dict, tuple):
         word = _WORDS[dict if origin is dict else list][many]
         inside = [_describe_one(k, many=True) for k in item_kinds(kind) or () if k is not Any]
-        return f"{word} of {' or '.join(inside)}" if inside else word
+        return f"{word} of {' or '.join(dict.fromkeys(inside))}" if inside else word
     return _WORDS.get(kind, ("another value", "values"))[many]
 
 

@@ -383,7 +383,12 @@ def _by_name(value: Any) -> Any:
     if isinstance(value, list):
         said = [one.get("task_name") if isinstance(one, dict | Section) else None for one in value]
         names = [
-            name if name and said.count(name) == 1 else str(place) if len(said) > 1 else "default"
+            name
+            if said.count(name) == 1 and name and not name.isdecimal()
+            # A number could be the place of another.
+            else str(place)
+            if len(said) > 1
+            else "default"
             for place, name in enumerate(said, 1)
         ]
         return dict(zip(names, value, strict=True)) or None

@@ -14,6 +14,8 @@ from laurel.config.load import load_config
 from laurel.config.resuming import changes
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS
+from laurel.config.sft import SFTRun
+from laurel.config.yaml_tree import Section
 from laurel.data.tasks import load_task_data
 from laurel.errors import ConfigError
 
@@ -156,6 +158,20 @@ def test_validation_tasks_by_name(tmp_path: Path) -> None:
     listed = listed.replace("e.jsonl}", "e.jsonl, task_name: Easy}")
     data = load_config(GRPORun, written(tmp_path, listed), []).config.data
     assert data.validation_names() == ["Easy", "2"]
+    # A name that is the place of another.
+    data = load_config(GRPORun, written(tmp_path, listed.replace("Easy", "'2'")), []).config.data
+    assert [one.data_path for one in data.validation_sets()] == ["e.jsonl", "h.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "key"), [(RewardTrainingRun, "kwargs"), (SFTRun, "kwargs"), (GRPORun, "tasks")]
+)
+def test_a_lone_set_may_say_nothing_but_a_mapping(
+    tmp_path: Path, schema: type[Section], key: str
+) -> None:
+    text = f"data:\n  dataset_name: reasoning_gym\n  validation: {{{key}: {{some: 2.0}}}}\n"
+    data: Any = load_config(schema, written(tmp_path, text), []).config
+    assert data.data.validation["default"].get(key) == {"some": 2.0}
 
 
 def test_tasks_of_a_list_have_the_names_of_their_blocks(tmp_path: Path) -> None:

@@ -256,6 +256,9 @@ def test_validation_sets_by_name_stand_beside_blocks_as_in_nemos_guide(tmp_path:
     data["val_data_paths"]["default"] = "other.jsonl"
     with pytest.raises(ConfigError, match="both have a set called default"):
         load(tmp_path, "rm", {"data": data})
+    data["validation"] = [{"data_path": "val.jsonl"}]
+    with pytest.raises(ConfigError, match="name its sets, beside those of"):
+        load(tmp_path, "rm", {"data": data})
 
 
 def megatron(**changes: Any) -> dict[str, Any]:
@@ -654,6 +657,12 @@ def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) ->
         policy["dynamic_batching"] = {"enabled": enabled}
         config = load(tmp_path, "grpo", {"policy": policy}).config
         assert config.policy.batch_limits.padded_tokens == budget
+    policy["sequence_packing"]["train_mb_tokens"] = "auto"
+    config = load(tmp_path, "grpo", {"policy": policy}).config
+    assert config.policy.sequence_packing.train_mb_tokens == "auto"
+    policy["dynamic_batching"]["train_mb_tokens"] = 0
+    with pytest.raises(ConfigError, match="train_mb_tokens: must be"):
+        load(tmp_path, "grpo", {"policy": policy})
     # Where NeMo RL counts rows, no budget holds that its file says beside.
     policy["dynamic_batching"] = {"enabled": False}
     limits = load(tmp_path, "grpo", {"policy": policy}).config.policy.batch_limits

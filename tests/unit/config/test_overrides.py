@@ -13,6 +13,7 @@ from pydantic import Field
 
 from laurel.config.load import load_config
 from laurel.config.overrides import column_overrides, overrides_of, parse_override
+from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section, plain_values
 from laurel.errors import ConfigError
 
@@ -236,9 +237,27 @@ def test_lists_are_changed_by_position(tmp_path: Path) -> None:
     text = "inner: {blocks: [{path: a}, {path: b}]}\n"
     run = load("inner.blocks.1.path=c", text=text, folder=tmp_path)
     assert run.inner.blocks == [Block(path="a"), Block(path="c")]
+    # As errors write it.
+    assert load("inner.blocks[1].path=c", text=text, folder=tmp_path) == run
     assert "inner.blocks: is a list of 2; it has no '2'" in refused(
         "inner.blocks.2.path=c", text=text, folder=tmp_path
     )
+    told = refused("inner.blocks.path=c", text=text, folder=tmp_path)
+    assert told.endswith("it has no 'path'; its first is inner.blocks[0]")
+
+
+def test_a_key_of_a_set_is_none_of_sets_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {validation: {V: {data_path: v}}}\n")
+    with pytest.raises(
+        ConfigError, match=r"data\.validation\.data_path: is not there to be changed"
+    ):
+        load_config(SFTRun, path, ["data.validation.data_path=x"])
+    data = load_config(SFTRun, path, ["+data.validation.W={data_path: w}"]).config.data
+    assert [one.data_path for one in data.validation_sets()] == ["v", "w"]
+    path.write_text("data: {validation: {data_path: v}}\n")
+    data = load_config(SFTRun, path, ["data.validation.data_path=x"]).config.data
+    assert [one.data_path for one in data.validation_sets()] == ["x"]
 
 
 def test_a_reference_has_no_keys(tmp_path: Path) -> None:
