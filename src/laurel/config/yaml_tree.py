@@ -382,13 +382,10 @@ def _in_list(value: Any) -> Any:
 def _by_name(value: Any) -> Any:
     if isinstance(value, list):
         said = [one.get("task_name") if isinstance(one, dict | Section) else None for one in value]
+        # A number could be the place of another.
+        own = {one for one in said if one and said.count(one) == 1 and not one.isdecimal()}
         names = [
-            name
-            if said.count(name) == 1 and name and not name.isdecimal()
-            # A number could be the place of another.
-            else str(place)
-            if len(said) > 1
-            else "default"
+            name if name in own else str(place) if len(said) > 1 else "default"
             for place, name in enumerate(said, 1)
         ]
         return dict(zip(names, value, strict=True)) or None
