@@ -1,7 +1,9 @@
 """The code environment: rewards by hand, code as a tool, what is malformed, what fails."""
 
 import os
+import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -441,10 +443,15 @@ def test_settings():
         CodeEnvironment({"sandbox": {"num_workers": 3}})
 
 
-def test_by_its_name(found):
-    config = EnvironmentsConfig(code={"num_workers": 1, "sandbox": QUICK})
+def test_by_its_name_programs_begin_in_nine_tenths_of_the_time_of_a_call(found, monkeypatch):
+    config = EnvironmentsConfig(timeout_seconds=50, code={"num_workers": 1, "sandbox": QUICK})
     environment = create_environment("code", config)
     assert isinstance(environment, CodeEnvironment)
+    submitted = MagicMock(wraps=environment._pool.submit)
+    monkeypatch.setattr(environment._pool, "submit", submitted)
+    began = time.monotonic()
+    environment.step([log_of(block(RIGHT))], [CALLS])
+    assert began + 45 <= submitted.call_args.kwargs["deadline"] <= time.monotonic() + 45
     environment.shutdown()
 
 

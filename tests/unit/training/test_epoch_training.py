@@ -1,6 +1,8 @@
 """How long a run over a training set is, which rows its steps read, and what it is validated on."""
 
+import signal
 from dataclasses import dataclass
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.config.sft import SFTConfig
 from laurel.training.batches import StepOrder
-from laurel.training.epochs import rows_to_validate, total_steps
+from laurel.training.epochs import EpochParts, EpochTraining, rows_to_validate, total_steps
+from laurel.training.loop import Interrupted
 from laurel.types import TokenGroup
 
 SECTIONS = {"rm": RewardTrainingConfig, "sft": SFTConfig}
@@ -43,3 +46,38 @@ ROWS = [
 def test_a_limit_of_validation_batches(section, batches, size, used):
     limits = {"val_batches": batches, "val_global_batch_size": size}
     assert rows_to_validate(ROWS, SECTIONS[section].model_validate(limits)) == ROWS[:used]
+
+
+class Validated(EpochTraining):
+    """Validates row by row; a signal comes after the second."""
+
+    def validate(self, samples, micro_batches, on_rows):
+        for number, _ in enumerate(samples, 1):
+            self.number = number
+            if number == 2:
+                self.services.stop.signal = signal.SIGTERM
+            on_rows(1)
+
+    def label(self, sample):
+        return sample.tokens.id
+
+    def report(self, *args, **kwargs):
+        raise AssertionError
+
+    step = report
+
+
+def test_a_signal_breaks_a_validation_off_between_its_rows():
+    services = MagicMock()
+    services.stop.signal = None
+    parts = EpochParts(
+        learner=MagicMock(),
+        batcher=MagicMock(),
+        train=ROWS,
+        order=StepOrder(len(ROWS), 2, shuffle=False, seed=0),
+        validation={"default": ROWS},
+    )
+    run = Validated(RewardTrainingConfig(), services, parts, loss=MagicMock())
+    with pytest.raises(Interrupted):
+        run.measure(1)
+    assert run.number == 2
