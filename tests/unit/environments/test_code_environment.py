@@ -447,6 +447,7 @@ def test_by_its_name_programs_begin_in_nine_tenths_of_the_time_of_a_call(found, 
     config = EnvironmentsConfig(timeout_seconds=50, code={"num_workers": 1, "sandbox": QUICK})
     environment = create_environment("code", config)
     assert isinstance(environment, CodeEnvironment)
+    assert environment._pool.num_workers == 1
     submitted = MagicMock(wraps=environment._pool.submit)
     monkeypatch.setattr(environment._pool, "submit", submitted)
     began = time.monotonic()
