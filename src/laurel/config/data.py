@@ -93,6 +93,15 @@ class SetsConfig(Section):
     """`error` stops the run with file and line of a malformed row, or of one that the chat template
     refuses; `skip` leaves it out and counts it."""
 
+    @model_validator(mode="after")
+    def _one_form(self) -> SetsConfig:
+        for flat, block in (("train_data_path", "train"), ("val_data_path", "validation")):
+            if getattr(self, flat) and getattr(self, block, None) is not None:
+                raise ValueError(
+                    f"data.{flat} and data.{block} are two forms of the same thing; keep one"
+                )
+        return self
+
     def without_effect(self) -> dict[str, str]:
         """Return the shares of validation sets, of which nothing is held out."""
         share, named = "split_validation_size", getattr(self, "validation", None) or {}
@@ -327,15 +336,6 @@ class DataConfig(SetsConfig):
             else block
             for name, block in value.items()
         }
-
-    @model_validator(mode="after")
-    def _one_form(self) -> DataConfig:
-        for flat, block in (("train_data_path", "train"), ("val_data_path", "validation")):
-            if getattr(self, flat) and getattr(self, block) is not None:
-                raise ValueError(
-                    f"data.{flat} and data.{block} are two forms of the same thing; keep one"
-                )
-        return self
 
     def train_sets(self) -> list[DatasetConfig]:
         """Return the training sets, named by flat keys or blocks, with defaults filled in."""

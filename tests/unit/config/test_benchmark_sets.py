@@ -111,6 +111,18 @@ def test_sets_may_be_written_alone_and_in_a_list(
     assert {name: one.split for name, one in data.validation.items()} == {"default": "x"}
 
 
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
+@pytest.mark.parametrize(
+    ("flat", "block"), [("train_data_path", "train"), ("val_data_path", "validation")]
+)
+def test_a_set_has_one_form(schema: Any, flat: str, block: str) -> None:
+    both = [f"data.{flat}=a.jsonl", f"data.{block}={{data_path: b.jsonl}}"]
+    with pytest.raises(ConfigError) as error:
+        load_config(schema, None, both)
+    assert f"data.{flat}" in str(error.value)
+    assert f"data.{block}" in str(error.value)
+
+
 def test_flat_keys_and_dictionaries_without_a_file() -> None:
     flat = DataConfig(train_data_path="t", val_data_path="b")
     assert flat.validation_sets()["default"].data_path == "b"
