@@ -12,7 +12,7 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from laurel.sandbox.grading import grade
@@ -21,6 +21,7 @@ from laurel.sandbox.scratch import ScratchFolder
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.sandbox.zygote_process import (
     BoundedZygote,
+    SandboxLateError,
     SandboxLostError,
     SandboxStartError,
     ZygoteProcess,
@@ -107,6 +108,8 @@ Claim = Literal["files", "disk", "network", "processes", "time", "memory", "outp
 _ALWAYS: tuple[Claim, ...] = ("time", "memory", "output")
 _ESCAPED = "ESCAPED"
 _LIMITS = Limits(cpu_s=2, wall_s=60)
+_LATE_SECONDS = 10.0
+"""The wall time of a canary that had not started within its own."""
 _RIGHTS = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 
 
@@ -292,9 +295,10 @@ def try_canary(canary: EscapeAttempt, zygote: ZygoteProcess, world: World) -> Si
     code = canary.code
     for name, value in world.facts().items():
         code = code.replace(f"{{{name}}}", value)
-    result = grade(
-        SandboxJob(code=code, limits=canary.limits), BoundedZygote(zygote, None), tier="", attempt=1
-    )
+    try:
+        result = _graded(code, canary.limits, zygote)
+    except SandboxLateError:  # a loaded machine is slow, and no worse a sandbox for it
+        result = _graded(code, replace(canary.limits, wall_s=_LATE_SECONDS), zygote)
     outside = world.noticed()
     if outside:
         return Sighting(canary, False, f"outside there was {outside}")
@@ -303,6 +307,11 @@ def try_canary(canary: EscapeAttempt, zygote: ZygoteProcess, world: World) -> Si
     if result.status not in canary.statuses:
         return Sighting(canary, False, f"it ended with {result.status.value}: {_last(result)}")
     return Sighting(canary, True, _last(result) or result.status.value)
+
+
+def _graded(code: str, limits: Limits, zygote: ZygoteProcess) -> SandboxResult:
+    job = SandboxJob(code=code, limits=limits)
+    return grade(job, BoundedZygote(zygote, None), tier="", attempt=1)
 
 
 def _last(result: SandboxResult) -> str:

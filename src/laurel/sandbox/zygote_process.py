@@ -58,6 +58,10 @@ class SandboxLostError(RuntimeError):
     """Raised if the sandbox itself failed during a job, or before it."""
 
 
+class SandboxLateError(SandboxLostError):
+    """Raised if a program had not started when its wall time was over."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOutcome:
     """How a process that ran a program ended, as its monitor saw it."""
@@ -111,7 +115,7 @@ class RunningJob:
         )
         if not header["ready"]:
             if header.get("ended_by") in ("wall", "cancel") and not header["said"]:
-                raise SandboxLostError("the program did not start in time")
+                raise SandboxLateError("the program did not start in time")
             raise SandboxLostError(header["said"] or "the program could not be started")
         stdout, stderr, result = parts
         return ProcessOutcome(

@@ -14,6 +14,7 @@ from laurel.sandbox import detection as detection_module
 from laurel.sandbox import limits
 from laurel.sandbox import pool as pool_module
 from laurel.sandbox.detection import CANARIES, Detection, EscapeAttempt, claims_of, detect
+from laurel.sandbox.jobs import Limits
 from laurel.sandbox.limits import available_cores
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.workers.rendezvous import RankPlace
@@ -83,6 +84,13 @@ def test_limits_are_those_of_the_configuration():
     assert (limits.cpu_s, limits.wall_s, limits.mem_mb, limits.stdout_kb) == (1, 2, 64, 3)
     with pytest.raises(ValueError, match="could then never be used up"):
         SandboxConfig(cpu_seconds=3, wall_seconds=2)
+
+
+def test_a_canary_that_starts_late_is_tried_again(monkeypatch):
+    expected = detect().tier
+    late = EscapeAttempt(name="late", claim="time", code="", limits=Limits(wall_s=1e-6))
+    monkeypatch.setattr(detection_module, "CANARIES", (late,))
+    assert detect().tier is expected
 
 
 def test_every_claim_has_its_canary():
