@@ -184,7 +184,9 @@ def test_scores_that_went_through_a_sigmoid_are_found(pair, monkeypatch):
     """As from a vLLM that has renamed `use_activation` and heeds neither word of it."""
     scorer, *_ = pair
     parameters = scorer._model._vllm.PoolingParams
-    monkeypatch.setattr(scorer._model, "_parameters", parameters(task="classify", use_activation=True))
+    monkeypatch.setattr(
+        scorer._model, "_parameters", parameters(task="classify", use_activation=True)
+    )
     expected = scorer.contract.rules.golden[0].values_K[0]
     squashed = 1 / (1 + math.exp(-expected))
     true_values, returned = scorer._values, []
