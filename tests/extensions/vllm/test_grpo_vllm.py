@@ -125,31 +125,32 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
     psutil = pytest.importorskip("psutil")
     killed: list[Any] = []
     names: list[str] = []
-    seen: list[list[str]] = []
     first = threading.Lock()
     shared = Path("/dev/shm")
     before = set(shared.glob("vllm_dist_*"))
 
     def kill_once():
+        if first.acquire(blocking=False):
+            wait_until(kill_a_replica)  # a process may be read while it begins or ends
+
+    def kill_a_replica():
         """What Ray started, which has vLLM's scheduler for a child, and that the workers."""
         found = psutil.Process(os.getpid()).children(recursive=True)
-        seen.append([command_of(process) for process in found])
         cores = [process for process in found if "EngineCore" in command_of(process)]
         if not cores:
-            return
+            return False
         # A child that the scheduler has just forked still bears its name: the first by age is it.
         try:
             core = min(cores, key=lambda process: process.create_time())
             family = [core.parent(), core, *core.children(recursive=True)]
-        except psutil.NoSuchProcess:  # it has ended meanwhile: the next answer comes here, too
-            return
-        commands = [command_of(process) for process in family]
-        if sum("Worker_TP" in command for command in commands) < 2:
-            return  # one was read while it ended or began: the next answer comes here, too
-        if first.acquire(blocking=False):
-            names.extend(commands)
-            killed.extend(family)
-            killed[0].send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            return False
+        names[:] = [command_of(process) for process in family]
+        if sum("Worker_TP" in name for name in names) < 2:
+            return False
+        killed.extend(family)
+        killed[0].send_signal(signal.SIGKILL)
+        return True
 
     def command_of(process):
         try:
@@ -163,7 +164,7 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
         run = grpo([*settings, *SCRATCH_WITH_HEADS])
     finally:
         HOOKS.clear()
-    assert killed, seen
+    assert killed
     assert run.outcome.ended == "finished"
     assert not list((tmp_path / "saves").glob(".start-*"))
     assert "generation: node 0, slots 0-1, in turns with policy" in run.text
