@@ -438,7 +438,7 @@ LOADED_JUDGE_KEYS = (
     *("tokenizer", "read_out", "compares", "words", "max_opponents"),
 )
 """The keys of `judge` without effect on one that is asked at `urls`."""
-_ASKED = (*("api_key_env", "request_timeout", "hedge", "connect_patience", "extra_body"),)
+_ASKED = ("api_key_env", "request_timeout", "hedge", "connect_patience", "extra_body")
 _SCORE = ("score_pattern", "score_key", "lowest", "highest")
 _WRITTEN = (
     *_SCORE,
