@@ -52,7 +52,7 @@ from laurel.models.scoring import ScoringContract
 from laurel.training.losses import LossOutput
 from laurel.training.optimizers import build_optimizer, build_scheduler
 from laurel.types import PaddedRows, TokenForest, Weights
-from laurel.workers.process import give_back_free_memory
+from laurel.workers.process import trim_heap
 
 Label = TypeVar("Label")
 LabelIn = TypeVar("LabelIn", contravariant=True)
@@ -476,7 +476,7 @@ class LocalLearner:
             if in_step is not None:
                 in_step.before(kind)
             if model.device.type == "cpu":
-                give_back_free_memory()
+                trim_heap()
 
         def loss_of(outputs: Any, some: Sequence[Any]) -> tuple[Tensor, LossOutput]:
             result = loss(outputs, some, num_groups=denominator)

@@ -67,8 +67,8 @@ def give_back_freed_memory() -> None:
         mallopt(map_from, 2 * 2**20)
 
 
-def give_back_free_memory() -> None:
-    """Make glibc return to the system what is free in its heap now, between what is in use, too.
+def trim_heap() -> None:
+    """Return to the system what is free in glibc's heap now, between what is in use, too.
 
     A pass over tokens of another number needs blocks of other sizes, which do not fit into those
     that the pass before has freed. Unlike `give_back_freed_memory` it costs nothing within a pass.

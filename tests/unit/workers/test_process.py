@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 FREED = """
 import sys
 import numpy as np
-from laurel.workers.process import give_back_free_memory, give_back_freed_memory
+from laurel.workers.process import trim_heap, give_back_freed_memory
 
 def held():
     lines = open("/proc/self/status").read().splitlines()
@@ -32,7 +32,7 @@ for _ in range(10):  # 160 MiB, and after each a little that stays
     pins.append(bytearray(200_000))
 blocks.clear()
 if sys.argv[1] == "at once":
-    give_back_free_memory()
+    trim_heap()
 print(held() - before)
 """
 
