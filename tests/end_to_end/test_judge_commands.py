@@ -1,8 +1,10 @@
 """A judge that this process loads, in `laurel eval`, `laurel score` and `laurel data verdicts`."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import tiny
@@ -12,6 +14,7 @@ from judges import ONLY_RESPONSE, by_length, judge_server
 from laurel import api
 from laurel.cli.main import app
 from laurel.errors import ConfigError
+from laurel.extensions.evaluation.tables import print_judge
 from laurel.rewards.open import open_scorer
 from laurel.rewards.spec import NamedSource, ScorerSpec
 from laurel.run.specs import read_judge
@@ -69,7 +72,13 @@ def test_eval_counts_the_verdicts_and_says_how_often_they_flip(called, judge, tm
     assert report["judge"]["position_flips"] == pytest.approx(flips)
     shown = called("eval", "reward-bench", "--judge", judge, "-d", data, "--device", "cpu")
     assert f"verdicts that change with the position {flips:.3f}" in shown.stdout
-    assert ("warning: where most verdicts" in shown.stdout) == (flips > 0.5)
+
+
+@pytest.mark.parametrize(("flips", "warns"), [(0.5, False), (0.75, True)])
+def test_a_judge_that_follows_the_position_is_named(flips, warns):
+    console = Console(file=io.StringIO(), width=80)
+    print_judge(console, {"position_flips": flips})
+    assert ("warning" in console.file.getvalue()) == warns
 
 
 def test_score_writes_the_probabilities(called, judge, tmp_path):
