@@ -91,6 +91,7 @@ def prefix_trees(sequences: Sequence[np.ndarray], least: int) -> list[PrefixNode
 
     Args:
         sequences: Sequences of at least one token.
+        least: The fewest tokens of a shared run, at least 1.
 
     Returns:
         The runs of all trees in depth-first order, tree after tree, in the order in which the
@@ -177,6 +178,7 @@ def shared_parts(
 
     Args:
         budget: The largest number of distinct tokens of a part; a larger group is one by itself.
+        least_shared: The fewest tokens of a shared run, as in `to_forest`.
 
     Returns:
         The indices of the groups of each part, with its number of distinct tokens. Every index

@@ -866,6 +866,8 @@ def completion_divergence(
     not finite.
 
     Args:
+        policy_L: Log-probabilities under the policy that sampled the completion.
+        reference_L: Log-probabilities under the reference policy.
         mask_L: True for tokens of the policy; the other tokens are ignored.
     """
     given = reference_L[mask_L].astype(np.float64), policy_L[mask_L].astype(np.float64)

@@ -17,6 +17,9 @@ def larger_micro_batch(
     Their tokens are doubled as long as a tenth of the device stays free. Each micro-batch rounds
     all weights and adds up all gradients, so that fewer and larger ones take less time.
 
+    Args:
+        device_memory: The bytes of a device.
+
     Returns:
         None if no larger ones fit, or if they would make no fewer passes.
     """

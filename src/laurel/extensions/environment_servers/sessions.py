@@ -120,6 +120,7 @@ class SessionServer(Protocol):
         """Make the rows of the server's tasks, the first `limit` of them.
 
         Args:
+            limit: How many; None for all.
             made: Those that earlier calls made; the others are appended.
 
         Raises:

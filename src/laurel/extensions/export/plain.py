@@ -82,6 +82,9 @@ def plain_logprobs(
 ) -> np.ndarray:
     """Compute log-probabilities with `AutoModelForCausalLM` alone, to check an export.
 
+    Args:
+        starts_N: The index in each sequence of the first token whose log-probability is returned.
+
     Returns:
         The log-probabilities of all sequences, concatenated.
 

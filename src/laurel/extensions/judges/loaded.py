@@ -264,6 +264,10 @@ def won_scores(verdicts: dict[tuple[int, int | None], Score], counts: Sequence[i
     A completion with which no comparison succeeded is unusable, and the others are compared without
     it (`failed_comparisons`). If a comparison of two usable ones failed, both fail: the mean over
     other opponents than the rest has would not be comparable.
+
+    Args:
+        verdicts: The verdict on each ordered pair: the probability that the first one shown wins.
+        counts: How often each of the different completions is in the group.
     """
     wins: list[list[tuple[float, int]]] = [
         [(0.5, count - 1)] if count > 1 else [] for count in counts

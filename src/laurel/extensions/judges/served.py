@@ -458,6 +458,9 @@ def verdict_rows(
     completions have the first verdict and the worst the second, once each; those in between, about
     which neither verdict is known, are left out. Of pairs both verdicts are equally frequent.
 
+    Args:
+        ranks_G: The rank of each completion; lower is better.
+
     Raises:
         ConfigError: The judge cannot learn from preferences (`taught_verdicts`).
         DataError: The template cannot be rendered with the group.

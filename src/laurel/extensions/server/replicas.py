@@ -120,6 +120,9 @@ class ReplicaProcess:
     def __init__(self, index: int, spec: ServingSpec, *, limit: float) -> None:
         """Start the process, and load the model there.
 
+        Args:
+            limit: Time limit of one call, in seconds.
+
         Raises:
             UserError: The model cannot be used.
             EngineError: The process died meanwhile.

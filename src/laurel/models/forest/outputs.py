@@ -195,6 +195,7 @@ def token_logprobs(
 
     Args:
         hidden_MD: The hidden state that predicts each token, after the last norm.
+        targets_M: int64, the tokens.
         weight_VD: The weights of the language-model head, or this rank's shard of them.
         bias_V: The bias of the head, or this rank's shard of it.
         temperature: The temperature, above 0.
@@ -434,6 +435,7 @@ def reduce_on_gpu(
 
     Args:
         logits_CV: The finished logits, which are overwritten.
+        targets_C: int64, the tokens.
         entropy_C: Where the entropies are written; None: they are not computed.
     """
     chosen_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
