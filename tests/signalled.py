@@ -47,9 +47,11 @@ def main(job):
     send = partial(os.kill, os.getpid(), job["signal"])
     if "save" in job:
         before_sealing(job["save"], send)
-    else:
+    elif "seconds" in job:
         before_update(job["update"], threading.Timer(job["seconds"], send).start)
         before_update(job["update"] + LATEST, send)
+    else:
+        before_update(job["update"], send)
     sys.argv = ["laurel", "rm", *sys.argv[2:]]
     laurel()
 

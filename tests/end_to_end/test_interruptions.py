@@ -2,23 +2,33 @@
 
 import itertools
 import json
+import os
 import random
 import re
 import signal
+import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from laurel.observe.loggers import read_metrics
+from laurel.training.state import FEW_REFERENCE_GROUPS
 from runs import (
     assert_equal_runs,
+    best_name,
     last_step,
+    metric_of,
+    pairs,
     run,
+    series,
     settings,
     start,
     train,
     wait_until,
+    write_rows,
 )
 
 LONG = (
@@ -63,6 +73,65 @@ def test_kill_9_at_any_moment_and_in_the_middle_of_a_save(tmp_path, straight):
     assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
 
 
+@pytest.mark.slow
+def test_sigterm_saves_and_ends_well_and_the_run_goes_on(tmp_path, straight):
+    overrides, saves = settings(tmp_path, *LONG), tmp_path / "saves"
+    ended = run(overrides, program=signalled(signal.SIGTERM, update=24))
+    assert ended.returncode == 0, ended.stderr
+    step, said = last_step(tmp_path), ended.stdout + ended.stderr
+    assert "SIGTERM: saving after this step, then ending" in said
+    assert re.search(
+        rf"stopped by SIGTERM after step {step}, \d+ s in; run it again to resume", said
+    )
+    assert (saves / f"step_{step}" / "MANIFEST.json").is_file()
+    assert step < LONG_STEPS
+
+    finished = train(overrides)
+    assert finished.outcome.ended == "finished"
+    assert f"resuming from {saves}/step_{step}, after step {step}" in finished.text
+    assert_equal_runs(straight, tmp_path, last=LONG_STEPS, same_validations=True)
+
+
+@pytest.fixture
+def deaf():
+    """A SIGTERM that comes when no run is listening must not end the tests."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+def is_validating() -> bool:
+    """Report whether the main thread is in the middle of a validation."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_name != "_validate":
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def preempt_when(condition, *, pause=0.0):
+    """Send this process a SIGTERM once a run is listening and something is so.
+
+    Not after the block: where no run is left to hear it, a signal would end the tests.
+    """
+    unheard, over = signal.getsignal(signal.SIGTERM), threading.Event()
+
+    def wait():
+        while signal.getsignal(signal.SIGTERM) == unheard or not condition():
+            if over.wait(0.001):
+                return
+        if not over.wait(pause):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 STEP_WITHOUT_END = """
 import sys, torch
 from laurel.cli.main import main
@@ -101,6 +170,37 @@ def test_a_second_process_on_the_same_directory_is_refused_and_two_sigterms_end_
     assert log.read_text(encoding="utf-8").endswith("ended unsaved\n")
     assert last_step(tmp_path) == 0
     assert not list((tmp_path / "saves").glob("step_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("deaf")
+def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path):
+    """With seconds left, a run must save and not go on validating for minutes."""
+    held_out = write_rows(tmp_path / "held_out.jsonl", pairs(500, seed=5))
+    changes = [
+        "data.split_validation_size=0",
+        f"data.val_data_path={held_out}",
+        "rm.val_period=2",
+        "rm.max_num_steps=3",
+        "policy.max_total_sequence_length=64",
+    ]
+    overrides = settings(tmp_path / "broken", *changes)
+    with preempt_when(is_validating):
+        done = train(overrides)
+    assert (done.outcome.ended, done.outcome.step) == ("signal", 2)
+    assert "the validation of step 2 was broken off" in done.text
+    assert not series(tmp_path / "broken", "validation-default/loss"), "it came too late to test"
+    rules = json.loads((tmp_path / "broken" / "saves" / "step_2" / "scoring.json").read_text())
+    assert rules["num_reference"] == 2 * FEW_REFERENCE_GROUPS
+    assert metric_of(tmp_path / "broken" / "saves" / "step_2") is None
+
+    resumed = train(overrides)
+    straight = train(settings(tmp_path / "straight", *changes))
+    assert metric_of(tmp_path / "broken" / "saves" / "step_2") == pytest.approx(
+        series(tmp_path / "straight", "validation-default/loss")[2], rel=1e-12
+    )
+    assert best_name(resumed) == best_name(straight)
+    assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=3, same_validations=True)
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """`laurel grpo` judged by a function, by servers, by a judge, and by several models."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from judges import judge_server, question
 from laurel.errors import UserError
 from laurel.rewards.open import load_scorer
 from laurel.rewards.spec import ScorerSpec, find_model
@@ -66,9 +68,10 @@ def function_in(directory, name, **settings):
     return {"path": f"{directory}/rewards.py:{name}", **settings}
 
 
-def test_a_function_gives_the_rewards(tmp_path, model):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_function_gives_the_rewards(tmp_path, model, num_workers):
     function = function_in(tmp_path, "compute_score", kwargs={"bonus": 0.5})
-    done = run(tmp_path, model, {"function": function, "num_workers": 1})
+    done = run(tmp_path, model, {"function": function, "num_workers": num_workers})
     assert done.outcome.ended == "finished"
     for step, figures in metrics_of(tmp_path).items():
         rows = completions_of(tmp_path, step)
@@ -111,6 +114,30 @@ def test_servers_give_the_run_that_the_model_gives(tmp_path, model, reward_model
 
 
 @pytest.mark.slow
+def test_a_judge_gives_the_rewards(tmp_path, model):
+    def say(asked):
+        response, _, known = question(asked).partition("|known:")
+        return f"Score: {10 if f'{{{known}}}' in response else 2}"
+
+    with judge_server(say) as server:
+        judge = {
+            "urls": [server.url],
+            "model": "judge",
+            "num_samples": 2,
+            "temperature": 0.5,
+            "template": "{{ response }}|known:{{ ground_truth }}",
+        }
+        done = run(tmp_path, model, {"judge": judge, "transform": {"scale": 0.1}})
+        assert len(server.asked) <= 2 + 2 * 2 * 12
+    assert done.outcome.ended == "finished"
+    for step, figures in metrics_of(tmp_path).items():
+        rows = completions_of(tmp_path, step)
+        expected = [1.0 if f"{{{answer_of(row)}}}" in row["completion"] else 0.2 for row in rows]
+        assert [row["reward"] for row in rows] == pytest.approx(expected)
+        assert figures[f"{FIGURE}part/unreadable/mean"] == 0.0
+
+
+@pytest.mark.slow
 def test_a_judge_in_this_process_compares_the_completions_of_a_group(tmp_path, model):
     judge = {
         "model": str(model),
@@ -128,6 +155,28 @@ def test_a_judge_in_this_process_compares_the_completions_of_a_group(tmp_path, m
         assert len(set(rewards)) > 1
         assert 0 <= figures[f"{FIGURE}part/position_flips/mean"] <= 1
         assert figures[f"{FIGURE}part/word_mass/mean"] > 0
+
+
+@pytest.mark.slow
+def test_two_models_give_the_rewards(tmp_path, model, reward_models):
+    parts = [
+        {"name": "kind", "model_name": reward_models["first"]},
+        {"name": "wise", "model_name": reward_models["second"]},
+    ]
+    rewards = {
+        "models": parts,
+        "precision": "float32",
+        "combine": "mean_minus_std",
+        "uncertainty_penalty": 0.5,
+    }
+    done = run(tmp_path, model, rewards)
+    assert done.outcome.ended == "finished"
+    figures = metrics_of(tmp_path)[1]
+    kind = (figures[f"{FIGURE}part/kind/mean"] - 0.25) / 0.5
+    wise = (figures[f"{FIGURE}part/wise/mean"] - 0.25) / 1.5
+    # The penalty is at most half the mean distance of the two, and at least that of their means.
+    assert figures["train/reward"] < (kind + wise) / 2 - 0.25 * abs(kind - wise) + 1e-6
+    assert math.isfinite(figures["train/reward"])
 
 
 @pytest.mark.parametrize(

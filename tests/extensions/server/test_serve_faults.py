@@ -1,7 +1,4 @@
-"""`laurel serve` that is killed and stopped under load, with a client that streams.
-
-How it ends under load, and what its front leaves behind: `test_serve.py` and `test_serve_front.py`.
-"""
+"""`laurel serve` that is killed, ended and stopped under load, with a client that streams."""
 
 import signal
 import threading
@@ -53,6 +50,38 @@ def test_laurel_serve_is_killed_and_comes_back(three_served):  # [1]
     streamed.after(300, start_one_and_end_the_last)
     assert streamed.run(MANY) == null_scores(MANY)
     assert streamed.counts["fault_connection"] > 0
+
+
+@pytest.mark.slow
+def test_laurel_serve_is_asked_to_end_under_load(three_served):  # [21]
+    """SIGTERM: what it has is answered, the rest goes elsewhere, and it ends well."""
+    codes = []
+
+    def end_and_start():
+        codes.append(three_served[0].serving.end())
+        three_served[0].start()
+
+    streamed = Streamed(three_served, version="", api_key=KEY)
+    streamed.after(100, end_and_start)
+    assert streamed.run(MANY) == null_scores(MANY)
+    assert codes == [0]
+
+
+@pytest.mark.slow
+def test_the_front_of_replicas_is_killed_and_started_again(tmp_path):
+    """It holds the router. Whoever asks asks again until there is another one at its address."""
+    with SamePort(tmp_path, "--null", "--replicas", "2") as front:
+        streamed = Streamed([front], version="", api_key=KEY)
+
+        def kill_and_start():
+            front.kill()
+            front.start()
+
+        streamed.after(100, kill_and_start)
+        streamed.after(800, kill_and_start)
+        assert streamed.run(MANY) == null_scores(MANY)
+        assert streamed.counts["requests"] == streamed.num_asked
+        assert streamed.counts["fault_connection"] > 0
 
 
 @pytest.mark.slow
