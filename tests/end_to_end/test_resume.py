@@ -34,6 +34,7 @@ MANNERS = {
         "policy.scratch.architecture=phi",
         "+policy.scratch.config_overrides.resid_pdrop=0.3",
         "+policy.scratch.config_overrides.embd_pdrop=0.1",
+        "+policy.scratch.config_overrides.attention_dropout=0.3",
         "policy.precision=bfloat16",
         "policy.sequence_packing.enabled=false",
         "policy.train_micro_batch_size=3",

@@ -17,7 +17,7 @@ from laurel.rewards.replicas import GroupScorer
 from laurel.workers.spawned import SpawnedGroup
 from policy_runs import assert_same_runs, grpo, grpo_settings, metrics_of
 from reward_models import small_model, write_model
-from sandbox_processes import wait_until
+from sandbox_processes import is_gone, wait_until
 
 BOUND = 1e-5
 FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/reward_std", "train/reward_min")
@@ -110,6 +110,42 @@ def test_when_nobody_is_left_who_renders_the_run_ends_and_says_why(
     with pytest.raises(WorkerError, match=r"reward_worker 0 was lost .* lower num_workers") as end:
         grpo(grpo_settings(tmp_path, model, *PLAIN, *graded_by(judge, *TWO_REPLICAS)))
     assert end.value.exit_code == 75
+
+
+ON_RAY = (
+    "cluster.gpus_per_node=3",
+    "env.reward_model.resources.gpus_per_node=2",
+)
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_in_mid_batch_changes_nothing(
+    tmp_path, model, judge, streamed, small_cluster, monkeypatch, caplog
+):
+    victims: list[int] = []
+    asked: list[int] = []
+    compute, numbers = GroupScorer._values, itertools.count(1)
+
+    def end_and_compute(self, *args, **kwargs):
+        pid = self._group._pids[0]
+        asked.append(pid)
+        if next(numbers) == 5:  # before the call: one that is done already would not miss it
+            victims.append(pid)
+            os.kill(pid, signal.SIGKILL)
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(GroupScorer, "_values", end_and_compute)
+    grpo(grpo_settings(tmp_path, model, *PLAIN, *graded_by(judge, *ON_RAY)))
+    assert len(victims) == 1
+    wait_until(lambda: is_gone(victims[0]))
+    assert len(set(asked)) >= 2, "the other replica, or the one in its place, did the rest"
+    assert "restart 1 of 3 at most" in caplog.text
+    assert "died in score" in caplog.text
+    assert_same_figures(tmp_path, streamed)
+    for step in (1, 2):
+        figures = metrics_of(tmp_path)[step]
+        assert figures["train/num_failures"] == 0
+        assert figures["env/reward_model/num_samples"] == 12
 
 
 @pytest.mark.slow
