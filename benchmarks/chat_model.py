@@ -50,14 +50,14 @@ class Pairs:
     """What the names of the files have before `train` and `validation`."""
     tokens: int
     """The longest conversation; longer ones lose their beginning."""
-    steps: int = 40
+    steps: int
 
 
 PAIRS = {
     "ukp": Pairs("ukp_convarg1/", tokens=256, steps=160),
     "hh": Pairs("hh_rlhf_harmless/", tokens=160, steps=100),
-    "ultrafeedback": Pairs("ultrafeedback_1k/", tokens=384),
-    "gsm8k": Pairs("gsm8k_model_solutions/pairs_", tokens=384, steps=100),
+    "ultrafeedback": Pairs("ultrafeedback_1k/", tokens=384, steps=16),
+    "gsm8k": Pairs("gsm8k_model_solutions/pairs_", tokens=384, steps=20),
 }
 TOOL_FIGURES = {
     "right": "accuracy",
@@ -88,7 +88,7 @@ def read_options() -> argparse.Namespace:
     add("--row", nargs="+", default=[], choices=list(rows()), metavar="NAME")
     add("--list", action="store_true", help="print the names of the rows")
     add("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a directory or a hub name")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of GRPO")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the rows grpo, reward-gsm8k")
     add("--vllm-python", default=sys.executable, help="interpreter with vLLM, of the row vllm")
     add("--validation", type=int, default=400, help="held-out pairs")
     add("--threads", type=int, default=1)
@@ -104,6 +104,8 @@ def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
     return {
         "grpo": grpo_row,
         **preferences,
+        "reward-gsm8k": seeds_row,
+        "reward-gsm8k-lora": adapters_row,
         "rates": rates_row,
         "tools": tools_row,
         "code": code_row,
@@ -603,6 +605,25 @@ def reward_row(options: argparse.Namespace, name: str, *changes: str, run_name: 
             )
             if f"{SET}/{key}" in final
         },
+    )
+
+
+def seeds_row(options: argparse.Namespace) -> None:
+    """Right against wrong solutions, once a seed, which orders the pairs and draws the head."""
+    for seed in options.seeds:
+        reward_row(options, "gsm8k", f"rm.seed={seed}", run_name=f"reward_gsm8k_{seed}")
+
+
+def adapters_row(options: argparse.Namespace) -> None:
+    """The same pairs with adapters of low rank instead of every weight."""
+    reward_row(
+        options,
+        "gsm8k",
+        "rm.seed=1",
+        "policy.dtensor_cfg.lora_cfg.enabled=true",
+        "policy.dtensor_cfg.lora_cfg.dim=32",
+        "policy.optimizer.kwargs.lr=1e-3",
+        run_name="reward_gsm8k_lora",
     )
 
 

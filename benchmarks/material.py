@@ -91,6 +91,15 @@ TRAINING_SHAPE = Shape(
 SCORING_SHAPE = Shape(
     hidden=1024, layers=7, heads=16, kv_heads=8, head_size=128, feed_forward=3072
 )  # seven layers of Qwen3-0.6B: 110.1M
+CHAT_SHAPE = Shape(
+    hidden=576,
+    layers=30,
+    heads=9,
+    kv_heads=3,
+    head_size=64,
+    feed_forward=1536,
+    vocabulary=49_152,
+)  # SmolLM2-135M
 TINY_SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_size=16, feed_forward=192)
 
 

@@ -3,9 +3,9 @@
     python benchmarks/plan_time.py
 
 In every round the machine's products and the bandwidth of its memory are measured, and a policy and
-a reward model of 30M parameters do each phase of a step, once with shared prompts and once with a
-copy for every completion. Processor time of one thread counts, as the machine may be busy, and
-medians of all rounds.
+a reward model of 30M parameters (`--chat`: of the shape of SmolLM2-135M) do each phase of a step,
+once with shared prompts and once with a copy for every completion. Processor time of one thread
+counts, as the machine may be busy, and medians of all rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from material import TINY_SHAPE, TRAINING_SHAPE, Shape
+from material import CHAT_SHAPE, TINY_SHAPE, TRAINING_SHAPE, Shape
 from rounds import machine, table, write_json
 
 from laurel.config.grpo_run import GRPORun
@@ -47,8 +47,9 @@ def main() -> None:
     options = read_options()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    measures = TINY_SHAPE if options.quick else TRAINING_SHAPE
-    results = [measure(measures, work, options) for work in WORKLOADS]
+    measures = TINY_SHAPE if options.quick else CHAT_SHAPE if options.chat else TRAINING_SHAPE
+    workloads = WORKLOADS[1:] if options.chat else WORKLOADS
+    results = [measure(measures, work, options) for work in workloads]
     rows = [row for result in results for row in result["rows"]]
     shape = model_shape(measures, has_language_head=True)
     print(
@@ -159,6 +160,9 @@ def read_options() -> argparse.Namespace:
         type=float,
         default=0.75,
         help="part of the products' peak: norms, activations and the optimizer take the rest",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="the second workload with the shape of SmolLM2-135M"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model: does it run")
     parser.add_argument("--markdown", action="store_true", help="a table for docs/parallelism.md")

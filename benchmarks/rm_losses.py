@@ -5,8 +5,9 @@
 Both start from one saved classifier (the model, and a head from a fixed seed), read the same pairs
 in the same order, and take the same steps: AdamW as Laurel sets it, a constant rate, clipping at
 norm 1, float32. (With torch's epsilon of 1e-8 and twice the rate the losses come apart by 2.0e-3 in
-20 steps.) The program fails where a loss of any step differs by more than `--bound`. A side that is
-done already is not run again: its losses lie in `--work`.
+20 steps.) The program fails where a loss of any step differs by more than `--bound`, or where the
+accuracy of one trained model on held-out pairs is outside of the other's 95 % interval. A side that
+is done already is not run again: its losses lie in `--work`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from material import (
 )
 from rounds import machine, table, write_json
 
+from laurel.evaluation.statistics import interval_of_share
+
 HERE = Path(__file__).parent
 BETAS, EPS, CLIP = (0.9, 0.98), 1e-5, 1.0
 
@@ -43,7 +46,10 @@ def main() -> None:
     rows, model = work / "rows.jsonl", work / "model"
     if not rows.is_file():
         usable = [row for row in load_rows(dataset) if letters(row) <= options.letters]
-        write_conversational(choose(usable, options.pairs * options.steps), rows)
+        trained = choose(usable, options.pairs * options.steps)
+        write_conversational(trained, rows)
+        held_out = [row for row in usable if row not in trained]
+        write_conversational(choose(held_out, options.held_out), work / "held_out.jsonl")
     if not (model / "config.json").is_file():
         save_pretrained_classifier(options.model, model)
     ours = laurel_losses(model, rows, work, options)
@@ -57,6 +63,16 @@ def main() -> None:
     header = ["step", "Laurel", "TRL", "difference"]
     print(table(header, lines, as_markdown=options.markdown))
     print(f"\nlargest difference of {len(ours)} steps: {worst:.2e} (bound {options.bound:g})")
+    accuracies = {
+        name: accuracy(directory, work)
+        for name, directory in (
+            ("before", model),
+            ("Laurel", work / "run" / f"step_{options.steps}"),
+            ("TRL", work / "trl_model"),
+        )
+    }
+    for name, (value, low, high) in accuracies.items():
+        print(f"held-out pairs in order, {name}: {value:.3f} ({low:.3f} to {high:.3f})")
     write_json(
         options.json,
         {
@@ -65,9 +81,11 @@ def main() -> None:
             "laurel": ours,
             "trl": theirs,
             "worst": worst,
+            "accuracies": accuracies,
         },
     )
-    if worst > options.bound:
+    _, low, high = accuracies["Laurel"]
+    if worst > options.bound or not low <= accuracies["TRL"][0] <= high:
         raise SystemExit(1)
 
 
@@ -80,6 +98,7 @@ def read_options() -> argparse.Namespace:
     add("--letters", type=int, default=350, help="the most letters of a pair, for short steps")
     add("--pairs", type=int, default=4, help="pairs of a step")
     add("--steps", type=int, default=20)
+    add("--held-out", type=int, default=100, help="pairs that both trained models are tried on")
     add("--lr", type=float, default=1e-5)
     add("--bound", type=float, default=1e-3)
     add("--threads", type=int, default=1)
@@ -116,7 +135,8 @@ def laurel_losses(model: Path, rows: Path, work: Path, options: argparse.Namespa
             "data.train_data_path": str(rows),
             "data.shuffle": "false",
             "rm.val_period": 0,
-            "checkpointing.enabled": "false",
+            "checkpointing.checkpoint_dir": str(work / "run"),
+            "checkpointing.metric_name": "null",
             "logger.log_dir": str(logs),
             "cluster.cpu_threads": options.threads,
         }
@@ -151,6 +171,16 @@ def trl_losses(model: Path, rows: Path, work: Path, options: argparse.Namespace)
         subprocess.run(command, check=True, env=environment)
     losses: list[float] = json.loads(written.read_text(encoding="utf-8"))
     return losses
+
+
+def accuracy(model: Path, work: Path) -> tuple[float, float, float]:
+    """The share of the held-out pairs that a model orders as people did, with its 95 % interval."""
+    asked = ("pairs", "-m", str(model), "-d", str(work / "held_out.jsonl"), "--device", "cpu")
+    command = [sys.executable, "-m", "laurel.cli.main", "eval", *asked, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    final = json.loads(done.stdout)["final"]
+    count = final["num_rows"]
+    return final["value"], *interval_of_share(round(final["value"] * count), count)
 
 
 if __name__ == "__main__":

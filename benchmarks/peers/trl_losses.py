@@ -59,6 +59,7 @@ def main() -> None:
     trainer = InOrder(model=SETTINGS["model"], args=arguments, train_dataset=rows)
     trainer.losses = []
     trainer.train()
+    trainer.save_model(str(Path(SETTINGS["work"]) / "trl_model"))
     Path(SETTINGS["written"]).write_text(json.dumps(trainer.losses), encoding="utf-8")
 
 
