@@ -31,13 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import machine, table, write_json
 
-from laurel.environments.code.nodes import ClusterNodes, NodePool
+from laurel.environments.code.nodes import NodePool
 from laurel.sandbox.control_group import chosen_place
 from laurel.sandbox.detection import detect
 from laurel.sandbox.jobs import SandboxJob, Status
 from laurel.sandbox.pool import SandboxPool
 from laurel.sandbox.tiers import LAYERS, Tier
 from laurel.sandbox.zygote_process import own_interpreter
+from laurel.workers.reservations import ClusterNodes
 
 SOURCE = "print(1)"
 PEER = Path(__file__).parent / "peers" / "code_executors.py"

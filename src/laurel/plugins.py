@@ -507,7 +507,7 @@ class EnvironmentServices:
     placement: Any = None
     """Places the processes of models, a `rewards.open.ScorerPlacement`; None: this machine."""
     nodes: Any = None
-    """Run programs, `environments.code.nodes.ClusterNodes`; None: this machine."""
+    """Run programs, `workers.reservations.ClusterNodes`; None: this machine."""
 
 
 class EnvironmentKind(Plugin):

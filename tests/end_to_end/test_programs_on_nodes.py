@@ -7,11 +7,12 @@ from collections import Counter
 import pytest
 
 from laurel.config.environments import SandboxConfig
-from laurel.environments.code.nodes import ClusterNodes, NodePool
+from laurel.environments.code.nodes import NodePool
 from laurel.sandbox.detection import detect
 from laurel.sandbox.inside.monitor import RUNNING
 from laurel.sandbox.jobs import Limits, SandboxJob, Status
 from laurel.sandbox.tiers import Tier
+from laurel.workers.reservations import ClusterNodes
 from policy_runs import (
     completions_of,
     grpo,

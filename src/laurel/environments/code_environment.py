@@ -16,12 +16,11 @@ from laurel.config.environments import CodeEnvironmentConfig
 from laurel.environments.code.answers import (
     Session,
     join_code,
-    last_answer,
     observation,
     program_of,
     tagged,
 )
-from laurel.environments.code.nodes import ClusterNodes, NodePool
+from laurel.environments.code.nodes import NodePool
 from laurel.environments.code.sandbox import open_pool, program_limits
 from laurel.environments.code.tests import (
     NO_CODE,
@@ -39,6 +38,7 @@ from laurel.environments.interface import (
     EnvironmentSpec,
     RejectedTask,
     accuracy_metrics,
+    last_answer,
     mean_of,
     settings_of,
 )
@@ -49,6 +49,7 @@ from laurel.sandbox.jobs import SandboxResult
 from laurel.sandbox.pool import ProgramPool
 from laurel.sandbox.tiers import Tier
 from laurel.types import Task
+from laurel.workers.reservations import ClusterNodes
 
 _ALL = 1.0 - 1e-6  # rewards of several attempts are added up in float32
 

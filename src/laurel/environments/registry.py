@@ -26,8 +26,8 @@ from laurel.types import ToolSchemas
 
 if TYPE_CHECKING:
     from laurel.data.tasks import RowSource
-    from laurel.environments.code.nodes import ClusterNodes
     from laurel.rewards.open import ScorerPlacement
+    from laurel.workers.reservations import ClusterNodes
 
 OTHER_NAMES = {"math_default": "math"}
 """Further names of environments, as NeMo RL's files have them."""

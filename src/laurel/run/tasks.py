@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.data.report import TaskReport
-    from laurel.environments.code.nodes import ClusterNodes
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, WorkerGroup
     from laurel.rewards.open import ScorerPlacement
     from laurel.types import Task, TokenIds, ToolSchemas
+    from laurel.workers.reservations import ClusterNodes
 
 S = TypeVar("S", bound=SourceConfig)
 
@@ -219,8 +219,8 @@ def nodes_of(allocation: Allocation) -> ClusterNodes | None:
     """
     if not allocation.are_remote:
         return None
-    from laurel.environments.code.nodes import ClusterNodes
     from laurel.workers.ray_group import NodeGroup, is_on_the_only_node, nodes_to_work_on
+    from laurel.workers.reservations import ClusterNodes
 
     return ClusterNodes(nodes_to_work_on, NodeGroup, is_on_the_only_node)
 

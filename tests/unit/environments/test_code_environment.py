@@ -13,8 +13,9 @@ from laurel.config.data import TaskSetConfig
 from laurel.config.environments import CodeEnvironmentConfig, EnvironmentsConfig
 from laurel.data.sources import read_rows
 from laurel.data.task_formats import TASK_SETS
-from laurel.environments.code.answers import Session, cut_middle, fenced, program_of, tagged
+from laurel.environments.code.answers import Session, fenced, program_of, tagged
 from laurel.environments.code_environment import CodeEnvironment
+from laurel.environments.interface import cut_middle
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.sandbox.detection import Detection

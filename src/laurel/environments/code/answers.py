@@ -12,7 +12,7 @@ from hashlib import blake2b
 from importlib import resources
 from typing import Any
 
-from laurel.protocols import MessageLog
+from laurel.environments.interface import cut_middle
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 
 # Possessive quantifiers: with backtracking a long hostile line would take forever.
@@ -32,12 +32,6 @@ class Block:
     language: str
     """The language after the fence, in lower case; it may be empty."""
     code: str
-
-
-def last_answer(message_log: MessageLog) -> str:
-    """Return the text of the policy's last message; empty if there is none."""
-    answers = (m["content"] for m in reversed(message_log) if m["role"] == "assistant")
-    return next(answers, "")
 
 
 def tagged(text: str) -> tuple[str, str] | None:
@@ -288,16 +282,6 @@ def observation(reply: BlockReply, code: str, after: str, *, most: int) -> str:
     has_lines = "\n" in shown or "\n" in code
     result = f"\n\n<result>\n{shown}\n</result>" if has_lines else f"<result>{shown}</result>"
     return result.removeprefix(after)
-
-
-def cut_middle(text: str, most: int) -> str:
-    """Return a text without its middle if it is longer than the limit, for a policy to read."""
-    text = text.encode("utf-8", "replace").decode()  # no tokenizer takes unpaired surrogates
-    if len(text) <= most:
-        return text
-    half = most // 2
-    left_out = f"\n[... {len(text) - 2 * half} characters left out ...]\n"
-    return text[:half] + left_out + text[-half:]
 
 
 def _dedented(code: str) -> str:

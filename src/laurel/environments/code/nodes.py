@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from laurel.sandbox.pool import (
 )
 from laurel.sandbox.tiers import Tier
 from laurel.sandbox.zygote_process import END_SECONDS
-from laurel.workers.reservations import NodeState
+from laurel.workers.reservations import ClusterNodes, NodeState
 from laurel.workers.supervisor import Restarts
 
 if TYPE_CHECKING:
@@ -52,21 +52,6 @@ COLLECT_SECONDS = 5.0
 """The time that one call waits for results."""
 AT_A_TIME = 8
 """The number of concurrent calls to a node."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterNodes:
-    """The nodes of a cluster, and the way in which a worker is started on one."""
-
-    alive: Callable[[], Sequence[NodeState]]
-    """A function that returns the nodes that are alive."""
-    make: Callable[..., WorkerGroup]
-    """A function `(role, node_id, worker_class, *, at_a_time, limit)` that creates a group of one
-    worker. Several threads may call the worker, `at_a_time` of them at once.
-    """
-    is_only_this: Callable[[], bool]
-    """A function that reports whether the only node is that of this process, for which a local pool
-    is faster."""
 
 
 class NodeWorker:
