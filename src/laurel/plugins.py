@@ -518,6 +518,10 @@ class EnvironmentKind(Plugin):
     section of the kind. Otherwise the kind is the one environment, and has its name."""
     must_be_graded: ClassVar[bool] = False
     """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
+    tests: ClassVar[Collection[str]] = ()
+    """The keys of a task's metadata that may hold tests which it runs."""
+    solution: ClassVar[str] = ""
+    """The key of a task's metadata with a solution that `validate` runs against the tests."""
 
     def check(self, section: Any, run: Any, where: str) -> None:
         """Check that the settings fit the run, such as the policy's turns.
@@ -537,6 +541,10 @@ class EnvironmentKind(Plugin):
     def needs(self, section: Any) -> Collection[Literal["answers", "tests"]]:
         """Return what every task has to have: a known answer, or tests."""
         return ()
+
+    def problem_of(self, section: Any, metadata: Mapping[str, Any]) -> str | None:
+        """Return why it cannot grade a task, as far as the metadata alone say; None if it can."""
+        return None
 
     def graded_by(self, section: Any) -> str | None:
         """Return the environment that scores the end of conversations that this one conducts."""

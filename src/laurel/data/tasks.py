@@ -43,7 +43,6 @@ from laurel.data.sources import (
     text,
 )
 from laurel.data.task_formats import (
-    OWN_TESTS,
     PREFERENCE_SETS,
     TASK_SETS,
     TaskParts,
@@ -56,6 +55,7 @@ from laurel.data.task_formats import (
 from laurel.errors import ConfigError, DataError, counted_that, setting_of
 from laurel.observe.forks import ForkGuard
 from laurel.observe.user_code import import_object
+from laurel.plugins import EnvironmentKind
 from laurel.types import Conversation, Message, Task
 
 # The needs of environments, checked against the rows of a set.
@@ -89,6 +89,17 @@ class TaskNeeds:
     """The environments that reward a task without tests with 0, so that every task needs tests."""
     guess: str | None = "math"
     """The default environment, used if the configuration and the rows name none."""
+
+
+def tests_in(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata keys with tests of a task, each with the environment that runs them."""
+    return {key: name for key, name in keys_of_tests().items() if metadata.get(key) is not None}
+
+
+def keys_of_tests() -> dict[str, str]:
+    """Return the metadata keys of tests, each with Laurel's own environment that runs them."""
+    own = [name for name in plugins.names("environments") if plugins.is_own("environments", name)]
+    return {key: name for name in own for key in plugins.find(EnvironmentKind, name).tests}
 
 
 NO_NEEDS = TaskNeeds(answers=frozenset(), guess=None)
@@ -136,9 +147,10 @@ class NeedsCheck:
         Raises:
             UnusableRow: The task lacks the answer or the tests that its environment needs.
         """
-        has_tests = any(metadata.get(form) is not None for form in OWN_TESTS)
+        tests = tests_in(metadata)
         if parts.answer is None and self.environment in self.needs.answers:
-            by_tests = ", or data.env_name=code: the row brings tests" if has_tests else ""
+            runs = next(iter(tests.values()), None)
+            by_tests = f", or data.env_name={runs}: the row brings tests" if runs else ""
             raise UnusableRow(
                 f"no answer in '{parts.answer_key}'",
                 f"the row has no answer in '{parts.answer_key}', and the environment "
@@ -146,11 +158,11 @@ class NeedsCheck:
                 remedy="Set data.output_key to the column that holds it, or data.env_name to an "
                 f"environment that needs none{by_tests}",
             )
-        if not has_tests and self.environment in self.needs.tests:
+        if not tests and self.environment in self.needs.tests:
             raise UnusableRow(
                 "no tests",
                 f"the row brings no tests, and the environment '{self.environment}' gives nothing "
-                f"but 0 without: it looks for {', '.join(OWN_TESTS)}",
+                f"but 0 without: it looks for {', '.join(keys_of_tests())}",
                 remedy="Set data.dataset_name to HumanEval, MBPP or CodeTasks, which read tests in "
                 "other forms, or data.env_name to an environment that needs none",
             )
@@ -814,8 +826,7 @@ class _Reading:
         metadata: Mapping[str, Any],
         answer_key: str,
     ) -> None:
-        brings_tests = any(form in metadata for form in OWN_TESTS)
-        class_name = "CodeTasks" if brings_tests else self.config.dataset_name or ""
+        class_name = "CodeTasks" if tests_in(metadata) else self.config.dataset_name or ""
         read = {*metadata, *READ_OTHERWISE.get(class_name, ())}
         # A number is found in no text.
         if isinstance(row.get(answer_key), int | float):

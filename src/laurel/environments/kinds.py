@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.environments import (
@@ -15,6 +15,8 @@ from laurel.plugins import EnvironmentKind, EnvironmentServices
 if TYPE_CHECKING:
     from laurel.protocols import Environment
 
+FORMS_OF_TESTS = ("test_code", "test_list", "stdio_tests", "call_tests")
+"""The metadata keys of tests. A task has one of them; without any, code is a tool of the policy."""
 Needs = Collection[Literal["answers", "tests"]]
 
 
@@ -38,6 +40,8 @@ class Code(EnvironmentKind):
     """Programs of the policy, run in a sandbox."""
 
     section = CodeEnvironmentConfig
+    tests = FORMS_OF_TESTS
+    solution = "reference_solution"
 
     def check(self, section: CodeEnvironmentConfig, run: Any, where: str) -> None:
         """Check that there are as many turns as attempts."""
@@ -59,6 +63,12 @@ class Code(EnvironmentKind):
     def needs(self, section: CodeEnvironmentConfig) -> Needs:
         """Return that tasks have tests."""
         return ["tests"]
+
+    def problem_of(self, section: CodeEnvironmentConfig, metadata: Mapping[str, Any]) -> str | None:
+        """Return why the tests of a task cannot be run; None if they can, or if it has none."""
+        from laurel.environments.code.tests import problem_of
+
+        return problem_of(metadata, section)
 
 
 class ScoredByModel(EnvironmentKind):

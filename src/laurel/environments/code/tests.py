@@ -9,12 +9,11 @@ from typing import Any, get_args
 
 from laurel.config.environments import CodeEnvironmentConfig
 from laurel.environments.code.answers import has_name
+from laurel.environments.kinds import FORMS_OF_TESTS
 from laurel.sandbox.comparison import Comparison
 from laurel.sandbox.inside.plain_data import NotPlainDataError, dumps
 from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult, Status, StdioTest
 
-FORMS = ("test_code", "test_list", "stdio_tests", "call_tests")
-"""The metadata keys of tests. A task has one of them; without any, code is a tool of the policy."""
 COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 NO_CODE = "no_code"
 """The verdict on a completion without a program."""
@@ -35,7 +34,7 @@ class TaskTests:
     """The tests of a task, and the way in which results are compared."""
 
     form: str
-    """The form of the tests, one of `FORMS`."""
+    """The form of the tests, one of `FORMS_OF_TESTS`."""
     tests: tuple[str, ...] | tuple[StdioTest, ...] | tuple[CallTest, ...]
     """The tests; if they are code, each item is a separate test."""
     entry: str = ""
@@ -159,7 +158,7 @@ def _hint(result: SandboxResult, most: int) -> str:
 
 def has_tests(metadata: Mapping[str, Any]) -> bool:
     """Report whether a task has tests."""
-    return any(metadata.get(form) is not None for form in FORMS)
+    return any(metadata.get(form) is not None for form in FORMS_OF_TESTS)
 
 
 def problem_of(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> str | None:
@@ -179,7 +178,7 @@ def read_tests(metadata: Mapping[str, Any], config: CodeEnvironmentConfig) -> Ta
     Raises:
         MalformedTaskError: The tests are malformed and cannot be run.
     """
-    forms = [form for form in FORMS if metadata.get(form) is not None]
+    forms = [form for form in FORMS_OF_TESTS if metadata.get(form) is not None]
     if len(forms) != 1:
         raise MalformedTaskError(f"the task has {' and '.join(forms)}, and may have one of them")
     form = forms[0]
