@@ -34,10 +34,10 @@ from rounds import machine, table, write_json
 from laurel.environments.code.nodes import NodePool
 from laurel.sandbox.control_group import chosen_place
 from laurel.sandbox.detection import detect
+from laurel.sandbox.inside_process import own_interpreter
 from laurel.sandbox.jobs import SandboxJob, Status
 from laurel.sandbox.pool import SandboxPool
 from laurel.sandbox.tiers import LAYERS, Tier
-from laurel.sandbox.zygote_process import own_interpreter
 from laurel.workers.reservations import ClusterNodes
 
 SOURCE = "print(1)"

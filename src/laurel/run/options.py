@@ -175,13 +175,6 @@ def complete_environments() -> list[str]:
     return built_in()
 
 
-def complete_layers() -> list[str]:
-    """List the sandbox layers that can be left out, as shell completions."""
-    from laurel.sandbox.tiers import LAYERS
-
-    return [*LAYERS, "cgroup"]
-
-
 ConfigOption = Annotated[
     Path | None,
     typer.Option(

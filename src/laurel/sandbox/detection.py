@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from laurel.sandbox.grading import grade
+from laurel.sandbox.inside_process import SandboxStartError
 from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
 from laurel.sandbox.scratch import ScratchFolder
 from laurel.sandbox.tiers import LAYERS, Tier
@@ -23,7 +24,6 @@ from laurel.sandbox.zygote_process import (
     BoundedZygote,
     SandboxLateError,
     SandboxLostError,
-    SandboxStartError,
     ZygoteProcess,
 )
 

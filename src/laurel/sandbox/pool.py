@@ -15,6 +15,7 @@ from typing import Self
 
 from laurel.sandbox.control_group import GroupPlace
 from laurel.sandbox.grading import grade
+from laurel.sandbox.inside_process import SandboxStartError
 from laurel.sandbox.jobs import SandboxJob, SandboxResult, Status
 from laurel.sandbox.limits import available_memory
 from laurel.sandbox.tiers import Tier
@@ -22,7 +23,6 @@ from laurel.sandbox.zygote_process import (
     END_SECONDS,
     BoundedZygote,
     SandboxLostError,
-    SandboxStartError,
     TimeIsUpError,
     ZygoteProcess,
 )

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from laurel.sandbox.control_group import ControlGroup, GroupPlace
 from laurel.sandbox.inside.boxes import remove_box
 from laurel.sandbox.inside.messages import receive, send
+from laurel.sandbox.inside_process import SandboxStartError, inside_command, own_interpreter
 from laurel.sandbox.jobs import Limits
 
+_ZYGOTE = "laurel.sandbox.inside.zygote"
 START_SECONDS = 60.0
 """The time that a zygote has to start, which is long because the machine may be busy."""
 END_SECONDS = 5.0
@@ -37,21 +36,6 @@ _ENVIRONMENT = {
     # Otherwise each fork would look up the functions of the C library again.
     "LD_BIND_NOW": "1",
 }
-
-# The packages above are empty stand-ins: nothing of Laurel is imported but the files in `inside`.
-_BOOT = """\
-import sys, types
-for name in ("laurel", "laurel.sandbox"):
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = []
-sys.modules[name].__path__ = [{room!r}]
-from laurel.sandbox.inside.{module} import main
-main({arguments})
-"""
-
-
-class SandboxStartError(RuntimeError):
-    """Raised if a zygote does not start."""
 
 
 class SandboxLostError(RuntimeError):
@@ -308,7 +292,7 @@ class ZygoteProcess:
         self._scratch = tempfile.mkdtemp(prefix="laurel-sandbox-", dir=self._parent_of_scratch)
         with tempfile.TemporaryFile() as output, there:
             self._process = subprocess.Popen(
-                inside_command(self._interpreter, "zygote", str(there.fileno())),
+                inside_command(self._interpreter, _ZYGOTE, str(there.fileno())),
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -415,20 +399,3 @@ class BoundedZygote:
     def _check(self, is_shorter: bool, *outcomes: ProcessOutcome) -> None:
         if is_shorter and any(outcome.ended_by == "wall" for outcome in outcomes):
             raise TimeIsUpError
-
-
-def inside_command(interpreter: str, module: str, arguments: str) -> list[str]:
-    """Return the command that runs a module of `inside` by itself, without the rest of Laurel.
-
-    Args:
-        arguments: The arguments of its `main`, in Python.
-    """
-    boot = _BOOT.format(room=str(Path(__file__).parent), module=module, arguments=arguments)
-    # Like -I, but with the caller's hash seed: there are no variables but the caller's.
-    return [interpreter, "-P", "-s", "-S", "-B", "-c", boot]
-
-
-def own_interpreter() -> str:
-    """Return the Python that runs this, without its virtual environment."""
-    base = getattr(sys, "_base_executable", None)
-    return os.path.realpath(base or sys.executable)

@@ -12,7 +12,7 @@ from laurel.errors import ConfigError
 from laurel.observe.console import make_console, visible
 from laurel.observe.json_output import write_json
 from laurel.plugins import Command
-from laurel.run.options import JsonOption, complete_layers
+from laurel.run.options import JsonOption
 from laurel.sandbox.control_group import chosen_place, group_words
 from laurel.sandbox.detection import Detection, detect
 from laurel.sandbox.tiers import LAYERS, Tier
@@ -81,6 +81,11 @@ class SandboxCheck(Command):
     def make(self, section: None, name: str) -> Callable[..., Any]:
         """Return the function."""
         return check_sandbox
+
+
+def complete_layers() -> list[str]:
+    """List the sandbox layers that can be left out, as shell completions."""
+    return [*LAYERS, _GROUP]
 
 
 def check_sandbox(
