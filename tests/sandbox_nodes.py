@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from laurel.errors import ConfigError, WorkerError
-from laurel.sandbox.detection import Detection
-from laurel.sandbox.tiers import Tier
+from laurel.extensions.code.sandbox.detection import Detection
+from laurel.extensions.code.sandbox.tiers import Tier
 from laurel.workers.calls import Failure, GroupCalls, Outcome, WorkerCall, attempt, error_of
 from laurel.workers.rendezvous import RankPlace
 from laurel.workers.reservations import ClusterNodes, NodeState

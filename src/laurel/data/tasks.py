@@ -7,7 +7,7 @@ import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -96,6 +96,7 @@ def tests_in(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {key: name for key, name in keys_of_tests().items() if metadata.get(key) is not None}
 
 
+@cache
 def keys_of_tests() -> dict[str, str]:
     """Return the metadata keys of tests, each with Laurel's own environment that runs them."""
     own = [name for name in plugins.names("environments") if plugins.is_own("environments", name)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Literal
 
 from laurel.config.environments import (
-    CodeEnvironmentConfig,
     MathEnvironmentConfig,
     RewardModelEnvironmentConfig,
 )
@@ -15,8 +14,6 @@ from laurel.plugins import EnvironmentKind, EnvironmentServices
 if TYPE_CHECKING:
     from laurel.protocols import Environment
 
-FORMS_OF_TESTS = ("test_code", "test_list", "stdio_tests", "call_tests")
-"""The metadata keys of tests. A task has one of them; without any, code is a tool of the policy."""
 Needs = Collection[Literal["answers", "tests"]]
 
 
@@ -34,41 +31,6 @@ class Math(EnvironmentKind):
     def needs(self, section: MathEnvironmentConfig) -> Needs:
         """Return that tasks have answers."""
         return ["answers"]
-
-
-class Code(EnvironmentKind):
-    """Programs of the policy, run in a sandbox."""
-
-    section = CodeEnvironmentConfig
-    tests = FORMS_OF_TESTS
-    solution = "reference_solution"
-
-    def check(self, section: CodeEnvironmentConfig, run: Any, where: str) -> None:
-        """Check that there are as many turns as attempts."""
-        attempts, turns = section.max_attempts, run.grpo.max_rollout_turns
-        if attempts > turns:
-            raise ValueError(
-                f"{where}.max_attempts={attempts} takes as many turns, and there are "
-                f"grpo.max_rollout_turns={turns}; set that to {attempts}, or ask for fewer attempts"
-            )
-
-    def make(self, section: CodeEnvironmentConfig, services: EnvironmentServices) -> Environment:
-        """Return the environment."""
-        from laurel.environments.code_environment import CodeEnvironment
-
-        return CodeEnvironment(
-            section, nodes=services.nodes, timeout_seconds=services.timeout_seconds
-        )
-
-    def needs(self, section: CodeEnvironmentConfig) -> Needs:
-        """Return that tasks have tests."""
-        return ["tests"]
-
-    def problem_of(self, section: CodeEnvironmentConfig, metadata: Mapping[str, Any]) -> str | None:
-        """Return why the tests of a task cannot be run; None if they can, or if it has none."""
-        from laurel.environments.code.tests import problem_of
-
-        return problem_of(metadata, section)
 
 
 class ScoredByModel(EnvironmentKind):

@@ -17,7 +17,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.data.reading import encoded
 from laurel.data.report import no_rows_left
 from laurel.data.tasks import TaskData, TaskNeeds
-from laurel.environments.registry import OTHER_NAMES, create_environments
+from laurel.environments.registry import OTHER_NAMES, built_in, create_environments
 from laurel.errors import DataError
 from laurel.observe.forks import ForkGuard
 from laurel.run.allocation import Allocation
@@ -44,10 +44,11 @@ NUM_CHECKED = 2000
 def needs_of(config: EnvironmentsConfig, default: str | None = None) -> TaskNeeds:
     """Return which environments need a known answer or tests in each task.
 
-    Those are asked that have settings, or are the `default`.
+    Those are asked that have settings, are the `default`, or are Laurel's own, which rows may name.
     """
     answers, tests, composites = set[str](), set[str](), dict(config.composite)
-    for name, found in config.configured(default).items():
+    own = {name: found for name in built_in() if (found := config.found(name)) is not None}
+    for name, found in {**own, **config.configured(default)}.items():
         needs = found.kind.needs(found.section)
         answers |= {name} if "answers" in needs else set()
         tests |= {name} if "tests" in needs else set()

@@ -1,0 +1,32 @@
+"""What tests of programs share: the isolation of this machine, and a pool of one worker."""
+
+import pytest
+
+from laurel.extensions.code.sandbox.detection import detect
+from laurel.extensions.code.sandbox.pool import SandboxPool
+from laurel.extensions.code.sandbox.tiers import Tier
+
+
+@pytest.fixture(scope="session")
+def found():
+    """The isolation of programs on this machine, where there is some."""
+    found = detect()
+    if found.tier in (None, Tier.LIMITS_ONLY):
+        pytest.skip(found.sentence())
+    return found
+
+
+@pytest.fixture(scope="session")
+def tier():
+    """What programs get here; without anything the tests have nothing to look at."""
+    found = detect()
+    if found.tier is None:
+        pytest.skip(found.sentence())
+    return found.tier
+
+
+@pytest.fixture
+def own_pool(tier):
+    """A pool of one worker for one test, which may do it harm."""
+    with SandboxPool(tier=tier, num_workers=1) as pool:
+        yield pool
