@@ -584,6 +584,31 @@ class Rows(Plugin):
         """
 
 
+class TaskForm(Plugin):
+    """A form of rows that are tasks, in files or in a data set (`data.dataset_name`)."""
+
+    hub: ClassVar[str] = ""
+    """The data set's name on the hub; empty: its rows stand in files alone."""
+    processor: ClassVar[str] = ""
+    """The name by which `data.processor` chooses it for any data set; empty: none."""
+    has_tests: ClassVar[bool] = False
+    """Whether its rows hold tests in other forms than the metadata keys of an environment."""
+    otherwise: ClassVar[Collection[str]] = ()
+    """Columns that it reads and whose texts do not come up in the task as they are."""
+
+    @abstractmethod
+    def make(self, section: None, name: str) -> Callable[[Any, Any], Any]:
+        """Return the function from a row, a mapping, and its `TaskSetConfig` to a task.
+
+        It returns `data.task_formats.TaskParts`, and raises `data.sources.UnusableRow` for a row
+        that is not of the form.
+
+        Args:
+            section: A form has no settings but those of the set.
+            name: The name that it was declared with.
+        """
+
+
 class Command(Plugin):
     """A command, or a group of commands, whose name is what is written after `laurel`.
 
@@ -653,6 +678,7 @@ KINDS: Mapping[str, type[Any]] = {
     "reward_managers": RewardManager,
     "environments": EnvironmentKind,
     "rows": Rows,
+    "task_forms": TaskForm,
     "commands": Command,
     "importers": Importer,
 }

@@ -151,9 +151,9 @@ JsonOption = Annotated[
 def complete_tasks() -> list[str]:
     """List the named data sets of tasks, as shell completions."""
     from laurel import plugins
-    from laurel.data.task_formats import TASK_SETS
+    from laurel.data.task_formats import names_of_sets
 
-    return [*TASK_SETS, *plugins.names("rows")]
+    return [*names_of_sets(), *plugins.names("rows")]
 
 
 def sets_column(word: str) -> bool:

@@ -1,10 +1,24 @@
-"""What tests of programs share: the isolation of this machine, and a pool of one worker."""
+"""What tests of programs share: rows on disk, this machine's isolation, a pool of one worker."""
+
+import json
 
 import pytest
 
 from laurel.extensions.code.sandbox.detection import detect
 from laurel.extensions.code.sandbox.pool import SandboxPool
 from laurel.extensions.code.sandbox.tiers import Tier
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """Writes rows as JSON lines and returns the path."""
+
+    def write(rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

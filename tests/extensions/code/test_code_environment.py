@@ -12,7 +12,7 @@ from environment_batches import batch_of, log_of
 from laurel.config.data import TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.data.sources import read_rows
-from laurel.data.task_formats import TASK_SETS
+from laurel.data.task_formats import task_set
 from laurel.environments.interface import cut_middle
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, EnvironmentFailedError
@@ -571,7 +571,8 @@ def test_known_solutions_of_real_tasks_earn_the_reward(make, name, file, every, 
     if not path.is_file():
         pytest.skip(f"LAUREL_DATA holds no {file}")
     rows = [row for _, row in read_rows(str(path))][::every]
-    parts = [TASK_SETS[name].read(row, TaskSetConfig()) for row in rows]
+    known = task_set(name)
+    parts = [known.read(row, TaskSetConfig()) for row in rows]
     metadata = [dict(one.metadata) for one in parts]
     assert len(metadata) == count
     environment = make(sandbox=QUICK | {"cpu_seconds": 8.0, "wall_seconds": 60.0})

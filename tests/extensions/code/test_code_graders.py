@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 import code_graders
 
-from laurel.data.task_formats import PRELUDES, code_task
 from laurel.errors import ConfigError
 from laurel.extensions.code.answers import program_of
 from laurel.extensions.code.environment import CodeEnvironment
+from laurel.extensions.code.formats import PRELUDES, code_task
 from laurel.extensions.code.sandbox.comparison import same_output_as, same_value_as
 from laurel.extensions.code.settings import CodeEnvironmentConfig
 from laurel.extensions.code.tests import COMPARISONS, read_tests

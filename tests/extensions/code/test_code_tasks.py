@@ -10,9 +10,9 @@ import pytest
 
 from chat_rows import assistant, user
 from laurel.config.data import TaskSetConfig
-from laurel.data.task_formats import _text_in_pickle
 from laurel.data.tasks import load_tasks
 from laurel.errors import DataError
+from laurel.extensions.code.formats import _text_in_pickle
 
 HUMANEVAL = {
     "task_id": "HumanEval/7",

@@ -1,14 +1,15 @@
-"""Programs of the policy as a plug-in."""
+"""Programs of the policy as plug-ins: the environment, and the forms of their tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.extensions.code.settings import FORMS_OF_TESTS, CodeEnvironmentConfig
-from laurel.plugins import EnvironmentKind, EnvironmentServices
+from laurel.plugins import EnvironmentKind, EnvironmentServices, TaskForm
 
 if TYPE_CHECKING:
+    from laurel.data.task_formats import Reader, TaskParts
     from laurel.protocols import Environment
 
 
@@ -45,3 +46,72 @@ class Code(EnvironmentKind):
         from laurel.extensions.code.tests import problem_of
 
         return problem_of(metadata, section)
+
+
+_NOT_AS_THEY_ARE = frozenset(
+    {
+        "canonical_solution",
+        "challenge_test_list",
+        "code",
+        "entry_point",
+        "input_output",
+        "metadata",
+        "private_test_cases",
+        "public_test_cases",
+        "raw_tags",
+        "reward_model",
+        "skill_types",
+        "solutions",
+        "starter_code",
+        "test",
+        "test_imports",
+        "test_list",
+        "test_setup_code",
+    }
+)
+
+
+class HumanEval(TaskForm):
+    """Heads of functions to go on from, with a function that asserts (Chen et al., 2021)."""
+
+    hub = "openai/openai_humaneval"
+    has_tests = True
+    otherwise = _NOT_AS_THEY_ARE
+
+    def make(self, section: None, name: str) -> Reader:
+        """Return the reader."""
+        from laurel.extensions.code.formats import humaneval
+
+        return _alone(humaneval)
+
+
+class MBPP(TaskForm):
+    """Sentences, with asserts (Austin et al., 2021)."""
+
+    hub = "google-research-datasets/mbpp"
+    has_tests = True
+    otherwise = _NOT_AS_THEY_ARE
+
+    def make(self, section: None, name: str) -> Reader:
+        """Return the reader."""
+        from laurel.extensions.code.formats import mbpp
+
+        return _alone(mbpp)
+
+
+class CodeTasks(TaskForm):
+    """Rows with tests: the environment's own keys, or those of APPS, TACO, LiveCodeBench, verl."""
+
+    processor = "code_data_processor"
+    has_tests = True
+    otherwise = _NOT_AS_THEY_ARE
+
+    def make(self, section: None, name: str) -> Reader:
+        """Return the reader."""
+        from laurel.extensions.code.formats import code_task
+
+        return _alone(code_task)
+
+
+def _alone(read: Callable[[Mapping[str, Any]], TaskParts]) -> Reader:
+    return lambda row, settings: read(row)
