@@ -5,5 +5,5 @@
     limits           cores, memory and GPUs that this process may use
     scratch          temporary directories that a killed process does not leave behind
     inside_process   starts a module of a folder `inside` alone in a process
-    inside           takes rights from a process; `shell` runs scripts in such a one
+    inside           takes rights from a process
 """

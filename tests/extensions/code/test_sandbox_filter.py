@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from laurel.extensions.code.sandbox import inside as inside_of_programs
+from laurel.extensions.importing import inside as inside_of_scripts
 from laurel.sandbox import inside
 from laurel.sandbox.inside.meter import ASKED, REFUSED
 from laurel.sandbox.inside.seccomp import (
@@ -211,8 +212,8 @@ def test_growing_files_is_asked_for_and_reading_them_is_not(column):
 
 
 def test_nothing_but_the_standard_library_is_imported_inside():
-    folders = [Path(one.__file__).parent for one in (inside, inside_of_programs)]
-    for path in [path for folder in folders for path in folder.glob("*.py")]:
+    ours = (inside, inside_of_programs, inside_of_scripts)
+    for path in [path for one in ours for path in Path(one.__file__).parent.glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
@@ -222,7 +223,7 @@ def test_nothing_but_the_standard_library_is_imported_inside():
                 continue
             for name in names:
                 assert (
-                    name.startswith((inside.__name__, inside_of_programs.__name__))
+                    name.startswith(tuple(one.__name__ for one in ours))
                     or name.split(".")[0] in sys.stdlib_module_names
                 ), f"{path.name} imports {name}"
 

@@ -171,7 +171,7 @@ class _Box:
                 process = subprocess.Popen(
                     inside_command(
                         own_interpreter(),
-                        "laurel.sandbox.inside.shell",
+                        "laurel.extensions.importing.inside.shell",
                         f"{writing}, {list(command)!r}, **{settings!r}",
                     ),
                     pass_fds=[writing],

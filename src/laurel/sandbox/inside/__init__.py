@@ -6,7 +6,6 @@
     confinement   takes limits, rights, files and layers from a process
     seccomp       filters its system calls, by the numbers of syscall_numbers
     meter         limits the total size of its files, without namespaces
-    shell         becomes a shell that may start programs, and reach nothing else
     boxes         creates working directories, without namespaces
     kernel        makes system calls for which Python has no function
 """
