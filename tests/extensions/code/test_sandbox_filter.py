@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from laurel.extensions.code.sandbox import inside as inside_of_programs
+from laurel.extensions.code.sandbox.inside.meter import ASKED, REFUSED
 from laurel.extensions.importing import inside as inside_of_scripts
 from laurel.sandbox import inside
-from laurel.sandbox.inside.meter import ASKED, REFUSED
 from laurel.sandbox.inside.seccomp import (
     ON_FOREIGN_FILES,
     _search,
@@ -197,7 +197,7 @@ def test_growing_files_is_asked_for_and_reading_them_is_not(column):
     def meter(name, *arguments):
         words = {0: ALLOWED[name][column]}
         words |= {16 + 8 * index: value for index, value in enumerate(arguments)}
-        return interpret(meter_program(column), words)[-1]
+        return interpret(meter_program(column, ASKED), words)[-1]
 
     here = {name for name in ASKED if ALLOWED[name][column] is not None}
     assert {meter(name) for name in here - {"open", "openat"}} == {ASK}

@@ -2,10 +2,8 @@
 
 ::
 
-    jail          creates the namespaces and the root directory of a process
-    confinement   takes limits, rights, files and layers from a process
+    confinement   limits what a process may use, and with Landlock the files that it may open
     seccomp       filters its system calls, by the numbers of syscall_numbers
-    meter         limits the total size of its files, without namespaces
     boxes         creates working directories, without namespaces
     kernel        makes system calls for which Python has no function
 """

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from laurel.sandbox.inside import confinement, kernel, seccomp
-from laurel.sandbox.inside.jail import DEVICES, readable_paths
+from laurel.sandbox.inside.confinement import DEVICES, readable_paths
 
 _ALSO_READABLE = ("/etc/ld.so.cache", "/etc/localtime", "/etc/passwd")
 _MORE_PROCESSES = 256

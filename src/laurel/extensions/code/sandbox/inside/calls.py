@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from laurel.extensions.code.sandbox.inside import plain_data
-from laurel.sandbox.inside.confinement import CHANNEL_FD, RESULT_FD
+from laurel.extensions.code.sandbox.inside.rights import CHANNEL_FD, RESULT_FD
 
 _TEXT = 300
 _AT_ONCE = 1 << 16

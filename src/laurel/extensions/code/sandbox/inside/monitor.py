@@ -17,12 +17,18 @@ import socket
 import time
 from typing import Any
 
-from laurel.extensions.code.sandbox.inside import kinds
+from laurel.extensions.code.sandbox.inside import jail, kinds
 from laurel.extensions.code.sandbox.inside.messages import receive, send
-from laurel.sandbox.inside import jail, kernel
+from laurel.extensions.code.sandbox.inside.meter import Meter
+from laurel.extensions.code.sandbox.inside.rights import (
+    CHANNEL_FD,
+    WORK_FD,
+    Confinement,
+    confine,
+    limit,
+)
+from laurel.sandbox.inside import kernel
 from laurel.sandbox.inside.boxes import make_box, remove_box
-from laurel.sandbox.inside.confinement import CHANNEL_FD, WORK_FD, Confinement, confine, limit
-from laurel.sandbox.inside.meter import Meter
 
 ARMED, WATCHING, RUNNING = "laurel-armed", "laurel-monitor", "laurel-program"
 """The names of the processes, for people and for tests."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from laurel.extensions.code.sandbox.inside import plain_data
 from laurel.extensions.code.sandbox.inside.calls import execute, main_module
-from laurel.sandbox.inside.confinement import CHANNEL_FD, RESULT_FD
+from laurel.extensions.code.sandbox.inside.rights import CHANNEL_FD, RESULT_FD
 
 _AT_ONCE = 1 << 16
 _TESTS_NAME = "tests.py"

@@ -20,14 +20,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from laurel.extensions.code.sandbox.inside import kinds, monitor
-from laurel.sandbox.inside import confinement, jail, kernel, seccomp
-from laurel.sandbox.inside.confinement import (
+from laurel.extensions.code.sandbox.inside import jail, kinds, meter, monitor
+from laurel.extensions.code.sandbox.inside.rights import (
     Confinement,
     affordable_descriptors,
     refused_calls,
     settle_environment,
 )
+from laurel.sandbox.inside import confinement, kernel, seccomp
 
 PRELOADED = (
     "abc",
@@ -178,7 +178,7 @@ def _take_layers(wanted: frozenset[str], scratch: str) -> tuple[Confinement, dic
         else:
             have.add(name)
     # Targets of links are in the list themselves.
-    readable = tuple(path for path in jail.readable_paths() if not os.path.islink(path))
+    readable = tuple(path for path in confinement.readable_paths() if not os.path.islink(path))
     if "namespaces" in have:
         jail.enter(scratch, account)
         # In namespaces of its own the kernel counts this sandbox's processes apart.
@@ -241,7 +241,7 @@ def _try_meter() -> int:
     if pid == 0:
         number = 0
         try:
-            seccomp.install_meter()
+            seccomp.install_meter(meter.ASKED)
         except OSError as error:
             number = error.errno or errno.EPERM
         finally:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-import sysconfig
 
 from laurel.sandbox.inside import kernel
+from laurel.sandbox.inside.confinement import DEVICES, readable_paths
 
 BOX = "/box"
 """The working directory of a program in the jail."""
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
 _INSIDE_ID = 1000
 _PASSWD = f"box:x:{_INSIDE_ID}:{_INSIDE_ID}:box:{BOX}:/usr/sbin/nologin\n"
 OF_A_JOB = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
@@ -24,23 +21,6 @@ _OWN_NAMESPACES = (
     | kernel.CLONE_NEWNET
     | kernel.CLONE_NEWUTS
 )
-
-
-def readable_paths() -> list[str]:
-    """Return the directories that this interpreter needs, and no others."""
-    own = [
-        os.path.join(sys.base_prefix, "lib"),
-        os.path.join(sys.base_exec_prefix, "lib"),
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib"),
-    ]
-    paths = [path for path in dict.fromkeys([*_SYSTEM, *own]) if os.path.isdir(path)]
-    return [
-        path
-        for path in paths
-        if os.path.islink(path)
-        or not any(path != other and path.startswith(f"{other}/") for other in paths)
-    ]
 
 
 def enter(scratch: str, account: int | None) -> None:
