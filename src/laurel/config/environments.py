@@ -1028,8 +1028,8 @@ class EnvironmentsConfig(OpenSection):
         kind, section = self.settings_of(EnvironmentKind, name)
         return FoundEnvironment(kind=kind, where=f"env.{name}", section=section)
 
-    def configured(self, default: str | None = None) -> dict[str, FoundEnvironment]:
-        """Return the environments of plug-ins that have settings, and the `default`, by name."""
-        kinds = [key for key in plugins.names("environments") if key in self or key == default]
+    def configured(self) -> dict[str, FoundEnvironment]:
+        """Return the environments of plug-ins that have settings, by name."""
+        kinds = [key for key in plugins.names("environments") if key in self]
         own = [name for named in self.named().values() for name in named]
         return {name: found for name in (*kinds, *own) if (found := self.found(name)) is not None}

@@ -17,7 +17,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.data.reading import encoded
 from laurel.data.report import no_rows_left
 from laurel.data.tasks import TaskData, TaskNeeds
-from laurel.environments.registry import OTHER_NAMES, built_in, create_environments
+from laurel.environments.registry import OTHER_NAMES, create_environments
 from laurel.errors import DataError
 from laurel.observe.forks import ForkGuard
 from laurel.run.allocation import Allocation
@@ -41,19 +41,24 @@ NUM_CHECKED = 2000
 """The number of tasks whose known answers are checked before a run, which takes up to a minute."""
 
 
-def needs_of(config: EnvironmentsConfig, default: str | None = None) -> TaskNeeds:
+def needs_of(config: EnvironmentsConfig, *named: str) -> TaskNeeds:
     """Return which environments need a known answer or tests in each task.
 
-    Those are asked that have settings, are the `default`, or are Laurel's own, which rows may name.
+    Those are asked that have settings, are among the `named`, or are parts of composites.
     """
     answers, tests, composites = set[str](), set[str](), dict(config.composite)
-    own = {name: found for name in built_in() if (found := config.found(name)) is not None}
-    for name, found in {**own, **config.configured(default)}.items():
+    asked, known = [*config.configured(), *named], set[str]()
+    asked += [part.env for composite in composites.values() for part in composite.parts]
+    for name in asked:  # which gets longer
+        if name in known or (found := config.found(name)) is None:
+            continue
+        known.add(name)
         needs = found.kind.needs(found.section)
         answers |= {name} if "answers" in needs else set()
         tests |= {name} if "tests" in needs else set()
         if (judge := found.kind.graded_by(found.section)) is not None:
             composites[name] = CompositeEnvironmentConfig(parts=[CompositePart(env=judge)])
+            asked.append(judge)
     for alias, meant in OTHER_NAMES.items():
         answers |= {alias} if meant in answers else set()
     for _ in composites:  # composites of composites

@@ -257,7 +257,9 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
             default_environment=config.default_environment,
             environments=config.env.names(),
             # Without an environment, the tasks that each environment can grade are counted below.
-            needs=NO_NEEDS if env is None else needs_of(config.env, env),
+            needs=NO_NEEDS
+            if env is None
+            else needs_of(config.env, env, *config.data.environments()),
             sources=row_sources(config.env),
         )
         check_tests(tasks, config.env)
