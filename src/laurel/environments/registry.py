@@ -115,8 +115,8 @@ def create_environments(
 ) -> dict[str, Environment]:
     """Create the environments of these names; composites share their parts.
 
-    `opening` places the processes of `reward_model`, and `nodes` run the programs of `code`; None
-    is this machine. `max_turns` are the policy's turns in a rollout.
+    `opening` places the processes of `reward_model`, and `nodes` run programs; None is this
+    machine. `max_turns` are the policy's turns in a rollout.
 
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.

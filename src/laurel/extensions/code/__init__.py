@@ -2,7 +2,9 @@
 
 ::
 
-    plugin       the environment `code`
+    plugin       the environment `code`, and the forms of its tasks
+    settings     `env.code`
+    formats      reads rows of HumanEval, MBPP and others with tests
     environment  scores programs, or answers code that a policy runs as a tool
     answers      finds the program in a completion; runs code as a tool, with lasting variables
     tests        turns the tests of a task into jobs of the sandbox, and results into a verdict
