@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import machine, table
 
-from laurel.data.task_formats import code_task
-from laurel.environments.code_environment import CodeEnvironment
+from laurel.extensions.code.environment import CodeEnvironment
+from laurel.extensions.code.formats import code_task
 
 ROWS = Path(__file__).parent / "code_grader_rows.yaml"
 WORKER = Path(__file__).parent / "peers" / "code_graders.py"

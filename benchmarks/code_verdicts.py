@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import machine, table, write_json
 
-from laurel.sandbox.control_group import chosen_place
-from laurel.sandbox.detection import detect
-from laurel.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
-from laurel.sandbox.pool import SandboxPool
+from laurel.extensions.code.sandbox.control_group import chosen_place
+from laurel.extensions.code.sandbox.detection import detect
+from laurel.extensions.code.sandbox.jobs import Limits, SandboxJob, SandboxResult, Status
+from laurel.extensions.code.sandbox.pool import SandboxPool
 
 DATA_DIR = Path(os.environ.get("LAUREL_DATA", "../shared/data"))
 LIMITS = Limits(cpu_s=10, wall_s=120)

@@ -31,13 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import machine, table, write_json
 
-from laurel.environments.code.nodes import ClusterNodes, NodePool
-from laurel.sandbox.control_group import chosen_place
-from laurel.sandbox.detection import detect
-from laurel.sandbox.jobs import SandboxJob, Status
-from laurel.sandbox.pool import SandboxPool
-from laurel.sandbox.tiers import LAYERS, Tier
-from laurel.sandbox.zygote_process import own_interpreter
+from laurel.extensions.code.nodes import NodePool
+from laurel.extensions.code.sandbox.control_group import chosen_place
+from laurel.extensions.code.sandbox.detection import detect
+from laurel.extensions.code.sandbox.jobs import SandboxJob, Status
+from laurel.extensions.code.sandbox.pool import SandboxPool
+from laurel.extensions.code.sandbox.tiers import LAYERS, Tier
+from laurel.sandbox.inside_process import own_interpreter
+from laurel.workers.reservations import ClusterNodes
 
 SOURCE = "print(1)"
 PEER = Path(__file__).parent / "peers" / "code_executors.py"
@@ -162,7 +163,7 @@ def _cpu_seconds_of(pid: int) -> float:
 
 def pool_on_ray(workers: int) -> NodePool:
     """A pool as on a cluster, whose one node is this machine: its zygotes belong to an actor."""
-    from laurel.config.environments import SandboxConfig
+    from laurel.extensions.code.settings import SandboxConfig
     from laurel.workers.ray_group import NodeGroup, nodes_to_work_on
 
     nodes = ClusterNodes(nodes_to_work_on, NodeGroup, lambda: False)

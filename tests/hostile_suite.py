@@ -17,12 +17,12 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from laurel.sandbox.detection import World, claims_of, detect, small_world
-from laurel.sandbox.grading import grade
+from laurel.extensions.code.sandbox.detection import World, claims_of, detect, small_world
+from laurel.extensions.code.sandbox.grading import grade
+from laurel.extensions.code.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult
+from laurel.extensions.code.sandbox.tiers import Tier
+from laurel.extensions.code.sandbox.zygote_process import ZygoteProcess
 from laurel.sandbox.inside import kernel
-from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, SandboxResult
-from laurel.sandbox.tiers import Tier
-from laurel.sandbox.zygote_process import ZygoteProcess
 
 PROGRAMS = Path(__file__).parent / "faults" / "hostile"
 ESCAPED = "ESCAPED"

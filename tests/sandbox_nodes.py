@@ -7,13 +7,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from laurel.environments.code.nodes import ClusterNodes
 from laurel.errors import ConfigError, WorkerError
-from laurel.sandbox.detection import Detection
-from laurel.sandbox.tiers import Tier
+from laurel.extensions.code.sandbox.detection import Detection
+from laurel.extensions.code.sandbox.tiers import Tier
 from laurel.workers.calls import Failure, GroupCalls, Outcome, WorkerCall, attempt, error_of
 from laurel.workers.rendezvous import RankPlace
-from laurel.workers.reservations import NodeState
+from laurel.workers.reservations import ClusterNodes, NodeState
 
 
 class ThreadedGroup(GroupCalls):

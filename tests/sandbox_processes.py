@@ -5,7 +5,7 @@ import time
 
 import psutil
 
-from laurel.sandbox.inside.monitor import ARMED, RUNNING
+from laurel.extensions.code.sandbox.inside.monitor import ARMED, RUNNING
 
 END = 120.0
 """Seconds in which everything ends even on a machine that is busy with other things."""

@@ -507,7 +507,7 @@ class EnvironmentServices:
     placement: Any = None
     """Places the processes of models, a `rewards.open.ScorerPlacement`; None: this machine."""
     nodes: Any = None
-    """Run programs, `environments.code.nodes.ClusterNodes`; None: this machine."""
+    """Run programs, `workers.reservations.ClusterNodes`; None: this machine."""
 
 
 class EnvironmentKind(Plugin):
@@ -518,6 +518,10 @@ class EnvironmentKind(Plugin):
     section of the kind. Otherwise the kind is the one environment, and has its name."""
     must_be_graded: ClassVar[bool] = False
     """Whether it scores nothing itself: it is part of a composite, or `graded_by` names one."""
+    tests: ClassVar[Collection[str]] = ()
+    """The keys of a task's metadata that may hold tests which it runs."""
+    solution: ClassVar[str] = ""
+    """The key of a task's metadata with a solution that `validate` runs against the tests."""
 
     def check(self, section: Any, run: Any, where: str) -> None:
         """Check that the settings fit the run, such as the policy's turns.
@@ -537,6 +541,10 @@ class EnvironmentKind(Plugin):
     def needs(self, section: Any) -> Collection[Literal["answers", "tests"]]:
         """Return what every task has to have: a known answer, or tests."""
         return ()
+
+    def problem_of(self, section: Any, metadata: Mapping[str, Any]) -> str | None:
+        """Return why it cannot grade a task, as far as the metadata alone say; None if it can."""
+        return None
 
     def graded_by(self, section: Any) -> str | None:
         """Return the environment that scores the end of conversations that this one conducts."""
@@ -573,6 +581,31 @@ class Rows(Plugin):
         Args:
             chosen: The settings of the set, a `TaskSetConfig`.
             environments: The section `env`.
+        """
+
+
+class TaskForm(Plugin):
+    """A form of rows that are tasks, in files or in a data set (`data.dataset_name`)."""
+
+    hub: ClassVar[str] = ""
+    """The data set's name on the hub; empty: its rows stand in files alone."""
+    processor: ClassVar[str] = ""
+    """The name by which `data.processor` chooses it for any data set; empty: none."""
+    has_tests: ClassVar[bool] = False
+    """Whether its rows hold tests in other forms than the metadata keys of an environment."""
+    otherwise: ClassVar[Collection[str]] = ()
+    """Columns that it reads and whose texts do not come up in the task as they are."""
+
+    @abstractmethod
+    def make(self, section: None, name: str) -> Callable[[Any, Any], Any]:
+        """Return the function from a row, a mapping, and its `TaskSetConfig` to a task.
+
+        It returns `data.task_formats.TaskParts`, and raises `data.sources.UnusableRow` for a row
+        that is not of the form.
+
+        Args:
+            section: A form has no settings but those of the set.
+            name: The name that it was declared with.
         """
 
 
@@ -645,6 +678,7 @@ KINDS: Mapping[str, type[Any]] = {
     "reward_managers": RewardManager,
     "environments": EnvironmentKind,
     "rows": Rows,
+    "task_forms": TaskForm,
     "commands": Command,
     "importers": Importer,
 }

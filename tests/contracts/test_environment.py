@@ -21,7 +21,6 @@ import torch
 import environment_batches
 from environment_batches import total
 from laurel.config.environments import EnvironmentsConfig
-from laurel.environments.code_environment import CodeEnvironment
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import (
     EnvironmentInterface,
@@ -31,6 +30,7 @@ from laurel.environments.interface import (
 from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.registry import create_environment
 from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.extensions.code.environment import CodeEnvironment
 from laurel.models.checkpoint.state import decode, encode
 from laurel.models.tool_calls import FORMS, ToolCall
 from laurel.rewards.scorer import LocalScorer

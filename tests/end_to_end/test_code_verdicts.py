@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import code_verdicts
 
-from laurel.sandbox.detection import detect
-from laurel.sandbox.jobs import Limits
-from laurel.sandbox.pool import SandboxPool
+from laurel.extensions.code.sandbox.detection import detect
+from laurel.extensions.code.sandbox.jobs import Limits
+from laurel.extensions.code.sandbox.pool import SandboxPool
 
 SAMPLE = 60
 OBJECTS = ("MBPP/367", "MBPP/601", "MBPP/927")

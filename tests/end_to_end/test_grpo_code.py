@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from laurel.extensions.code.sandbox.detection import detect
+from laurel.extensions.code.sandbox.tiers import Tier
 from laurel.models.forest.decoding import DecodePlan, PrefillPlan
 from laurel.models.forest.policy import PolicyModel
 from laurel.observe.loggers import read_metrics
-from laurel.sandbox.detection import detect
-from laurel.sandbox.tiers import Tier
 from policy_runs import (
     completions_of,
     grpo,

@@ -6,12 +6,13 @@ from collections import Counter
 
 import pytest
 
-from laurel.config.environments import SandboxConfig
-from laurel.environments.code.nodes import ClusterNodes, NodePool
-from laurel.sandbox.detection import detect
-from laurel.sandbox.inside.monitor import RUNNING
-from laurel.sandbox.jobs import Limits, SandboxJob, Status
-from laurel.sandbox.tiers import Tier
+from laurel.extensions.code.nodes import NodePool
+from laurel.extensions.code.sandbox.detection import detect
+from laurel.extensions.code.sandbox.inside.monitor import RUNNING
+from laurel.extensions.code.sandbox.jobs import Limits, SandboxJob, Status
+from laurel.extensions.code.sandbox.tiers import Tier
+from laurel.extensions.code.settings import SandboxConfig
+from laurel.workers.reservations import ClusterNodes
 from policy_runs import (
     completions_of,
     grpo,

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 import hostile_suite
-from laurel.sandbox.control_group import chosen_place
-from laurel.sandbox.detection import detect, small_world
-from laurel.sandbox.tiers import LAYERS, Tier
-from laurel.sandbox.zygote_process import ZygoteProcess
+from laurel.extensions.code.sandbox.control_group import chosen_place
+from laurel.extensions.code.sandbox.detection import detect, small_world
+from laurel.extensions.code.sandbox.tiers import LAYERS, Tier
+from laurel.extensions.code.sandbox.zygote_process import ZygoteProcess
 from sandbox_processes import END, busy, is_gone, named, wait_until
 
 PROGRAMS = {program.name: program for program in hostile_suite.read_programs()}

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laurel.sandbox.control_group import chosen_place
-from laurel.sandbox.detection import detect
-from laurel.sandbox.jobs import CallTest, Limits, SandboxJob, Status
-from laurel.sandbox.pool import SandboxPool
+from laurel.extensions.code.sandbox.control_group import chosen_place
+from laurel.extensions.code.sandbox.detection import detect
+from laurel.extensions.code.sandbox.jobs import CallTest, Limits, SandboxJob, Status
+from laurel.extensions.code.sandbox.pool import SandboxPool
 from sandbox_processes import below, is_gone, is_idle, wait_until
 
 JOBS = int(os.environ.get("LAUREL_SOAK_JOBS", "300"))

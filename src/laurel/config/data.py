@@ -433,6 +433,11 @@ class TaskDataConfig(TextDataConfig):
         """Return the task sets used for validation; empty if none is configured."""
         return validation_sets(self, TaskSetConfig)
 
+    def environments(self) -> list[str]:
+        """Return the environments that the sets name."""
+        sets = [*self.train_sets(), *self.validation_sets()]
+        return [one.env_name for one in sets if one.env_name is not None]
+
     def validation_names(self) -> list[str]:
         """Return the names of validation sets that have figures of their own."""
         names = list(self.validation or ())

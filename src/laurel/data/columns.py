@@ -151,27 +151,6 @@ _MEANS_NOTHING = re.compile(
 )
 _MOST_WORDS = 3
 
-_OF_CODE = frozenset(
-    {
-        "canonical_solution",
-        "challenge_test_list",
-        "code",
-        "entry_point",
-        "input_output",
-        "metadata",
-        "private_test_cases",
-        "public_test_cases",
-        "raw_tags",
-        "reward_model",
-        "skill_types",
-        "solutions",
-        "starter_code",
-        "test",
-        "test_imports",
-        "test_list",
-        "test_setup_code",
-    }
-)
 READ_OTHERWISE: Mapping[str, frozenset[str]] = {
     "HelpSteer3": frozenset({"overall_preference"}),
     "PreferenceDataset": frozenset({"margin", "target"}),
@@ -184,7 +163,6 @@ READ_OTHERWISE: Mapping[str, frozenset[str]] = {
     "GSM8K": frozenset({"answer"}),
     "DAPOMath17K": frozenset({"reward_model"}),
     "DAPOMathAIME2024": frozenset({"reward_model"}),
-    **dict.fromkeys(("HumanEval", "MBPP", "CodeTasks"), _OF_CODE),
 }
 """The columns that a class of rows reads and that are not found in what becomes of a row, such as
 numbers and texts that are taken apart."""

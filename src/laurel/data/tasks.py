@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from laurel.data.columns import (
     with_system,
 )
 from laurel.data.reading import (
+    NO_HUB,
+    HubSet,
     LeftOutRow,
     OpenedSet,
     UnusualRoles,
@@ -43,19 +45,19 @@ from laurel.data.sources import (
     text,
 )
 from laurel.data.task_formats import (
-    OWN_TESTS,
     PREFERENCE_SETS,
-    TASK_SETS,
     TaskParts,
     answer_text,
-    any_code,
     columns,
+    names_of_sets,
+    own_forms,
     resolve_columns,
     task_set,
 )
 from laurel.errors import ConfigError, DataError, counted_that, setting_of
 from laurel.observe.forks import ForkGuard
 from laurel.observe.user_code import import_object
+from laurel.plugins import EnvironmentKind
 from laurel.types import Conversation, Message, Task
 
 # The needs of environments, checked against the rows of a set.
@@ -89,6 +91,18 @@ class TaskNeeds:
     """The environments that reward a task without tests with 0, so that every task needs tests."""
     guess: str | None = "math"
     """The default environment, used if the configuration and the rows name none."""
+
+
+def tests_in(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata keys with tests of a task, each with the environment that runs them."""
+    return {key: name for key, name in keys_of_tests().items() if metadata.get(key) is not None}
+
+
+@cache
+def keys_of_tests() -> dict[str, str]:
+    """Return the metadata keys of tests, each with Laurel's own environment that runs them."""
+    own = [name for name in plugins.names("environments") if plugins.is_own("environments", name)]
+    return {key: name for name in own for key in plugins.find(EnvironmentKind, name).tests}
 
 
 NO_NEEDS = TaskNeeds(answers=frozenset(), guess=None)
@@ -136,9 +150,10 @@ class NeedsCheck:
         Raises:
             UnusableRow: The task lacks the answer or the tests that its environment needs.
         """
-        has_tests = any(metadata.get(form) is not None for form in OWN_TESTS)
+        tests = tests_in(metadata)
         if parts.answer is None and self.environment in self.needs.answers:
-            by_tests = ", or data.env_name=code: the row brings tests" if has_tests else ""
+            runs = next(iter(tests.values()), None)
+            by_tests = f", or data.env_name={runs}: the row brings tests" if runs else ""
             raise UnusableRow(
                 f"no answer in '{parts.answer_key}'",
                 f"the row has no answer in '{parts.answer_key}', and the environment "
@@ -146,13 +161,14 @@ class NeedsCheck:
                 remedy="Set data.output_key to the column that holds it, or data.env_name to an "
                 f"environment that needs none{by_tests}",
             )
-        if not has_tests and self.environment in self.needs.tests:
+        if not tests and self.environment in self.needs.tests:
+            *others, last = [name for name, form in own_forms().items() if form.has_tests]
             raise UnusableRow(
                 "no tests",
                 f"the row brings no tests, and the environment '{self.environment}' gives nothing "
-                f"but 0 without: it looks for {', '.join(OWN_TESTS)}",
-                remedy="Set data.dataset_name to HumanEval, MBPP or CodeTasks, which read tests in "
-                "other forms, or data.env_name to an environment that needs none",
+                f"but 0 without: it looks for {', '.join(keys_of_tests())}",
+                remedy=f"Set data.dataset_name to {', '.join(others)} or {last}, which read tests "
+                "in other forms, or data.env_name to an environment that needs none",
             )
         if parts.answer is not None:
             self.num_answers += 1
@@ -193,11 +209,17 @@ def register_processor(name: str, processor: Processor) -> None:
     Raises:
         ConfigError: The name is taken.
     """
-    if name in PROCESSORS:
+    if name in (known := processors()):
         raise ConfigError(
-            f"there is already a processor called {name!r}; those are: {', '.join(PROCESSORS)}"
+            f"there is already a processor called {name!r}; those are: {', '.join(known)}"
         )
     PROCESSORS[name] = processor
+
+
+def processors() -> dict[str, Processor]:
+    """Return the functions that convert rows to tasks, those of plug-ins too, by name."""
+    plugged = {form.processor: form.make(None, name) for name, form in own_forms().items()}
+    return {**PROCESSORS, **{name: read for name, read in plugged.items() if name}}
 
 
 def find_processor(name: str | None) -> Processor:
@@ -209,13 +231,14 @@ def find_processor(name: str | None) -> Processor:
     """
     if name is None:
         return own_form
-    if name in PROCESSORS:
-        return PROCESSORS[name]
+    known = processors()
+    if name in known:
+        return known[name]
     if not is_import_path(name):
-        near = nearest(name, PROCESSORS)
+        near = nearest(name, known)
         hint = f" Did you mean {near}?" if near else ""
         raise ConfigError(
-            f"data.processor={name} is unknown.{hint} Known are: {', '.join(PROCESSORS)}; or give "
+            f"data.processor={name} is unknown.{hint} Known are: {', '.join(known)}; or give "
             "the import path of your own function (row, config) -> TaskParts"
         )
     found = import_object(name, where=setting_of("data.processor", name), kind=DataError)
@@ -321,7 +344,6 @@ register_processor("math_hf_data_processor", own_form)
 register_processor("math_data_processor", columns("problem", "expected_answer"))
 register_processor("multichoice_qa_processor", multichoice)
 register_processor("helpsteer3_data_processor", own_form)
-register_processor("code_data_processor", any_code)
 
 
 # Rows that the package of an environment makes, some without end.
@@ -425,7 +447,6 @@ NEEDS = TaskNeeds()
 """The `TaskNeeds` of the environments that require no configuration."""
 
 _NO_SOURCES: Mapping[str, RowSource] = {}
-_HUBS = {name: known.hub for name, known in TASK_SETS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -716,7 +737,7 @@ class _Reading:
                 rows=rows.rows,
             )
         else:
-            opened = open_set(config, known=_HUBS, report=report)
+            opened = open_set(config, known=_hubs(config.dataset_name), report=report)
         known = task_set(config.dataset_name)
         reads_any = opened.is_own or config.dataset_name in (None, "ResponseDataset")
         read_by = opened.config
@@ -814,13 +835,27 @@ class _Reading:
         metadata: Mapping[str, Any],
         answer_key: str,
     ) -> None:
-        brings_tests = any(form in metadata for form in OWN_TESTS)
-        class_name = "CodeTasks" if brings_tests else self.config.dataset_name or ""
-        read = {*metadata, *READ_OTHERWISE.get(class_name, ())}
+        read = {*metadata, *self._read_otherwise(metadata)}
         # A number is found in no text.
         if isinstance(row.get(answer_key), int | float):
             read.add(answer_key)
         self.columns.look(source, row, prompt, others=texts_in(metadata), read=read)
+
+    def _read_otherwise(self, metadata: Mapping[str, Any]) -> Iterable[str]:
+        if tests_in(metadata):
+            forms = [form for form in own_forms().values() if form.has_tests]
+            return [key for form in forms for key in form.otherwise]
+        name = self.config.dataset_name
+        known = task_set(name)
+        return READ_OTHERWISE.get(name or "", known.otherwise if known is not None else ())
+
+
+def _hubs(asked: str | None) -> dict[str, HubSet]:
+    # Of sets that are not asked for the names alone are read.
+    hubs = dict.fromkeys(names_of_sets(), NO_HUB)
+    if asked in hubs and (known := task_set(asked)) is not None:
+        hubs[asked] = known.hub
+    return hubs
 
 
 def _name_of(config: TaskSetConfig) -> str:

@@ -230,6 +230,22 @@ def response_of(message_log: MessageLog) -> str:
     return "".join(m["content"] for m in message_log if m["role"] == "assistant")
 
 
+def last_answer(message_log: MessageLog) -> str:
+    """Return the text of the policy's last message; empty if there is none."""
+    answers = (m["content"] for m in reversed(message_log) if m["role"] == "assistant")
+    return next(answers, "")
+
+
+def cut_middle(text: str, most: int) -> str:
+    """Return a text without its middle if it is longer than the limit, for a policy to read."""
+    text = text.encode("utf-8", "replace").decode()  # no tokenizer takes unpaired surrogates
+    if len(text) <= most:
+        return text
+    half = most // 2
+    left_out = f"\n[... {len(text) - 2 * half} characters left out ...]\n"
+    return text[:half] + left_out + text[-half:]
+
+
 def batch_metrics(batch: Mapping[str, Any]) -> dict[str, float]:
     """Return the common metrics of a finished batch; a mean over nothing is absent."""
     metrics = {

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from laurel.config.environments import (
-    CodeEnvironmentConfig,
     MathEnvironmentConfig,
     RewardModelEnvironmentConfig,
 )
@@ -32,33 +31,6 @@ class Math(EnvironmentKind):
     def needs(self, section: MathEnvironmentConfig) -> Needs:
         """Return that tasks have answers."""
         return ["answers"]
-
-
-class Code(EnvironmentKind):
-    """Programs of the policy, run in a sandbox."""
-
-    section = CodeEnvironmentConfig
-
-    def check(self, section: CodeEnvironmentConfig, run: Any, where: str) -> None:
-        """Check that there are as many turns as attempts."""
-        attempts, turns = section.max_attempts, run.grpo.max_rollout_turns
-        if attempts > turns:
-            raise ValueError(
-                f"{where}.max_attempts={attempts} takes as many turns, and there are "
-                f"grpo.max_rollout_turns={turns}; set that to {attempts}, or ask for fewer attempts"
-            )
-
-    def make(self, section: CodeEnvironmentConfig, services: EnvironmentServices) -> Environment:
-        """Return the environment."""
-        from laurel.environments.code_environment import CodeEnvironment
-
-        return CodeEnvironment(
-            section, nodes=services.nodes, timeout_seconds=services.timeout_seconds
-        )
-
-    def needs(self, section: CodeEnvironmentConfig) -> Needs:
-        """Return that tasks have tests."""
-        return ["tests"]
 
 
 class ScoredByModel(EnvironmentKind):

@@ -26,8 +26,8 @@ from laurel.types import ToolSchemas
 
 if TYPE_CHECKING:
     from laurel.data.tasks import RowSource
-    from laurel.environments.code.nodes import ClusterNodes
     from laurel.rewards.open import ScorerPlacement
+    from laurel.workers.reservations import ClusterNodes
 
 OTHER_NAMES = {"math_default": "math"}
 """Further names of environments, as NeMo RL's files have them."""
@@ -115,8 +115,8 @@ def create_environments(
 ) -> dict[str, Environment]:
     """Create the environments of these names; composites share their parts.
 
-    `opening` places the processes of `reward_model`, and `nodes` run the programs of `code`; None
-    is this machine. `max_turns` are the policy's turns in a rollout.
+    `opening` places the processes of `reward_model`, and `nodes` run programs; None is this
+    machine. `max_turns` are the policy's turns in a rollout.
 
     Raises:
         ConfigError: A name is unknown or ambiguous, or an environment cannot be created.

@@ -121,7 +121,7 @@ def _load_data(config: GRPORun) -> TaskData:
         config.data,
         default_environment=config.default_environment,
         environments=environment_names(config.env),
-        needs=needs_of(config.env, config.default_environment),
+        needs=needs_of(config.env, config.default_environment, *config.data.environments()),
         sources=row_sources(config.env),
     )
 

@@ -151,9 +151,9 @@ JsonOption = Annotated[
 def complete_tasks() -> list[str]:
     """List the named data sets of tasks, as shell completions."""
     from laurel import plugins
-    from laurel.data.task_formats import TASK_SETS
+    from laurel.data.task_formats import names_of_sets
 
-    return [*TASK_SETS, *plugins.names("rows")]
+    return [*names_of_sets(), *plugins.names("rows")]
 
 
 def sets_column(word: str) -> bool:
@@ -173,13 +173,6 @@ def complete_environments() -> list[str]:
     from laurel.environments.registry import built_in
 
     return built_in()
-
-
-def complete_layers() -> list[str]:
-    """List the sandbox layers that can be left out, as shell completions."""
-    from laurel.sandbox.tiers import LAYERS
-
-    return [*LAYERS, "cgroup"]
 
 
 ConfigOption = Annotated[

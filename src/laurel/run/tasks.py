@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.data.report import TaskReport
-    from laurel.environments.code.nodes import ClusterNodes
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, WorkerGroup
     from laurel.rewards.open import ScorerPlacement
     from laurel.types import Task, TokenIds, ToolSchemas
+    from laurel.workers.reservations import ClusterNodes
 
 S = TypeVar("S", bound=SourceConfig)
 
@@ -41,18 +41,24 @@ NUM_CHECKED = 2000
 """The number of tasks whose known answers are checked before a run, which takes up to a minute."""
 
 
-def needs_of(config: EnvironmentsConfig, default: str | None = None) -> TaskNeeds:
+def needs_of(config: EnvironmentsConfig, *named: str) -> TaskNeeds:
     """Return which environments need a known answer or tests in each task.
 
-    Those are asked that have settings, or are the `default`.
+    Those are asked that have settings, are among the `named`, or are parts of composites.
     """
     answers, tests, composites = set[str](), set[str](), dict(config.composite)
-    for name, found in config.configured(default).items():
+    asked, known = [*config.configured(), *named], set[str]()
+    asked += [part.env for composite in composites.values() for part in composite.parts]
+    for name in asked:  # which gets longer
+        if name in known or (found := config.found(name)) is None:
+            continue
+        known.add(name)
         needs = found.kind.needs(found.section)
         answers |= {name} if "answers" in needs else set()
         tests |= {name} if "tests" in needs else set()
         if (judge := found.kind.graded_by(found.section)) is not None:
             composites[name] = CompositeEnvironmentConfig(parts=[CompositePart(env=judge)])
+            asked.append(judge)
     for alias, meant in OTHER_NAMES.items():
         answers |= {alias} if meant in answers else set()
     for _ in composites:  # composites of composites
@@ -219,8 +225,8 @@ def nodes_of(allocation: Allocation) -> ClusterNodes | None:
     """
     if not allocation.are_remote:
         return None
-    from laurel.environments.code.nodes import ClusterNodes
     from laurel.workers.ray_group import NodeGroup, is_on_the_only_node, nodes_to_work_on
+    from laurel.workers.reservations import ClusterNodes
 
     return ClusterNodes(nodes_to_work_on, NodeGroup, is_on_the_only_node)
 

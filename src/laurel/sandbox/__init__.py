@@ -1,15 +1,9 @@
-"""Runs programs that a model wrote, and reports how they ended.
+"""What a machine has, and what locks a process in.
 
 ::
 
-    SandboxPool --socket--> zygote --fork--> monitor --fork--> the program
-       pool, grading         inside/zygote    inside/monitor (pid 1 of its namespaces)
-
-    runner       the protocol of program runners; zygote_process implements it on this machine
-    jobs         jobs and their results
-    tiers        the tiers of isolation, and their descriptions
-    detection    tries which tier this machine supports
-    pool         runs many jobs concurrently
-    grading      grades a program by how its processes ended; expected values never leave this side
-    comparison   decides whether two values are equal
+    limits           cores, memory and GPUs that this process may use
+    scratch          temporary directories that a killed process does not leave behind
+    inside_process   starts a module of a folder `inside` alone in a process
+    inside           takes rights from a process
 """

@@ -6,8 +6,10 @@ Arithmetic only: `ray_cluster` supplies the state of the nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from laurel.protocols import WorkerGroup
 
 SLACK = 1e-4
 """Tolerance: clusters count in ten-thousandths."""
@@ -47,6 +49,21 @@ class NodeState:
     """Reserved resources by role."""
     labels: frozenset[str] = frozenset()
     """Labels as `key=value`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNodes:
+    """The nodes of a cluster, and the way in which a worker is started on one."""
+
+    alive: Callable[[], Sequence[NodeState]]
+    """A function that returns the nodes that are alive."""
+    make: Callable[..., WorkerGroup]
+    """A function `(role, node_id, worker_class, *, at_a_time, limit)` that creates a group of one
+    worker. Several threads may call the worker, `at_a_time` of them at once.
+    """
+    is_only_this: Callable[[], bool]
+    """A function that reports whether the only node is that of this process, for which a local pool
+    is faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from imported_sources import imported
 from laurel.errors import ConfigError
 from laurel.extensions.importing import scripts, shell
 from laurel.extensions.importing.rules import Imported
-from laurel.sandbox.zygote_process import SandboxStartError
+from laurel.sandbox.inside_process import SandboxStartError
 from reward_servers import wait_until
 
 LINE = (

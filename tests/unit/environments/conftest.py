@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 
 import threads
-from laurel.sandbox.detection import detect
-from laurel.sandbox.tiers import Tier
 from reward_models import small_model, write_model
 
 one_thread = threads.one_thread
@@ -20,12 +18,3 @@ def checkpoint(tmp_path_factory):
     contract = loaded.contract.with_rules(mean=0.5, std=2.0, num_reference=10)
     write_model(dataclasses.replace(loaded, contract=contract), directory)
     return directory
-
-
-@pytest.fixture(scope="session")
-def found():
-    """The isolation of programs on this machine, where there is some."""
-    found = detect()
-    if found.tier in (None, Tier.LIMITS_ONLY):
-        pytest.skip(found.sentence())
-    return found

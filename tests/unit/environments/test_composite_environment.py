@@ -453,7 +453,7 @@ def test_who_conducts_must_be_a_part():
 
 
 def test_an_answer_that_took_code_is_graded_by_its_mathematics():
-    from laurel.environments.code_environment import CodeEnvironment
+    from laurel.extensions.code.environment import CodeEnvironment
 
     code = CodeEnvironment(
         {"num_workers": 1, "terminate_on_evaluation": False, "terminate_without_code": True}

@@ -75,6 +75,6 @@ def test_every_temporary_directory_is_one():
     }
     assert found == {
         "sandbox/scratch.py",
-        "sandbox/zygote_process.py",
         "sandbox/inside/boxes.py",
+        "extensions/code/sandbox/zygote_process.py",
     }

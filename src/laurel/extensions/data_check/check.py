@@ -24,8 +24,14 @@ from laurel.config.schemas import SCHEMAS
 from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
 from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport
 from laurel.data.sources import Row, UnusableRow, locate, read_rows
-from laurel.data.task_formats import OWN_TESTS
-from laurel.data.tasks import NO_NEEDS, NOT_WHAT_IS_RIGHT, TaskData, load_task_data
+from laurel.data.tasks import (
+    NO_NEEDS,
+    NOT_WHAT_IS_RIGHT,
+    TaskData,
+    keys_of_tests,
+    load_task_data,
+    tests_in,
+)
 from laurel.environments.registry import row_sources, shown_tools
 from laurel.errors import ConfigError, DataError, UserError, counted, speaking
 from laurel.extensions.data_check.formats import (
@@ -251,15 +257,20 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
             default_environment=config.default_environment,
             environments=config.env.names(),
             # Without an environment, the tasks that each environment can grade are counted below.
-            needs=NO_NEEDS if env is None else needs_of(config.env, env),
+            needs=NO_NEEDS
+            if env is None
+            else needs_of(config.env, env, *config.data.environments()),
             sources=row_sources(config.env),
         )
-        check_tests(tasks, config.env.code)
+        check_tests(tasks, config.env)
     except DataError as problem:
         return replace(reading, problem=str(problem))
     counts = {
         "math": sum("ground_truth" in task.metadata for task in tasks.train),
-        "code": sum(any(key in task.metadata for key in OWN_TESTS) for task in tasks.train),
+        **{
+            name: sum(name in tests_in(task.metadata).values() for task in tasks.train)
+            for name in keys_of_tests().values()
+        },
         "reward_model": len(tasks.train),
     }
     if known is not None and "rm" in known.trainers:
@@ -381,7 +392,7 @@ def run_data_check(
     if grpo is not None:
         tasks = [task for task in grpo.rows if isinstance(task, Task)]
         with message_console().status("running the reference solutions"):
-            references = run_references(tasks, grpo.config.env.code)
+            references = run_references(tasks, grpo.config.env)
     if as_json:
         write_json(_as_facts(findings, row, references))
     else:
@@ -748,7 +759,7 @@ def _about_task(row: Task) -> list[str]:
     facts = []
     if "ground_truth" in row.metadata:
         facts.append(f"the known answer is {str(row.metadata['ground_truth'])!r:.200}")
-    tests = [key for key in OWN_TESTS if key in row.metadata]
+    tests = tests_in(row.metadata)
     if tests:
         by = row.metadata.get("comparison")
         compared = f", compared as {by}" if by is not None else ""

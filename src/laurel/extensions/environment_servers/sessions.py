@@ -25,7 +25,6 @@ from uuid import uuid4
 import torch
 
 from laurel.data.sources import Row
-from laurel.environments.code.answers import cut_middle, last_answer
 from laurel.environments.interface import (
     CONVERSATION_ID,
     ENVIRONMENT_ROLE,
@@ -34,6 +33,8 @@ from laurel.environments.interface import (
     EnvironmentSpec,
     Memory,
     batch_metrics,
+    cut_middle,
+    last_answer,
     mean_of,
 )
 from laurel.errors import ConfigError, EngineError, EnvironmentFailedError, WorkerError, counted

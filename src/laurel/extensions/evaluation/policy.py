@@ -154,7 +154,7 @@ def _played(
         name="evaluation",
         default_environment=default,
         environments=environment_list,
-        needs=needs_of(config.env, default),
+        needs=needs_of(config.env, default, *config.data.environments()),
         on_bad_row=config.data.on_bad_row,
         limit=options.max_samples,
         sources=row_sources(config.env),

@@ -14,13 +14,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
-from laurel.environments.code.answers import cut_middle, last_answer
 from laurel.environments.interface import (
     ENVIRONMENT_ROLE,
     EnvironmentInterface,
     EnvironmentReturn,
     EnvironmentSpec,
     batch_metrics,
+    cut_middle,
+    last_answer,
     mean_of,
     settings_of,
 )

@@ -20,7 +20,7 @@ from laurel.extensions.importing.commands import (
     readable,
 )
 from laurel.extensions.importing.shell import run_script
-from laurel.sandbox.zygote_process import SandboxStartError
+from laurel.sandbox.inside_process import SandboxStartError
 
 _TRAINERS = {"RewardTrainer": "reward", "GRPOTrainer": "grpo", "SFTTrainer": "sft"}
 _FROM_OUTSIDE = ("HOME", "USER", "PWD")

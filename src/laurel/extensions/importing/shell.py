@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from laurel.sandbox.inside_process import SandboxStartError, inside_command, own_interpreter
 from laurel.sandbox.scratch import ScratchFolder
-from laurel.sandbox.zygote_process import SandboxStartError, inside_command, own_interpreter
 
 _LONGEST_S = 20.0
 _LATE_S = 2.0
@@ -170,7 +170,9 @@ class _Box:
             try:
                 process = subprocess.Popen(
                     inside_command(
-                        own_interpreter(), "shell", f"{writing}, {list(command)!r}, **{settings!r}"
+                        own_interpreter(),
+                        "laurel.extensions.importing.inside.shell",
+                        f"{writing}, {list(command)!r}, **{settings!r}",
                     ),
                     pass_fds=[writing],
                     stdin=subprocess.DEVNULL,

@@ -44,7 +44,7 @@ from laurel.errors import ConfigError, LaurelError, MissingDependencyError
 from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
-from laurel.sandbox.inside import confinement, jail, kernel, seccomp
+from laurel.sandbox.inside import confinement, kernel, seccomp
 from laurel.sandbox.limits import available_cores
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec
 
@@ -285,7 +285,7 @@ def prepare_scoring(settings: None) -> Callable[[], Callable[[dict[str, Any]], d
         try:
             kernel.renounce_privileges()
             kernel.drop_capabilities()
-            confinement.restrict((*sorted(readable), "/usr/lib", "/lib"), jail.DEVICES, ())
+            confinement.restrict((*sorted(readable), "/usr/lib", "/lib"), confinement.DEVICES, ())
             seccomp.install(os.getpid(), without=seccomp.ON_FOREIGN_FILES)
         except OSError as error:
             refusal = (

@@ -29,7 +29,7 @@ from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
 from laurel.data.sources import READERS
-from laurel.data.task_formats import TASK_SETS
+from laurel.data.task_formats import names_of_sets, task_set
 from laurel.data.tasks import NOT_WHAT_IS_RIGHT
 from laurel.errors import (
     ConfigError,
@@ -292,7 +292,8 @@ def _rows(text: str, *, task: Mapping[str, Any], own_columns: Mapping[str, str])
         return _rows_in(text, task, own_columns)
     sets = [name for name, entry in DATASET_CLASSES.items() if entry.hub.name]
     if task["trainer"] == "grpo":
-        sets = [name for name, entry in TASK_SETS.items() if entry.hub.name]
+        known = {name: task_set(name) for name in names_of_sets()}
+        sets = [name for name, one in known.items() if one is not None and one.hub.name]
         sets += plugins.names("rows")
     if text in sets:
         if text in plugins.names("rows"):

@@ -9,7 +9,7 @@ import os
 import struct
 from dataclasses import dataclass
 
-from laurel.sandbox.inside import kernel, meter
+from laurel.sandbox.inside import kernel
 from laurel.sandbox.inside.syscall_numbers import (
     ALLOWED,
     CHECKED,
@@ -108,11 +108,14 @@ def install(pid: int, *, without: frozenset[str] = frozenset()) -> None:
     _load(bytes(code), 0)
 
 
-def install_meter() -> int:
+def install_meter(asked: frozenset[str]) -> int:
     """Make the kernel ask about this process's calls on files; return the descriptor for answers.
 
-    This also covers future threads, and cannot be undone. The holder of the descriptor answers, as
-    `meter` describes. Call this before `install`.
+    This also covers future threads, and cannot be undone. The holder of the descriptor answers.
+    Call this before `install`.
+
+    Args:
+        asked: The names of the calls.
 
     Raises:
         OSError: The kernel refused, because it is too old, or asks another process already.
@@ -120,7 +123,7 @@ def install_meter() -> int:
     column = kernel.machine()
     if column is None:
         raise OSError(errno.ENOSYS, "no system call numbers for this machine")
-    return _load(b"".join(meter_program(column)), _NEW_LISTENER)
+    return _load(b"".join(meter_program(column, asked)), _NEW_LISTENER)
 
 
 def _load(instructions: bytes, flags: int) -> int:
@@ -192,7 +195,7 @@ def filter_program(
 
 
 @functools.cache
-def meter_program(column: int) -> list[bytes]:
+def meter_program(column: int, asked: frozenset[str]) -> list[bytes]:
     """Return the instructions of the filter that makes the kernel ask about calls on files.
 
     `filter_program` may still refuse calls that this filter allows, including other numbers of the
@@ -200,7 +203,7 @@ def meter_program(column: int) -> list[bytes]:
     """
     ask, pass_on = [_instruction(_RETURN, _ASK)], [_instruction(_RETURN, _ALLOW)]
     actions = {ALLOWED["mmap"][column]: _check((_NO_SHARED_FILE,), 0)}
-    for name in meter.ASKED:
+    for name in asked:
         if (number := ALLOWED[name][column]) is not None:
             unless = _UNMETERED.get(name)
             actions[number] = ask if unless is None else _check((unless,), 0, otherwise=ask)

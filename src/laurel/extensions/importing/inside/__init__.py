@@ -1,0 +1,1 @@
+"""Runs in the process of a script, and imports the standard library and `laurel.sandbox.inside`."""
