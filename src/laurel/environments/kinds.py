@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.environments import (
     CodeEnvironmentConfig,
-    MathEnvironmentConfig,
     RewardModelEnvironmentConfig,
 )
 from laurel.plugins import EnvironmentKind, EnvironmentServices
@@ -16,22 +15,6 @@ if TYPE_CHECKING:
     from laurel.protocols import Environment
 
 Needs = Collection[Literal["answers", "tests"]]
-
-
-class Math(EnvironmentKind):
-    """Answers that are checked against a known one."""
-
-    section = MathEnvironmentConfig
-
-    def make(self, section: MathEnvironmentConfig, services: EnvironmentServices) -> Environment:
-        """Return the environment."""
-        from laurel.environments.math_environment import MathEnvironment
-
-        return MathEnvironment(section)
-
-    def needs(self, section: MathEnvironmentConfig) -> Needs:
-        """Return that tasks have answers."""
-        return ["answers"]
 
 
 class Code(EnvironmentKind):
