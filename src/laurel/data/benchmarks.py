@@ -174,7 +174,7 @@ def _rows(form: BenchmarkForm, part: HubPart, notes: ColumnNotes) -> Iterator[Be
         hint = (
             "" if found in (None, form.name) else f". These look like rows for laurel eval {found}"
         )
-        if row is not None and found is None and _labels_steps(row):
+        if row is not None and found is None and labels_steps(row):
             hint = f". {LABELS_STEPS}"
         raise DataError(
             f"{locate(part.name, source)}: {problem.message}. A row of {form.title} is "
@@ -215,11 +215,12 @@ def benchmark_of(row: Row) -> BenchmarkName | None:
             return "reward-bench-2" if "subset" in row else "best-of-n"
         if "subset" in row:
             return "reward-bench"
-    is_preference = infer_class(row, DatasetConfig()) is not None and not _labels_steps(row)
+    is_preference = infer_class(row, DatasetConfig()) is not None and not labels_steps(row)
     return "pairs" if is_preference else None
 
 
-def _labels_steps(row: Row) -> bool:
+def labels_steps(row: Row) -> bool:
+    """Report whether a row labels the steps of its answers."""
     found = infer_class(row, DatasetConfig())
     return found is not None and DATASET_CLASSES[found[0]].read_steps is not None
 
@@ -488,37 +489,3 @@ BEST_OF_N = BenchmarkForm(
     '{"prompt", "chosen": [right answers], "rejected": [wrong ones]}',
     read=best_of_n_row,
 )
-
-
-# The benchmark that a file of rows belongs to, recognized by its columns.
-
-ON_HUB: dict[BenchmarkName, BenchmarkForm] = {
-    "reward-bench": REWARD_BENCH,
-    "reward-bench-2": REWARD_BENCH_2,
-    "rm-bench": RM_BENCH,
-    "judge-bench": JUDGE_BENCH,
-}
-"""The forms of the benchmarks that can be read from the hub, by the benchmark's name."""
-
-
-def benchmark_in(path: str, *, split: str | None) -> BenchmarkName:
-    """Recognize the benchmark that the rows of a file, a directory or a hub data set belong to.
-
-    Raises:
-        DataError: The rows cannot be read, or their columns fit no benchmark.
-    """
-    for name, form in ON_HUB.items():
-        if any(part.name == path for part in form.hub):
-            return name
-    source, row = next(read_rows(path, split=split))  # no rows at all are a DataError
-    found = benchmark_of(row)
-    if found is None and _labels_steps(row):
-        raise DataError(f"{locate(path, source)}: {LABELS_STEPS}")
-    if found is None:
-        known = "; ".join(f"{form.title}: {form.written}" for form in ON_HUB.values())
-        raise DataError(
-            f"{locate(path, source)}: the columns ({', '.join(map(str, row))}) are those of no "
-            f"benchmark, and no preferences. Name the evaluation (laurel eval pairs, for one, has "
-            f"--dataset), or leave the file out. Known are {known}"
-        )
-    return found

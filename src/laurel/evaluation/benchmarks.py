@@ -35,10 +35,7 @@ from laurel.evaluation.statistics import (
 from laurel.observe.console import conversation_text
 from laurel.types import Group, Preference, Score
 
-MOST_MALFORMED = 0.5
-"""The share of malformed rows that a training set may have where it is only compared with."""
 Say = Callable[[str], object]
-_UNSCORED = Score(value=None, failure="it is only read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +146,7 @@ def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
         )
     rows: list[BenchmarkRow] = []
     for path in asked.data or (None,):
-        preferences, report = _preferences(asked, path, on_bad_row="error")
+        preferences, report = read_preferences(asked, path, on_bad_row="error")
         for one in preferences:
             if one.steps_GS is not None:
                 raise DataError(f"{one.group.id}: {rows_of.LABELS_STEPS}")
@@ -166,9 +163,10 @@ def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     return rows
 
 
-def _preferences(
+def read_preferences(
     asked: BenchmarkOptions, path: str | None, *, on_bad_row: Literal["error", "skip"]
 ) -> tuple[list[Preference], DataReport]:
+    """Read the preferences of one of the named sets; None is the place of the class that reads."""
     config = DatasetConfig(
         dataset_name=asked.dataset,
         data_path=path,
@@ -197,43 +195,6 @@ def _remedy(problem: UnusableRow) -> str:
     if problem.program:
         return f"{problem.remedy}."
     return "Fix the row, or take it out of the file: no row of it is left out for such an error."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPairs:
-    """The pairs that a model was trained on, without scores."""
-
-    pairs: list[ScoredPair]
-    notes: tuple[str, ...] = ()
-    """For each set with malformed rows, the number that was left out."""
-
-
-def training_pairs(asked: BenchmarkOptions) -> TrainingPairs:
-    """Read every pair of the named preferences; malformed rows are left out and counted.
-
-    Raises:
-        DataError: A set cannot be read, or more than `MOST_MALFORMED` of its rows are malformed.
-    """
-    pairs: list[ScoredPair] = []
-    notes: list[str] = []
-    for path in asked.data:
-        preferences, report = _preferences(asked, path, on_bad_row="skip")
-        left_out = report.dropped.get("malformed")
-        if left_out is not None:
-            first = f"{left_out.examples[0]}: {next(iter(left_out.kinds))}"
-            said = f"{left_out.count:,} of {report.num_read:,} rows are malformed (e.g. {first})"
-            if left_out.count > MOST_MALFORMED * report.num_read:
-                raise DataError(
-                    f"{path}: {said}, more than {MOST_MALFORMED:.0%}: the others are no fair "
-                    f"sample. Fix the file; laurel data check {path} shows what is wrong with it"
-                )
-            notes.append(f"{path}: {said} and left out")
-        # Texts alone are compared, and the bag of words learns from them: no score is needed.
-        for row in rows_of.rows_of_preferences(
-            preferences, subset=path if len(asked.data) > 1 else None
-        ):
-            pairs += ordered_pairs(row, [_UNSCORED] * len(row.group.completions_G))
-    return TrainingPairs(pairs=pairs, notes=tuple(notes))
 
 
 def ordered_pairs(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredPair]:

@@ -13,21 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
 from laurel.config.data import BenchmarkName
-from laurel.data.benchmarks import ON_HUB, BenchmarkRow, benchmark_in
+from laurel.data.benchmarks import BenchmarkRow
 from laurel.errors import ConfigError, DataError, counted, if_interrupted, key_of, setting_of
 from laurel.evaluation import other_benchmarks
 from laurel.evaluation.benchmarks import (
     BENCHMARKS,
     BenchmarkOptions,
-    TrainingPairs,
     preference_rows,
     reduce_scores,
-    training_pairs,
 )
 from laurel.evaluation.results import Evaluation
 from laurel.evaluation.statistics import Measured
 from laurel.extensions.evaluation.diagnostics import diagnostics_report
 from laurel.extensions.evaluation.results import check_output_directory, write_results
+from laurel.extensions.evaluation.rows import (
+    ON_HUB,
+    TrainingPairs,
+    benchmark_in,
+    training_pairs,
+)
 from laurel.extensions.evaluation.served import server_spec
 from laurel.extensions.evaluation.tables import (
     print_compatibility,
