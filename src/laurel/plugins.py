@@ -576,6 +576,19 @@ class Rows(Plugin):
         """
 
 
+class BenchmarkKind(Plugin):
+    """A benchmark of reward models (`benchmark` of a validation set)."""
+
+    @abstractmethod
+    def make(self, section: None, given: None = None, /) -> Any:
+        """Return the benchmark, an `evaluation.benchmarks.Benchmark`.
+
+        Args:
+            section: A benchmark has no settings.
+            given: Nothing.
+        """
+
+
 class Command(Plugin):
     """A command, or a group of commands, whose name is what is written after `laurel`.
 
@@ -645,6 +658,7 @@ KINDS: Mapping[str, type[Any]] = {
     "reward_managers": RewardManager,
     "environments": EnvironmentKind,
     "rows": Rows,
+    "benchmarks": BenchmarkKind,
     "commands": Command,
     "importers": Importer,
 }

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 from laurel.config.data import BenchmarkName
 from laurel.data.benchmarks import (
-    JUDGE_BENCH,
     LABELS_STEPS,
-    REWARD_BENCH,
-    REWARD_BENCH_2,
-    RM_BENCH,
     BenchmarkForm,
     benchmark_of,
     labels_steps,
@@ -18,8 +14,15 @@ from laurel.data.benchmarks import (
 )
 from laurel.data.sources import locate, read_rows
 from laurel.errors import DataError
-from laurel.evaluation.benchmarks import BenchmarkOptions, ordered_pairs, read_preferences
+from laurel.evaluation.benchmarks import BenchmarkOptions, read_preferences
 from laurel.evaluation.statistics import ScoredPair
+from laurel.extensions.evaluation.benchmark_rows import (
+    JUDGE_BENCH,
+    REWARD_BENCH,
+    REWARD_BENCH_2,
+    RM_BENCH,
+)
+from laurel.extensions.evaluation.benchmarks import ordered_pairs
 from laurel.types import Score
 
 MOST_MALFORMED = 0.5
