@@ -16,13 +16,15 @@ from laurel.evaluation.statistics import (
     Measured,
     ScoredList,
     ScoredPair,
+    share,
+)
+from laurel.extensions.evaluation import benchmark_rows, other_benchmarks, reward_bench
+from laurel.extensions.evaluation.accuracy import (
     lists_by_length,
     pair_credits,
     pairs_by_length,
-    share,
     shares_by_subset,
 )
-from laurel.extensions.evaluation import benchmark_rows, other_benchmarks, reward_bench
 from laurel.observe.console import conversation_text
 from laurel.types import Score
 
