@@ -43,52 +43,6 @@ def _ppo(config: PolicyLossConfig, given: TokenValues) -> Tensor:
     return torch.where(advantages_U < 0, limited_U, loss_U)
 
 
-class Cispo(Loss):
-    """The clipped ratio, without a gradient, times the log-probability."""
-
-    def check(self, settings: PolicyLossConfig) -> None:
-        """Refuse what CISPO does not have."""
-        if settings.ratio_clip_c is not None or settings.sequence_level_importance_ratios:
-            raise ValueError(
-                "CISPO has neither ratio_clip_c nor sequence-level ratios; leave them out, or set "
-                "loss_type: ppo"
-            )
-
-    def make(self, section: None, settings: PolicyLossConfig) -> Callable[[TokenValues], Tensor]:
-        """Return the loss of tokens."""
-        return partial(_cispo, settings)
-
-
-def _cispo(config: PolicyLossConfig, given: TokenValues) -> Tensor:
-    from laurel.training.policy_loss import clipped
-
-    return -given.advantages_U * clipped(given.ratio_U, config).detach() * given.current_U
-
-
-class Reinforce(Loss):
-    """The log-probability times the advantage."""
-
-    clips = False
-
-    def unread(self, settings: PolicyLossConfig) -> dict[str, str]:
-        """Return the keys about ratios, which REINFORCE has only to correct the sampling."""
-        clips = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
-        found = dict.fromkeys(clips, "REINFORCE clips no ratio (loss_type)")
-        if not settings.use_importance_sampling_correction:
-            ratios = ("force_on_policy_ratio", "sequence_level_importance_ratios")
-            why = "REINFORCE has ratios only with use_importance_sampling_correction"
-            found |= dict.fromkeys(ratios, why)
-        return found
-
-    def make(self, section: None, settings: PolicyLossConfig) -> Callable[[TokenValues], Tensor]:
-        """Return the loss of tokens."""
-        return _reinforce
-
-
-def _reinforce(given: TokenValues) -> Tensor:
-    return -given.advantages_U * given.current_U
-
-
 # The loss of a reward model; `training.losses` has its formula.
 
 OF_PAIRS = ("use_margin", "label_smoothing", "center_rewards_coefficient")
