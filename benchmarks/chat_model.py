@@ -916,7 +916,9 @@ def lines_of_pushed(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 def share(value: float, count: int) -> str:
     """A share with its 95 % interval."""
-    from laurel.evaluation.statistics import interval_of_share
+    from laurel.extensions.evaluation.accuracy import (
+        interval_of_share,
+    )
 
     low, high = interval_of_share(round(value * count), count)
     return f"{value:.3f} ({low:.3f} to {high:.3f}) of {count}"

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from material import DATA_DIR
 from rounds import machine, table, write_json
 
-from laurel.environments.math.answers import Checked
-from laurel.environments.math.checker import AnswerChecker
+from laurel.extensions.math.answers import Checked
+from laurel.extensions.math.checker import AnswerChecker
 
 WRONG = 1_000
 

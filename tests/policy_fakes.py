@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from laurel.environments.interface import EnvironmentInterface
-from laurel.environments.math_environment import MathEnvironment
+from laurel.extensions.math.environment import MathEnvironment
 from laurel.grpo.rollouts import RolloutLimits, Rollouts
 from laurel.types import (
     Conversation,

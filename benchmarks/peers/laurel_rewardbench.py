@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import laurel  # noqa: E402
-from laurel.evaluation.benchmarks import BENCHMARKS  # noqa: E402
+from laurel.extensions.evaluation.benchmarks import BENCHMARKS  # noqa: E402
 from laurel.extensions.evaluation.rewardbench_tokens import (  # noqa: E402
     FORMATS,
     differences,

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -229,7 +229,7 @@ def evaluate(
     Raises:
         UserError: A model, a row or a file that cannot be used.
     """
-    _check_choice("benchmark", benchmark, get_args(BenchmarkName))
+    _check_choice("benchmark", benchmark, plugins.names("benchmarks"))
     with speaking(_ARGUMENTS):
         found: Evaluation = _functions_of("eval").evaluate_model(
             benchmark,

@@ -609,6 +609,19 @@ class TaskForm(Plugin):
         """
 
 
+class BenchmarkKind(Plugin):
+    """A benchmark of reward models (`benchmark` of a validation set)."""
+
+    @abstractmethod
+    def make(self, section: None, given: None = None, /) -> Any:
+        """Return the benchmark, an `evaluation.benchmarks.Benchmark`.
+
+        Args:
+            section: A benchmark has no settings.
+            given: Nothing.
+        """
+
+
 class Command(Plugin):
     """A command, or a group of commands, whose name is what is written after `laurel`.
 
@@ -679,6 +692,7 @@ KINDS: Mapping[str, type[Any]] = {
     "environments": EnvironmentKind,
     "rows": Rows,
     "task_forms": TaskForm,
+    "benchmarks": BenchmarkKind,
     "commands": Command,
     "importers": Importer,
 }

@@ -27,10 +27,10 @@ from laurel.environments.interface import (
     EnvironmentReturn,
     EnvironmentSpec,
 )
-from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.registry import create_environment
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.extensions.code.environment import CodeEnvironment
+from laurel.extensions.math.environment import MathEnvironment
 from laurel.models.checkpoint.state import decode, encode
 from laurel.models.tool_calls import FORMS, ToolCall
 from laurel.rewards.scorer import LocalScorer

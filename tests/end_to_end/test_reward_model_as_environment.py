@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import runs
-from laurel.cli.score import RowsFile, run_score
 from laurel.environments.reward_model_environment import RewardModelEnvironment
+from laurel.extensions.score.score import RowsFile, run_score
 from laurel.models.checkpoint.export import save_reward_model
 from laurel.rewards.open import load_scorer
 from laurel.rewards.spec import ScorerSpec, find_model

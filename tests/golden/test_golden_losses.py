@@ -27,16 +27,18 @@ from torch import Tensor
 
 from laurel.config.grpo import PolicyLossConfig
 from laurel.config.reward_model import LossConfig
+from laurel.extensions.reward_losses.losses import (
+    davidson,
+    plackett_luce,
+    rao_kupper,
+    regression,
+)
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.training.losses import (
     RewardLoss,
     bradley_terry,
     centering,
-    davidson,
-    plackett_luce,
     ranked_pairs,
-    rao_kupper,
-    regression,
 )
 from laurel.training.policy_loss import (
     DemonstrationLabels,

@@ -15,6 +15,7 @@ import pytest
 
 import laurel
 from laurel import plugins
+from laurel.config.data import BenchmarkSetConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.json_schema import json_schema
 from laurel.config.load import load_config, to_yaml
@@ -23,6 +24,7 @@ from laurel.config.yaml_tree import Section
 from laurel.data.tasks import load_task_data
 from laurel.environments.registry import row_sources, shown_tools
 from laurel.errors import ConfigError, DataError
+from laurel.evaluation.benchmarks import BenchmarkSet, selectable
 from laurel.generation.load import PluggedMaker
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.observe.loggers import check_available
@@ -462,3 +464,27 @@ def test_rows_of_a_package_are_what_its_base_class_says(site):
     assert tasks[1].metadata["ground_truth"] == "1"
     with pytest.raises(DataError, match=r"x\[2\]: 'prompt'"):
         read()
+
+
+BENCHMARK = """
+from dataclasses import replace
+from laurel.evaluation.benchmarks import benchmark_named
+from laurel.plugins import BenchmarkKind
+
+class X(BenchmarkKind):
+    "Pairs that a package names."
+
+    def make(self, section, given=None, /):
+        return replace(benchmark_named("pairs"), title="Theirs", parts={})
+"""
+
+
+def test_a_benchmark_of_a_package_is_a_validation_set(site):
+    installed(site, "theirs", {"some_pairs": BENCHMARK}, {"benchmarks": {"x": "some_pairs:X"}})
+    rows = site / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    found = BenchmarkSet.load("Mine", BenchmarkSetConfig(benchmark="x", data_path=str(rows)))
+    assert found.title == "Theirs"
+    assert found.possible() == selectable("x") == ["final_score", "accuracy"]
+    with pytest.raises(ValueError, match="'x'"):
+        BenchmarkSetConfig(benchmark="y")

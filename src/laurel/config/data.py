@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from laurel import plugins
+from laurel.config.plugged import NameOf
 from laurel.config.yaml_tree import BY_NAME, IN_LIST, MAY_CHANGE, Section, foreign
 
 
@@ -191,15 +192,7 @@ def is_endless(config: SetConfig) -> bool:
 
 # A benchmark of reward models as a validation set.
 
-BenchmarkName = Literal[
-    "reward-bench",
-    "reward-bench-2",
-    "rm-bench",
-    "judge-bench",
-    "pairs",
-    "best-of-n",
-    "process-bench",
-]
+BenchmarkName = Annotated[str, NameOf("benchmarks")]
 """The name of a benchmark, which is also the name of its `laurel eval` command."""
 _ONLY_FOR: dict[str, BenchmarkName] = {
     "dataset_name": "pairs",
@@ -225,7 +218,7 @@ class BenchmarkSetConfig(Section):
     """The prior sets too, from the hub (`reward-bench`)."""
     zero_spread: Literal["limit", "leave_out"] = "limit"
     """Prompts of Ties whose right answers all have one score (`reward-bench-2`); see
-    `evaluation.reward_bench`."""
+    `extensions/evaluation/reward_bench.py`."""
     max_samples: int | None = Field(default=None, ge=1)
     """Rows at most, a share of each subset, always the same ones. A shortened benchmark has no
     final score."""

@@ -24,7 +24,6 @@ from laurel.config.policy import (
 from laurel.config.yaml_tree import (
     CALLS,
     MAY_CHANGE,
-    ONE_PER_CORE,
     PROCESSES,
     Removed,
     Section,
@@ -694,27 +693,6 @@ class EnsemblePart(SourceConfig):
         return self
 
 
-class MathEnvironmentConfig(Section):
-    """Answers that are checked against a known one."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("MathEnvironmentConfig")
-
-    num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
-    """Processes that check answers; at most one per core is started. Default: as many as
-    most machines have cores to spare."""
-    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
-    """`math`: math-verify; the others read a letter after the last "Answer:"."""
-    stop_strings: list[str] | None = None
-    """Where a completion ends besides the end of its turn."""
-    timeout_seconds: float = Field(default=3.0, gt=0)
-    """Wall-clock limit of one answer, after which its process is killed. A timeout is a verdict
-    (the policy wrote what cannot be checked in time), worth 0 and counted. Default: real answers
-    are checked in milliseconds."""
-    forbid_unevaluated: bool = True
-    """Reject an unevaluated integral, sum, product or arithmetic with plain numbers (`(16-3-4)*2`)
-    unless the known answer has one: the policy would only restate the problem."""
-
-
 Bound = Annotated[float, Field(allow_inf_nan=True)]
 """A bound that may be infinite, and then bounds nothing."""
 
@@ -957,7 +935,6 @@ class EnvironmentsConfig(OpenSection):
     # NeMo RL's files describe several environments, and use those that `env_name` names.
     foreign_keys: ClassVar[frozenset[str]] = foreign("EnvironmentsConfig")
 
-    math: MathEnvironmentConfig = MathEnvironmentConfig()
     reward_model: RewardModelEnvironmentConfig = RewardModelEnvironmentConfig()
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)
     """Combinations of the others, by names of your own."""

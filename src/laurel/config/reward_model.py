@@ -29,7 +29,7 @@ from laurel.plugins import PreferenceLoss
 
 
 class LossConfig(OpenSection):
-    """The loss of an update. Formulas: `laurel/training/losses.py`."""
+    """The loss of an update. The formulas: `losses.py` of `training` and `reward_losses`."""
 
     kind_of_plugin: ClassVar[str] = "reward_losses"
 

@@ -5,32 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal
 
-from laurel.config.environments import (
-    MathEnvironmentConfig,
-    RewardModelEnvironmentConfig,
-)
+from laurel.config.environments import RewardModelEnvironmentConfig
 from laurel.plugins import EnvironmentKind, EnvironmentServices
 
 if TYPE_CHECKING:
     from laurel.protocols import Environment
 
 Needs = Collection[Literal["answers", "tests"]]
-
-
-class Math(EnvironmentKind):
-    """Answers that are checked against a known one."""
-
-    section = MathEnvironmentConfig
-
-    def make(self, section: MathEnvironmentConfig, services: EnvironmentServices) -> Environment:
-        """Return the environment."""
-        from laurel.environments.math_environment import MathEnvironment
-
-        return MathEnvironment(section)
-
-    def needs(self, section: MathEnvironmentConfig) -> Needs:
-        """Return that tasks have answers."""
-        return ["answers"]
 
 
 class ScoredByModel(EnvironmentKind):

@@ -1,4 +1,4 @@
-"""The benchmarks of reward models by name: the rows that they read, and their figures.
+"""What a benchmark of reward models is: the rows that it reads, and their figures.
 
 `laurel eval`, validation during training and the check of a judge before GRPO all come here.
 """
@@ -7,38 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from typing import Any, Literal
 
+from laurel import plugins
 from laurel.config.data import BenchmarkName, BenchmarkSetConfig, DatasetConfig
 from laurel.config.overrides import COLUMNS_IN_WORDS
 from laurel.data import benchmarks as rows_of
-from laurel.data.benchmarks import BenchmarkForm, BenchmarkRow
+from laurel.data.benchmarks import BenchmarkRow
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
-from laurel.data.sources import UnusableRow
-from laurel.data.steps import SEPARATOR
+from laurel.data.sources import Row, UnusableRow
 from laurel.errors import DataError, counted, key_of
-from laurel.evaluation import other_benchmarks, reward_bench
-from laurel.evaluation.reward_bench import ZeroSpread, is_ties
 from laurel.evaluation.statistics import (
-    Figure,
     Measured,
     ScoredList,
     ScoredPair,
-    lists_by_length,
-    pair_credits,
-    pairs_by_length,
     share,
-    shares_by_subset,
 )
-from laurel.observe.console import conversation_text
 from laurel.types import Group, Preference, Score
 
-MOST_MALFORMED = 0.5
-"""The share of malformed rows that a training set may have where it is only compared with."""
 Say = Callable[[str], object]
-_UNSCORED = Score(value=None, failure="it is only read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +45,10 @@ class BenchmarkOptions:
     """The column with the margin of the chosen answer (`pairs` only)."""
     prior: bool = False
     """Whether RewardBench's prior sets are read as well (`reward-bench` only)."""
-    zero_spread: ZeroSpread = "limit"
+    zero_spread: Literal["limit", "leave_out"] = "limit"
     """How RewardBench 2's Ties rows count if all correct answers have the same score.
 
-    The choices are explained in `evaluation.reward_bench`.
+    The choices are explained in `extensions.evaluation.reward_bench`.
     """
     threshold: float = 0.5
     """The value below which a step is called wrong (`process-bench` only)."""
@@ -81,6 +69,22 @@ class Benchmark:
     measure: Callable[[Sequence[Any], BenchmarkOptions], Measured]
     by_length: Callable[[Sequence[Any]], list[Any]]
     details: Callable[[Sequence[Any]], Mapping[str, Any]] = field(default=lambda rows: {})
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """The parts of a final score, and what stands beside it, with the names in the log."""
+    of_steps: bool = False
+    """Whether it compares the steps of one answer, so that no longer answer could win."""
+    is_row: Callable[[Row], bool] = field(default=lambda row: False)
+    """Whether a row of a file has the form of the benchmark's; of no row two benchmarks say so."""
+
+
+def benchmark_named(name: BenchmarkName) -> Benchmark:
+    """Return the benchmark of a name.
+
+    Raises:
+        ConfigError: The plug-in that brings it cannot be imported.
+    """
+    found: Benchmark = plugins.find(plugins.BenchmarkKind, name).make(None)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,19 +130,6 @@ def reduce_scores(
         raise DataError(str(error)) from error
 
 
-def _read(form: BenchmarkForm) -> Callable[[BenchmarkOptions, Say], list[BenchmarkRow]]:
-    return lambda asked, say: rows_of.read_benchmark(
-        form, asked.data, split=asked.split, limit=asked.max_samples, say=say
-    )
-
-
-def _reward_bench_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
-    rows = _read(rows_of.REWARD_BENCH)(asked, say)
-    if asked.prior:
-        rows += rows_of.read_benchmark(rows_of.PRIOR_SETS, (), limit=asked.max_samples, say=say)
-    return rows
-
-
 def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     """Read the preferences of every named set; of several, each is a subset of its own."""
     if not asked.data and asked.dataset is None:
@@ -149,7 +140,7 @@ def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
         )
     rows: list[BenchmarkRow] = []
     for path in asked.data or (None,):
-        preferences, report = _preferences(asked, path, on_bad_row="error")
+        preferences, report = read_preferences(asked, path, on_bad_row="error")
         for one in preferences:
             if one.steps_GS is not None:
                 raise DataError(f"{one.group.id}: {rows_of.LABELS_STEPS}")
@@ -166,9 +157,10 @@ def preference_rows(asked: BenchmarkOptions, say: Say) -> list[BenchmarkRow]:
     return rows
 
 
-def _preferences(
+def read_preferences(
     asked: BenchmarkOptions, path: str | None, *, on_bad_row: Literal["error", "skip"]
 ) -> tuple[list[Preference], DataReport]:
+    """Read the preferences of one of the named sets; None is the place of the class that reads."""
     config = DatasetConfig(
         dataset_name=asked.dataset,
         data_path=path,
@@ -199,227 +191,11 @@ def _remedy(problem: UnusableRow) -> str:
     return "Fix the row, or take it out of the file: no row of it is left out for such an error."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPairs:
-    """The pairs that a model was trained on, without scores."""
-
-    pairs: list[ScoredPair]
-    notes: tuple[str, ...] = ()
-    """For each set with malformed rows, the number that was left out."""
-
-
-def training_pairs(asked: BenchmarkOptions) -> TrainingPairs:
-    """Read every pair of the named preferences; malformed rows are left out and counted.
-
-    Raises:
-        DataError: A set cannot be read, or more than `MOST_MALFORMED` of its rows are malformed.
-    """
-    pairs: list[ScoredPair] = []
-    notes: list[str] = []
-    for path in asked.data:
-        preferences, report = _preferences(asked, path, on_bad_row="skip")
-        left_out = report.dropped.get("malformed")
-        if left_out is not None:
-            first = f"{left_out.examples[0]}: {next(iter(left_out.kinds))}"
-            said = f"{left_out.count:,} of {report.num_read:,} rows are malformed (e.g. {first})"
-            if left_out.count > MOST_MALFORMED * report.num_read:
-                raise DataError(
-                    f"{path}: {said}, more than {MOST_MALFORMED:.0%}: the others are no fair "
-                    f"sample. Fix the file; laurel data check {path} shows what is wrong with it"
-                )
-            notes.append(f"{path}: {said} and left out")
-        # Texts alone are compared, and the bag of words learns from them: no score is needed.
-        for row in rows_of.rows_of_preferences(
-            preferences, subset=path if len(asked.data) > 1 else None
-        ):
-            pairs += ordered_pairs(row, [_UNSCORED] * len(row.group.completions_G))
-    return TrainingPairs(pairs=pairs, notes=tuple(notes))
-
-
-def ordered_pairs(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredPair]:
-    """Return every two answers of a row of which one is better, with their scores."""
-    texts = [conversation_text(one.messages) for one in row.group.completions_G]
-    places = [
-        (i, j) if row.ranks_G[i] < row.ranks_G[j] else (j, i)
-        for i, j in combinations(range(len(texts)), 2)
-        if row.ranks_G[i] != row.ranks_G[j]
-    ]
-    return [
-        ScoredPair(
-            # Ids of plain pairs stay those of their rows, by which results are compared.
-            id=row.id if len(texts) == 2 else f"{row.id}:{better}>{worse}",
-            prompt=row.group.prompt,
-            chosen=texts[better],
-            rejected=texts[worse],
-            score_chosen=scores_G[better].value,
-            score_rejected=scores_G[worse].value,
-            subset=row.subset,
-            margin=row.margin,
-            failure=scores_G[better].failure or scores_G[worse].failure,
-        )
-        for better, worse in places
-    ]
-
-
-def list_of(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredList]:
-    """Return the row as one list, in which the answers of rank 0 are right."""
-    failures = [score.failure for score in scores_G if score.failure is not None]
-    return [
-        ScoredList(
-            id=row.id,
-            prompt=row.group.prompt,
-            completions_G=tuple(conversation_text(one.messages) for one in row.group.completions_G),
-            is_right_G=tuple(rank == 0 for rank in row.ranks_G),
-            scores_G=tuple(score.value for score in scores_G),
-            subset=row.subset,
-            failure=failures[0] if failures else None,
-        )
-    ]
-
-
-def steps_of(row: BenchmarkRow, scores_G: Sequence[Score]) -> list[ScoredList]:
-    """Return the steps of a row as one list, in which those before the first error are right.
-
-    Raises:
-        DataError: The scores are not those of a process reward model that finds the same steps.
-    """
-    (score,) = scores_G
-    count = len(row.steps)
-    values: tuple[float | None, ...] = score.values_K
-    if score.failure is not None:
-        values = (None,) * count
-    elif len(values) != count:
-        raise DataError(
-            f"{row.source}: the model gives {counted(len(values), 'value')} for "
-            f"{counted(count, 'step')}. ProcessBench is for process reward models that separate "
-            f"steps by {SEPARATOR!r}"
-        )
-    first = count if row.first_error is None else row.first_error
-    return [
-        ScoredList(
-            id=row.id,
-            prompt=row.group.prompt,
-            completions_G=row.steps,
-            is_right_G=tuple(index < first for index in range(count)),
-            scores_G=values,
-            subset=row.subset,
-            failure=score.failure,
-        )
-    ]
-
-
-BENCHMARKS: dict[BenchmarkName, Benchmark] = {
-    "reward-bench": Benchmark(
-        title="RewardBench",
-        read=_reward_bench_rows,
-        scored=ordered_pairs,
-        measure=lambda rows, _: reward_bench.measure_reward_bench(rows),
-        by_length=pairs_by_length,
-    ),
-    "reward-bench-2": Benchmark(
-        title="RewardBench 2",
-        read=_read(rows_of.REWARD_BENCH_2),
-        scored=list_of,
-        measure=lambda rows, asked: reward_bench.measure_reward_bench_2(
-            rows, zero_spread=asked.zero_spread
-        ),
-        by_length=lists_by_length,
-    ),
-    "rm-bench": Benchmark(
-        title="RM-Bench",
-        read=_read(rows_of.RM_BENCH),
-        scored=list_of,
-        measure=lambda rows, _: other_benchmarks.measure_rm_bench(rows),
-        by_length=lists_by_length,
-        details=lambda rows: {"matrix": other_benchmarks.matrix_of(rows)},
-    ),
-    "judge-bench": Benchmark(
-        title="JudgeBench",
-        # The category becomes the subset, so that two results can be compared by it as well.
-        read=lambda asked, say: [
-            replace(row, subset=other_benchmarks.category_of(row.subset or ""))
-            for row in _read(rows_of.JUDGE_BENCH)(asked, say)
-        ],
-        scored=ordered_pairs,
-        measure=lambda rows, _: other_benchmarks.measure_judge_bench(rows),
-        by_length=pairs_by_length,
-    ),
-    "pairs": Benchmark(
-        title="Pairs",
-        read=preference_rows,
-        scored=ordered_pairs,
-        measure=lambda rows, _: measure(rows),
-        by_length=pairs_by_length,
-    ),
-    "best-of-n": Benchmark(
-        title="Best of n",
-        read=_read(rows_of.BEST_OF_N),
-        scored=list_of,
-        measure=lambda rows, _: other_benchmarks.measure_best_of_n(rows),
-        by_length=lists_by_length,
-    ),
-    "process-bench": Benchmark(
-        title="ProcessBench",
-        read=_read(rows_of.PROCESS_BENCH),
-        scored=steps_of,
-        measure=lambda rows, asked: other_benchmarks.measure_process_bench(
-            rows, threshold=asked.threshold, fit_on=asked.fit_threshold
-        ),
-        by_length=other_benchmarks.one_long_step,
-    ),
-}
-
-
-# Accuracy on any set of pairs: how often the preferred answer has the higher score.
-
-PAIRS_FINAL = "all pairs"
-TIES = "share of equal scores"
-"""The name of a share of all pairs; it is no subset with an accuracy."""
-
-
-def measure(pairs: Sequence[ScoredPair]) -> Measured:
-    """Measure the accuracy of each subset and over all pairs, and the share of ties."""
-    credits = pair_credits(pairs)
-    found = shares_by_subset((pair.subset, credits[pair.id]) for pair in pairs)
-    return Measured(
-        subsets=tuple(found.values()) if len(found) > 1 else (),
-        sections=(tie_share(pairs),),
-        final=share(PAIRS_FINAL, credits.values()),
-        credits=credits,
-    )
-
-
-def tie_share(pairs: Sequence[ScoredPair]) -> Figure:
-    """Return the share of pairs whose answers have equal scores, which count as wrong."""
-    equal = [
-        None if pair.is_right is None else float(pair.score_chosen == pair.score_rejected)
-        for pair in pairs
-    ]
-    return replace(share(TIES, equal), is_aside=True)
-
-
 # A benchmark in the validations of a run: its rows, selected once, and the names of its metrics.
 #
 # The arithmetic is that of `laurel eval`.
 
 
-def _short(names: Sequence[str]) -> dict[str, str]:
-    return {name: name.lower().replace(" ", "_") for name in names}
-
-
-PARTS: Mapping[BenchmarkName, Mapping[str, str]] = {
-    "reward-bench": _short([*reward_bench.SECTIONS, reward_bench.PRIOR]),
-    "reward-bench-2": _short(list(reward_bench.NUM_PROMPTS)),
-    "rm-bench": _short([*other_benchmarks.LEVELS, *other_benchmarks.DOMAINS]),
-    "judge-bench": _short(list(dict.fromkeys(other_benchmarks.CATEGORIES.values()))),
-    "pairs": {TIES: "tie_share"},
-    "best-of-n": {other_benchmarks.RANDOM: "random", other_benchmarks.ORACLE: "oracle"},
-    "process-bench": {
-        other_benchmarks.ERRONEOUS: "erroneous_accuracy",
-        other_benchmarks.CORRECT: "correct_accuracy",
-    },
-}
-"""The parts of a final score, and what stands beside it, with the names in the log."""
 FINAL, ALL_ROWS = "final_score", "accuracy"
 _SAME_FOR_ALL = ("random", "oracle")
 """Figures of the rows alone, which do not depend on the model."""
@@ -435,7 +211,7 @@ def _even(rows: Sequence[BenchmarkRow]) -> list[list[Score]]:
 
 def selectable(benchmark: BenchmarkName) -> list[str]:
     """Return the figures by which a checkpoint may be selected."""
-    parts = [key for key in PARTS[benchmark].values() if key not in _SAME_FOR_ALL]
+    parts = [key for key in benchmark_named(benchmark).parts.values() if key not in _SAME_FOR_ALL]
     return [FINAL, ALL_ROWS, *parts]
 
 
@@ -469,7 +245,7 @@ class BenchmarkSet:
         )
         try:
             notes: list[str] = []
-            read = BENCHMARKS[config.benchmark].read(asked, notes.append)
+            read = benchmark_named(config.benchmark).read(asked, notes.append)
             if not read:
                 where = ", ".join(config.paths) or "its own place on the hub"
                 raise DataError(f"there is no row in {where}")
@@ -494,7 +270,7 @@ class BenchmarkSet:
     @property
     def title(self) -> str:
         """The title of the benchmark."""
-        return BENCHMARKS[self.benchmark].title
+        return benchmark_named(self.benchmark).title
 
     @property
     def is_cut(self) -> bool:
@@ -508,7 +284,7 @@ class BenchmarkSet:
 
     def reduced(self, scores: Sequence[Sequence[Score]]) -> Reduced:
         """Compute the figures of `laurel eval` from scores of these rows."""
-        return reduce_scores(BENCHMARKS[self.benchmark], self.rows, scores, self.asked)
+        return reduce_scores(benchmark_named(self.benchmark), self.rows, scores, self.asked)
 
     def figures(self, scores: Sequence[Sequence[Score]]) -> dict[str, float]:
         """Compute the metrics of scores, by bare name; an undefined metric is absent.
@@ -516,22 +292,21 @@ class BenchmarkSet:
         - `final_score` and, beside it, `longer_wins_final_score`: absent where a part of the
           benchmark is, and where it was cut.
         - `accuracy`, `longer_wins_baseline`: the mean credit over all rows.
-        - The parts in `PARTS`.
+        - The parts of the benchmark.
         - `num_rows` that have a verdict, and `num_failures` that have none.
         """
         found = self.reduced(scores)
-        measured, parts = found.measured, PARTS[self.benchmark]
+        benchmark = benchmark_named(self.benchmark)
+        measured, parts = found.measured, benchmark.parts
         every = share(ALL_ROWS, measured.credits.values())
         named: list[tuple[str, float | None]] = [(ALL_ROWS, every.value)]
-        # Steps of one answer do not compete, so no longer one could win.
-        compares = self.benchmark != "process-bench"
-        if compares:
+        if not benchmark.of_steps:
             baseline = share("", found.baseline.credits.values())
             named.append(("longer_wins_baseline", baseline.value))
         # A final score of a sample could be taken for that of the benchmark.
         if not self.is_cut:
             named.insert(0, (FINAL, measured.final.value))
-            if compares:
+            if not benchmark.of_steps:
                 named.append(("longer_wins_final_score", found.baseline.final.value))
         named += [
             (parts[figure.name], figure.value)
@@ -578,20 +353,19 @@ class BenchmarkSet:
 def limit_rows(rows: Sequence[BenchmarkRow], limit: int) -> list[BenchmarkRow]:
     """Select at most `limit` rows, a share of each subset, evenly spaced, in their order.
 
-    The selection is the same each time. The two rows of a prompt of Ties stay together: neither
-    counts without the other.
+    The selection is the same each time. Rows with the same partner stay together.
     """
     subsets = list(dict.fromkeys(row.subset for row in rows))
     units: dict[str, list[BenchmarkRow]] = {}
     # One subset after the other: where they take turns, every nth row may be of the same one.
     for row in sorted(rows, key=lambda row: subsets.index(row.subset)):
-        partner = f"ties {row.id.partition(':')[2]}" if is_ties(row.subset) else f"row {row.id}"
-        units.setdefault(partner, []).append(row)
+        unit = f"row {row.id}" if row.partner is None else f"partner {row.partner}"
+        units.setdefault(unit, []).append(row)
     chosen: set[str] = set()
     seen = 0
-    for unit in units.values():
-        seen += len(unit)
+    for together in units.values():
+        seen += len(together)
         # As many as are due after so many, and no more.
-        if len(chosen) + len(unit) <= seen * limit // len(rows):
-            chosen |= {row.id for row in unit}
+        if len(chosen) + len(together) <= seen * limit // len(rows):
+            chosen |= {row.id for row in together}
     return [row for row in rows if row.id in chosen]

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,14 +25,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from laurel.types import Conversation, Preference, RolloutGroup, Score
+from laurel.types import Conversation, Preference, RolloutGroup
 
 if TYPE_CHECKING:
     import numpy as np
 
 _PROMPT_LENGTH = 240
 _ANSWER_LENGTH = 320
-_MESSAGES_SHOWN = 6
 _REORDERING = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """The marks that make a terminal reorder the text around them."""
 _FOLDED_WIDTH = 24
@@ -276,18 +275,6 @@ def silent_console() -> Console:
     return Console(file=io.StringIO(), force_jupyter=False, force_terminal=False)
 
 
-def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) -> None:
-    """Print metrics in two columns, name and value."""
-    table = new_table(title, "metric", "value")
-    for name, value in metrics.items():
-        shown_name = shorten_middle(name, max(16, console.width - 16))
-        table.add_row(Text(shown_name), format_number(value))
-    if metrics:
-        print_table(console, table)
-    else:
-        console.print(Text(f"{visible(title)}: no metrics"))
-
-
 def print_pairs(
     console: Console, title: str, rows: Sequence[PairRow], *, is_brief: bool = False
 ) -> None:
@@ -324,23 +311,6 @@ def print_pairs(
 def print_line(console: Console, text: str) -> None:
     """Print one line, shortened in its middle to the width of the terminal."""
     console.print(Text(shorten_middle(text, max(16, console.width))), soft_wrap=True)
-
-
-def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -> None:
-    """Print conversations with their scores, or with the reasons why they have none."""
-    if not rows:
-        console.print(Text("no conversations"))
-        return
-    table = new_table("")
-    table.add_column("score", justify="right", no_wrap=True)
-    table.add_column("conversation", overflow="fold")
-    for conversation, score in rows:
-        if score.value is None:
-            number = Text("failed", style="red")
-        else:
-            number = Text(format_number(score.value))
-        table.add_row(number, _conversation(conversation, score), end_section=True)
-    print_table(console, table)
 
 
 def format_number(value: float) -> str:
@@ -498,25 +468,6 @@ def _shared(room: int, least: Sequence[int], whole: Sequence[int]) -> list[int]:
 
 def _answer(text: str) -> Text:
     return Text(shorten_middle(text, _ANSWER_LENGTH)) if text else Text("(empty)", style="dim")
-
-
-def _conversation(conversation: Conversation, score: Score) -> Text:
-    # Each message has one line; a long conversation is shown by its first and its last messages.
-    lines = Text()
-    hidden = range(1, len(conversation) - _MESSAGES_SHOWN + 1)
-    for index, message in enumerate(conversation):
-        if index in hidden:
-            if index == hidden.start:
-                lines.append(f"... {len(hidden)} more messages ...\n", style="dim")
-            continue
-        lines.append(f"{visible(message.role)}: ", style="dim")
-        lines.append(shorten_middle(message.content, _ANSWER_LENGTH) + "\n")
-    if score.failure is not None:
-        lines.append(shorten_middle(score.failure, _ANSWER_LENGTH), style="red")
-    elif score.truncated:
-        lines.append(f"(cut to {score.num_tokens:,} tokens)", style="yellow")
-    lines.rstrip()
-    return lines
 
 
 # Completions with their rewards: a table on screen, a parquet file a step.

@@ -148,14 +148,6 @@ JsonOption = Annotated[
 """The option `as_json`, for which `cli.app` keeps stdout."""
 
 
-def complete_tasks() -> list[str]:
-    """List the named data sets of tasks, as shell completions."""
-    from laurel import plugins
-    from laurel.data.task_formats import names_of_sets
-
-    return [*names_of_sets(), *plugins.names("rows")]
-
-
 def sets_column(word: str) -> bool:
     """Report whether a word sets a key of the section `data`; it may stand beside files."""
     return re.match(r"\+*data\.\w+=", word) is not None
@@ -166,13 +158,6 @@ def complete_preferences() -> list[str]:
     from laurel.data.preferences import DATASET_CLASSES
 
     return list(DATASET_CLASSES)
-
-
-def complete_environments() -> list[str]:
-    """List the environments that need no configuration, as shell completions."""
-    from laurel.environments.registry import built_in
-
-    return built_in()
 
 
 ConfigOption = Annotated[

@@ -5,10 +5,9 @@ completion or of one of its tokens, `C(r)` the ratio clipped to `[1 - ratio_clip
 ratio_clip_max]`, and `sg(x)` the value of x without a gradient. The loss of a token is
 `w * actor + beta * k * s + mu * nll`:
 
-    actor  ppo        max(-A r, -A C(r)); if A < 0, at most -A ratio_clip_c
-                      (arXiv 1707.06347; uneven range: 2503.14476; dual clip: 1912.09729)
-           cispo      -A sg(C(r)) log current           (arXiv 2506.13585)
-           reinforce  -A log current                    (arXiv 2402.14740)
+    actor  that of ppo: max(-A r, -A C(r)); if A < 0, at most -A ratio_clip_c
+           (arXiv 1707.06347; uneven range: 2503.14476; dual clip: 1912.09729);
+           others in `extensions.policy_losses`
     w      1, or the importance-sampling weight `old / behaviour` of `correction`
     k      the k1, k2 or k3 estimate of the KL divergence from the reference policy
     s      `current / sg(current)`, which is 1; its gradient completes that of `E[k]`, because the

@@ -12,6 +12,8 @@ from laurel.errors import DataError
 from laurel.evaluation.statistics import (
     BagOfWords,
     ScoredPair,
+)
+from laurel.extensions.evaluation.accuracy import (
     accuracy,
     interval_of_share,
     longer_wins,

@@ -328,3 +328,20 @@ def test_a_log_that_nobody_reads_never_stops_serving(monkeypatch):
     os.close(reading)
     log.close()
     os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("body", "values", "nested"),
+    [
+        (b"[1, 2, 3]", 3, 1),
+        (b'["a, b, [c", "{{{{[[[[", 3]', 3, 1),
+        (b'["a\\\\", "\\",\\",", ",,,,,,,,"]', 3, 1),
+        (b'[[], {}, [[]], "[,{"]', 8, 5),
+        (b'{"a": [1, 2], "b,,,,,,": {}}', 5, 3),
+    ],
+)
+def test_values_of_a_json_text_are_counted_and_what_texts_say_is_not(body, values, nested):
+    json.loads(body)
+    assert not app.has_more_values(body, values, nested)
+    assert app.has_more_values(body, values - 1, nested)
+    assert app.has_more_values(body, values, nested - 1)

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import laurel.__main__
-import laurel.cli.score
 import laurel.extensions.demo.demo
 import laurel.extensions.evaluation.policy
 import laurel.extensions.evaluation.run
+import laurel.extensions.score.score
 from laurel.cli.main import app
 from reward_models import small_model, write_model
 
@@ -26,7 +26,7 @@ def interrupted(*arguments, **options):
 @pytest.mark.parametrize(
     ("words", "where", "said"),
     [
-        (["score", "-m", "x"], (laurel.cli.score, "run_score"), "interrupted"),
+        (["score", "-m", "x"], (laurel.extensions.score.score, "run_score"), "interrupted"),
         (
             ["demo", "-d", "there"],
             (laurel.extensions.demo.demo, "run_demo"),

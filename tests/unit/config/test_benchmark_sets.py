@@ -137,8 +137,8 @@ def test_flat_keys_and_dictionaries_without_a_file() -> None:
     [
         (
             "{benchmark: rewardbench, data_path: a}",
-            "data.validation.B.benchmark: must be one of reward-bench, reward-bench-2, "
-            "rm-bench, judge-bench, pairs, best-of-n, process-bench, not 'rewardbench'; did you "
+            "data.validation.B.benchmark: must be one of best-of-n, judge-bench, pairs, "
+            "process-bench, reward-bench, reward-bench-2, rm-bench, not 'rewardbench'; did you "
             "mean 'reward-bench'?",
         ),
         ("{benchmark: best-of-n}", "data_path is missing: benchmark=best-of-n has no place"),

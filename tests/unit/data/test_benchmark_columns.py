@@ -1,12 +1,9 @@
 """Which benchmark a file is of."""
 
-import json
-
 import pytest
 
 from chat_rows import assistant, user
-from laurel.data.benchmarks import ON_HUB, benchmark_in, benchmark_of
-from laurel.errors import DataError
+from laurel.data.benchmarks import benchmark_of
 
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 SAID = [user("q"), assistant("a")]
@@ -42,17 +39,3 @@ SAID = [user("q"), assistant("a")]
 )
 def test_a_row_tells_its_benchmark(row, expected):
     assert benchmark_of(row) == expected
-
-
-def test_files_and_places_on_the_hub(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(PAIR) + "\n")
-    assert benchmark_in(str(path), split=None) == "pairs"
-    for name, form in ON_HUB.items():
-        assert benchmark_in(form.hub[0].name, split=None) == name, "without a look at the hub"
-    path.write_text(json.dumps({"prompt": "q", "completions": ["a"], "labels": [True]}) + "\n")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: These label each step: laurel rm trains"):
-        benchmark_in(str(path), split=None)
-    path.write_text(json.dumps({"text": "a", "label": 1}) + "\n")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the columns \(text, label\) are those of"):
-        benchmark_in(str(path), split=None)

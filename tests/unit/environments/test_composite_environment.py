@@ -18,8 +18,8 @@ from laurel.environments.interface import (
     EnvironmentSpec,
     RejectedTask,
 )
-from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.extensions.math.environment import MathEnvironment
 from laurel.types import Message, Task
 
 

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import (
     accuracy_metrics,
     batch_metrics,
@@ -17,6 +16,7 @@ from laurel.environments.interface import (
     settings_of,
 )
 from laurel.errors import ConfigError
+from laurel.extensions.math.settings import MathEnvironmentConfig
 
 
 def said(*texts, role="assistant"):

@@ -20,7 +20,6 @@ from laurel.environments.interface import (
     EnvironmentSpec,
     method_name,
 )
-from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.registry import (
     create_environment,
     create_environments,
@@ -29,6 +28,7 @@ from laurel.environments.registry import (
     register_env,
 )
 from laurel.errors import ConfigError
+from laurel.extensions.math.environment import MathEnvironment
 
 made = []
 
@@ -293,7 +293,7 @@ def test_nothing_is_imported_before_it_is_asked_for():
         "import laurel.environments.registry\n"
         "heavy = ('torch', 'math_verify', 'sympy', 'transformers')\n"
         "print([name for name in heavy if name in sys.modules])\n"
-        "import laurel.environments.math_environment\n"
+        "import laurel.extensions.math.environment\n"
         "print([name for name in heavy[1:] if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

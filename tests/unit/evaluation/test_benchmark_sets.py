@@ -8,8 +8,9 @@ import pytest
 
 from laurel.config.data import BenchmarkSetConfig
 from laurel.errors import DataError
-from laurel.evaluation import reward_bench
-from laurel.evaluation.benchmarks import BENCHMARKS, PARTS, BenchmarkSet, limit_rows, selectable
+from laurel.evaluation.benchmarks import BenchmarkSet, limit_rows, selectable
+from laurel.extensions.evaluation import reward_bench
+from laurel.extensions.evaluation.benchmarks import BENCHMARKS
 from laurel.types import Score
 
 
@@ -132,7 +133,7 @@ def test_pairs_say_how_many_are_ties(tmp_path):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_its_parts_by_distinct_names(name):
-    keys = list(PARTS[name].values())
+    keys = list(BENCHMARKS[name].parts.values())
     assert len(set(keys)) == len(keys)
     assert all(key.isidentifier() and key == key.lower() for key in keys)
     assert not {"final_score", "accuracy", "num_rows", "num_failures"} & set(keys)

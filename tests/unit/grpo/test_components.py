@@ -19,9 +19,9 @@ from laurel.config.load import load_config
 from laurel.data.tasks import TaskData
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import EnvironmentInterface
-from laurel.environments.math_environment import MathEnvironment
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError
+from laurel.extensions.math.environment import MathEnvironment
 from laurel.extensions.reward_functions.scorer import FunctionScorer, score_of_result
 from laurel.grpo.advantages import component_weights
 from laurel.grpo.metrics import rollout_metrics

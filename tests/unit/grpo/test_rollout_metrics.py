@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from laurel.environments.composite import CompositeEnvironment
-from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import EnvironmentFailedError
+from laurel.extensions.math.environment import MathEnvironment
 from laurel.grpo.grading import RolloutStats
 from laurel.grpo.metrics import (
     control_token_metrics,

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.text import Text
 
 from laurel.data.report import TaskReport
+from laurel.extensions.evaluation.policy import print_metrics
+from laurel.extensions.score.score import print_scores
 from laurel.observe.console import (
     PairRow,
     format_number,
     format_parameters,
     make_console,
     message_console,
-    print_metrics,
     print_pairs,
-    print_scores,
     print_urgent,
     set_verbosity,
     shorten_middle,

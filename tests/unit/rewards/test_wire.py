@@ -11,7 +11,6 @@ from laurel.rewards.remote.wire import (
     ScoreReply,
     ScoreRequest,
     dump,
-    has_more_values,
     parse,
     read_error,
 )
@@ -214,20 +213,3 @@ def test_errors_of_any_server_are_read():
     assert read_error({"message": "why", "object": "error"}) == "why"
     for odd in ([], None, {"error": 3}, {"error": {}}, {"detail": [{"loc": 1}]}):
         assert isinstance(read_error(odd), str)
-
-
-@pytest.mark.parametrize(
-    ("body", "values", "nested"),
-    [
-        (b"[1, 2, 3]", 3, 1),
-        (b'["a, b, [c", "{{{{[[[[", 3]', 3, 1),
-        (b'["a\\\\", "\\",\\",", ",,,,,,,,"]', 3, 1),
-        (b'[[], {}, [[]], "[,{"]', 8, 5),
-        (b'{"a": [1, 2], "b,,,,,,": {}}', 5, 3),
-    ],
-)
-def test_values_of_a_json_text_are_counted_and_what_texts_say_is_not(body, values, nested):
-    json.loads(body)
-    assert not has_more_values(body, values, nested)
-    assert has_more_values(body, values - 1, nested)
-    assert has_more_values(body, values, nested - 1)

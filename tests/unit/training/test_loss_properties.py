@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laurel.extensions.reward_losses.losses import (
+    davidson,
+    plackett_luce,
+    rao_kupper,
+    regression,
+)
 from laurel.training.losses import (
     bradley_terry,
     centering,
-    davidson,
-    plackett_luce,
     ranked_pairs,
-    rao_kupper,
-    regression,
 )
 
 LN2_FLOAT32 = float(torch.tensor(math.log(2.0), dtype=torch.float32))

@@ -8,13 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.training.losses import (
-    bradley_terry,
+from laurel.extensions.reward_losses.losses import (
     davidson,
     plackett_luce,
-    ranked_pairs,
     rao_kupper,
     regression,
+)
+from laurel.training.losses import (
+    bradley_terry,
+    ranked_pairs,
 )
 
 scores = st.floats(-30, 30, allow_nan=False)

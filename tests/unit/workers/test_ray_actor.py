@@ -12,8 +12,8 @@ import pytest
 
 from laurel import SLEEPING_THREADS
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
-from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import ConfigError, EnvironmentFailedError
+from laurel.extensions.math.environment import MathEnvironment
 from sandbox_processes import below, is_gone, wait_until
 
 ray_actor = pytest.importorskip("laurel.workers.ray_actor", exc_type=ImportError)
@@ -200,7 +200,7 @@ def test_no_process_is_left(end):
 def test_without_a_cluster_one_is_started_and_ends_with_the_process(end):
     program = (
         "import os, signal, sys\n"
-        "from laurel.environments.math_environment import MathEnvironment\n"
+        "from laurel.extensions.math.environment import MathEnvironment\n"
         "environment = MathEnvironment.remote({'num_workers': 1})\n"
         "import ray\n"
         f"verdict = ray.get(environment.step.remote([{LOG!r}], [{GOLD!r}]))\n"

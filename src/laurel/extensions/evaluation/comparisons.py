@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from laurel.evaluation.statistics import (
-    Accuracy,
-    Credits,
     MeasuredCredits,
     ScoredPair,
+)
+from laurel.extensions.evaluation.accuracy import (
+    Accuracy,
+    Credits,
     accuracy,
     difference,
     scored,

@@ -20,11 +20,13 @@ import numpy as np
 
 from laurel.errors import ConfigError, DataError, ProtocolError
 from laurel.evaluation.statistics import (
+    BagOfWords,
+    ScoredPair,
+)
+from laurel.extensions.evaluation.accuracy import (
     CONFIDENCE,
     Accuracy,
-    BagOfWords,
     Credits,
-    ScoredPair,
     accuracy,
     difference,
     longer_wins,

@@ -8,12 +8,22 @@ from typing import Annotated
 
 import typer
 
-from laurel.run.options import (
-    JsonOption,
-    ModelOption,
-    complete_environments,
-    complete_tasks,
-)
+from laurel.run.options import JsonOption, ModelOption
+
+
+def _complete_tasks() -> list[str]:
+    """List the named data sets of tasks, as shell completions."""
+    from laurel import plugins
+    from laurel.data.task_formats import names_of_sets
+
+    return [*names_of_sets(), *plugins.names("rows")]
+
+
+def _complete_environments() -> list[str]:
+    """List the environments that need no configuration, as shell completions."""
+    from laurel.environments.registry import built_in
+
+    return built_in()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +36,7 @@ class EvalPolicyOptions:
         typer.Option(
             "--environment",
             "-e",
-            autocompletion=complete_environments,
+            autocompletion=_complete_environments,
             help="The environment that grades completions. Default: the one that the data names.",
         ),
     ] = ""
@@ -34,7 +44,7 @@ class EvalPolicyOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            autocompletion=complete_tasks,
+            autocompletion=_complete_tasks,
             help="The tasks, such as GSM8K, HumanEval or MBPP.",
         ),
     ] = None

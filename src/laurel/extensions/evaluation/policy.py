@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from laurel import __version__
 from laurel.config.data import TaskSetConfig, flat_set, is_endless
 from laurel.config.grpo_run import GRPORun
@@ -20,7 +22,16 @@ from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.extensions.evaluation.options import EvalPolicyOptions
 from laurel.extensions.evaluation.pass_metrics import pass_metrics, reward_metrics
 from laurel.models.gguf import local_files
-from laurel.observe.console import make_console, message_console, print_metrics, say_on
+from laurel.observe.console import (
+    format_number,
+    make_console,
+    message_console,
+    new_table,
+    print_table,
+    say_on,
+    shorten_middle,
+    visible,
+)
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_text, write_json
 from laurel.observe.progress import ProgressWords, TrainingProgress
@@ -249,3 +260,15 @@ def _show(
         write_json(result)
     else:
         print_metrics(make_console(), "Evaluation", result["figures"])
+
+
+def print_metrics(console: Console, title: str, metrics: Mapping[str, float]) -> None:
+    """Print metrics in two columns, name and value."""
+    table = new_table(title, "metric", "value")
+    for name, value in metrics.items():
+        shown_name = shorten_middle(name, max(16, console.width - 16))
+        table.add_row(Text(shown_name), format_number(value))
+    if metrics:
+        print_table(console, table)
+    else:
+        console.print(Text(f"{visible(title)}: no metrics"))

@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from laurel.errors import DataError, setting_of
-from laurel.evaluation import reward_bench
 from laurel.evaluation.results import Evaluation, read_json_object
-from laurel.evaluation.statistics import MeasuredCredits, ScoredList, ScoredPair
+from laurel.evaluation.statistics import (
+    MeasuredCredits,
+    ScoredList,
+    ScoredPair,
+)
+from laurel.extensions.evaluation import reward_bench
 from laurel.observe.console import conversation_text
 from laurel.observe.files import replace_file
 

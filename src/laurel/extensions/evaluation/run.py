@@ -13,21 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import __version__
 from laurel.config.data import BenchmarkName
-from laurel.data.benchmarks import ON_HUB, BenchmarkRow, benchmark_in
+from laurel.data.benchmarks import BenchmarkRow
 from laurel.errors import ConfigError, DataError, counted, if_interrupted, key_of, setting_of
-from laurel.evaluation import other_benchmarks
 from laurel.evaluation.benchmarks import (
-    BENCHMARKS,
     BenchmarkOptions,
-    TrainingPairs,
+    benchmark_named,
     preference_rows,
     reduce_scores,
-    training_pairs,
 )
 from laurel.evaluation.results import Evaluation
 from laurel.evaluation.statistics import Measured
+from laurel.extensions.evaluation import other_benchmarks
+from laurel.extensions.evaluation.benchmarks import BENCHMARKS
 from laurel.extensions.evaluation.diagnostics import diagnostics_report
 from laurel.extensions.evaluation.results import check_output_directory, write_results
+from laurel.extensions.evaluation.rows import (
+    ON_HUB,
+    TrainingPairs,
+    benchmark_in,
+    training_pairs,
+)
 from laurel.extensions.evaluation.served import server_spec
 from laurel.extensions.evaluation.tables import (
     print_compatibility,
@@ -109,7 +114,8 @@ def _evaluated(
     notes: list[str] = []
     with console.status("reading the rows"):
         rows = {
-            name: BENCHMARKS[name].read(single, notes.append) for name, single in requests.items()
+            name: benchmark_named(name).read(single, notes.append)
+            for name, single in requests.items()
         }
         training = None
         if request.train_data:
@@ -129,7 +135,7 @@ def _evaluated(
     with if_interrupted(kept), open_evaluation_scorer(request.scorer, console) as scorer:
         for name, single in requests.items():
             if single is not request:  # of several
-                title = BENCHMARKS[name].title
+                title = benchmark_named(name).title
                 console.print(f"scoring {title}: {counted(len(rows[name]), 'row')}")
             evaluations.append(
                 evaluate_rows(name, rows[name], single, scorer, started=started, training=training)
@@ -187,7 +193,7 @@ def evaluate_rows(
     Raises:
         UserError: No metric can be computed from the rows.
     """
-    benchmark = BENCHMARKS[name]
+    benchmark = benchmark_named(name)
     scores = scorer.score([row.group for row in rows])
     seconds = time.monotonic() - started
     reduced = reduce_scores(benchmark, rows, scores, request)
@@ -268,7 +274,7 @@ def _compared_with_contract(
         "truncation_side": form.truncation_side,
         **summary(compared),
     }
-    return reduce_scores(BENCHMARKS[name], rows, by_contract, request).measured, compatibility
+    return reduce_scores(benchmark_named(name), rows, by_contract, request).measured, compatibility
 
 
 def _diagnosed(

@@ -4,6 +4,8 @@ Let `r = current / old` be the ratio of a token and `A` its advantage, as in `tr
 `T` the number of the policy's tokens in the completion, and `sg(x)` x without a gradient. The term
 of a token is
 
+    cispo -A sg(C(r)) log current, C(r) as in `training.policy_loss`   (arXiv 2506.13585)
+    reinforce  -A log current                                          (arXiv 2402.14740)
     gmpo  -mean(A) exp(sum of m(log r) / T)   m(x) is min(x, clip(x)) where A > 0, else the larger
           one, and clip(x) limits x to [-clip_low, clip_high]          (arXiv 2507.20673)
     sapo  -A sigmoid(tau (r - 1)) 4 / tau     tau is tau_positive where A > 0, else tau_negative
@@ -37,6 +39,51 @@ if TYPE_CHECKING:
     from laurel.training.policy_loss import TokenValues
 
 _OF_PPO = ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c")
+
+
+class Cispo(Loss):
+    """The clipped ratio, without a gradient, times the log-probability."""
+
+    def check(self, settings: PolicyLossConfig) -> None:
+        """Refuse what CISPO does not have."""
+        if settings.ratio_clip_c is not None or settings.sequence_level_importance_ratios:
+            raise ValueError(
+                "CISPO has neither ratio_clip_c nor sequence-level ratios; leave them out, or set "
+                "loss_type: ppo"
+            )
+
+    def make(self, section: None, settings: PolicyLossConfig) -> Callable[[TokenValues], Tensor]:
+        """Return the loss of tokens."""
+        return partial(_cispo, settings)
+
+
+def _cispo(config: PolicyLossConfig, given: TokenValues) -> Tensor:
+    from laurel.training.policy_loss import clipped
+
+    return -given.advantages_U * clipped(given.ratio_U, config).detach() * given.current_U
+
+
+class Reinforce(Loss):
+    """The log-probability times the advantage."""
+
+    clips = False
+
+    def unread(self, settings: PolicyLossConfig) -> dict[str, str]:
+        """Return the keys about ratios, which REINFORCE has only to correct the sampling."""
+        found = dict.fromkeys(_OF_PPO, "REINFORCE clips no ratio (loss_type)")
+        if not settings.use_importance_sampling_correction:
+            ratios = ("force_on_policy_ratio", "sequence_level_importance_ratios")
+            why = "REINFORCE has ratios only with use_importance_sampling_correction"
+            found |= dict.fromkeys(ratios, why)
+        return found
+
+    def make(self, section: None, settings: PolicyLossConfig) -> Callable[[TokenValues], Tensor]:
+        """Return the loss of tokens."""
+        return _reinforce
+
+
+def _reinforce(given: TokenValues) -> Tensor:
+    return -given.advantages_U * given.current_U
 
 
 class _OwnRange(Loss):

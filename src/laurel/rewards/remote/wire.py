@@ -79,34 +79,7 @@ def parse(body: bytes) -> Any:
 
 _TOO_DEEP = f"the JSON is nested more than {MAX_DEPTH} deep"
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
-_BEGINS_A_VALUE = re.compile(rb'[,\[{]|"[^"\\]*+(?:\\.[^"\\]*+)*+"')
 _NO_BRACKET = bytes(sorted(set(range(256)) - set(b"[]{}")))
-
-
-def has_more_values(body: bytes, most: int, most_nested: int) -> bool:
-    """Whether a JSON text exceeds limits of its values, and of its lists and objects.
-
-    Commas and opening brackets are counted, of which there is about one for each value. Only if
-    they are too many is the text searched for those outside of strings. Other threads can run
-    during that search, but not while the text is parsed.
-
-    Args:
-        most: Limit of numbers, strings, lists and objects together.
-        most_nested: Limit of lists and objects, each of which takes ten times as long to parse as a
-            number.
-    """
-    nested = body.count(b"[") + body.count(b"{")
-    if nested <= most_nested and nested + body.count(b",") <= most:
-        return False
-    found = nested = 0
-    for piece in _BEGINS_A_VALUE.finditer(body):
-        sign = piece[0]
-        if len(sign) == 1:  # a string has at least two
-            found += 1
-            nested += sign != b","
-        if found > most or nested > most_nested:
-            return True
-    return False
 
 
 def _check_depth(body: bytes) -> None:

@@ -1,6 +1,6 @@
 import time
 
-from laurel.observe.loggers import TensorboardLogger
+from laurel.extensions.tensorboard.plugin import TensorboardLogger
 
 
 def test_tensorboard_holds_what_was_logged(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laurel.environments.math.answers import ANSWER_WORDS, check_choice
+from laurel.extensions.math.answers import ANSWER_WORDS, check_choice
 
 
 def english(response, gold="B"):

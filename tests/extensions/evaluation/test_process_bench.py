@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from laurel.errors import DataError
-from laurel.evaluation.benchmarks import BENCHMARKS, BenchmarkOptions, reduce_scores
-from laurel.evaluation.other_benchmarks import CORRECT, ERRONEOUS
+from laurel.evaluation.benchmarks import BenchmarkOptions, reduce_scores
+from laurel.extensions.evaluation.benchmarks import BENCHMARKS
+from laurel.extensions.evaluation.other_benchmarks import CORRECT, ERRONEOUS
 from laurel.observe.metrics import first_below, first_error_metrics, step_metrics
 from laurel.types import Score
 

@@ -2,7 +2,12 @@
 
 import pytest
 
-from laurel.evaluation.other_benchmarks import levels_of, matrix_of, measure_rm_bench, wins
+from laurel.extensions.evaluation.other_benchmarks import (
+    levels_of,
+    matrix_of,
+    measure_rm_bench,
+    wins,
+)
 
 ONE = [2.0, 3.0, 4.0, 1.0, 2.5, 3.5]
 """Right: 2, 3, 4. Wrong: 1, 2.5, 3.5."""

@@ -9,17 +9,16 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from laurel.data.benchmarks import (
+from laurel.data.benchmarks import HubPart, read_benchmark
+from laurel.errors import DataError
+from laurel.extensions.evaluation.benchmark_rows import (
     BEST_OF_N,
     JUDGE_BENCH,
     PROCESS_BENCH,
     REWARD_BENCH,
     REWARD_BENCH_2,
     RM_BENCH,
-    HubPart,
-    read_benchmark,
 )
-from laurel.errors import DataError
 
 PAIR = {"id": 1, "subset": "hep-go", "prompt": "q", "chosen": "a", "rejected": "b"}
 

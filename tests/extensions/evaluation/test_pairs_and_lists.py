@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.evaluation import benchmarks
-from laurel.evaluation import other_benchmarks as best_of_n
-from laurel.evaluation import other_benchmarks as judge_bench
 from laurel.evaluation.statistics import ScoredList
+from laurel.extensions.evaluation import benchmarks
+from laurel.extensions.evaluation import other_benchmarks as best_of_n
+from laurel.extensions.evaluation import other_benchmarks as judge_bench
 from laurel.extensions.evaluation.comparisons import paired_test, sign_test
 
 

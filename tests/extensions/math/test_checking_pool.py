@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from laurel.environments.math.answers import Candidate
-from laurel.environments.math.checker import AnswerChecker
 from laurel.errors import EnvironmentFailedError
+from laurel.extensions.math.answers import Candidate
+from laurel.extensions.math.checker import AnswerChecker
 from laurel.sandbox.limits import available_cores
 from sandbox_processes import END, is_gone, wait_until
 

@@ -19,9 +19,11 @@ from laurel.evaluation.statistics import (
     Measured,
     ScoredList,
     ScoredPair,
+    share,
+)
+from laurel.extensions.evaluation.accuracy import (
     mean_figure,
     pair_credits,
-    share,
     shares_by_subset,
 )
 

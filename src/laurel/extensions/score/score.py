@@ -11,16 +11,28 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO
 
+from rich.console import Console
+from rich.text import Text
+
 from laurel.data.columns import ColumnNotes
 from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows, with_steps_joined
 from laurel.errors import DataError, counted, counted_that, if_interrupted
-from laurel.observe.console import make_console, message_console, print_scores, say_on
+from laurel.observe.console import (
+    format_number,
+    make_console,
+    message_console,
+    new_table,
+    print_table,
+    say_on,
+    shorten_middle,
+    visible,
+)
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_stream, json_text
 from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import Say, ScorerSpec
 from laurel.run.specs import asked_scorer, check_judge, open_asked, open_asked_judge, read_judge
-from laurel.types import Score
+from laurel.types import Conversation, Score
 
 if TYPE_CHECKING:
     from laurel.models.scoring import ScoringContract
@@ -33,6 +45,10 @@ ScoredRows = Sequence[tuple[ScoringRow, tuple[Score, ...]]]
 Advance = Callable[[int, int], None]
 ScoreRows = Callable[["Sequence[Group]", Advance], "list[tuple[Score, ...]]"]
 Write = Callable[[ScoredRows], None]
+
+
+_ANSWER_LENGTH = 320
+_MESSAGES_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +216,42 @@ def _writer(stack: ExitStack, output: Path | None, *, as_json: bool, has_values:
             stream.flush()
 
     return write_lines
+
+
+def print_scores(console: Console, rows: Sequence[tuple[Conversation, Score]]) -> None:
+    """Print conversations with their scores, or with the reasons why they have none."""
+    if not rows:
+        console.print(Text("no conversations"))
+        return
+    table = new_table("")
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("conversation", overflow="fold")
+    for conversation, score in rows:
+        if score.value is None:
+            number = Text("failed", style="red")
+        else:
+            number = Text(format_number(score.value))
+        table.add_row(number, _conversation(conversation, score), end_section=True)
+    print_table(console, table)
+
+
+def _conversation(conversation: Conversation, score: Score) -> Text:
+    # Each message has one line; a long conversation is shown by its first and its last messages.
+    lines = Text()
+    hidden = range(1, len(conversation) - _MESSAGES_SHOWN + 1)
+    for index, message in enumerate(conversation):
+        if index in hidden:
+            if index == hidden.start:
+                lines.append(f"... {len(hidden)} more messages ...\n", style="dim")
+            continue
+        lines.append(f"{visible(message.role)}: ", style="dim")
+        lines.append(shorten_middle(message.content, _ANSWER_LENGTH) + "\n")
+    if score.failure is not None:
+        lines.append(shorten_middle(score.failure, _ANSWER_LENGTH), style="red")
+    elif score.truncated:
+        lines.append(f"(cut to {score.num_tokens:,} tokens)", style="yellow")
+    lines.rstrip()
+    return lines
 
 
 def json_line(row: ScoringRow, scores: Sequence[Score], *, has_values: bool) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laurel.errors import DataError
-from laurel.evaluation.benchmarks import BENCHMARKS, BenchmarkOptions, reduce_scores
-from laurel.evaluation.reward_bench import (
+from laurel.evaluation.benchmarks import BenchmarkOptions, reduce_scores
+from laurel.extensions.evaluation.benchmarks import BENCHMARKS
+from laurel.extensions.evaluation.reward_bench import (
     NUM_ROWS,
     SECTIONS,
     WEIGHTS,

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 from laurel.environments.interface import Memory
-from laurel.environments.math.answers import (
+from laurel.extensions.math.answers import (
     Candidate,
     Checked,
     in_known_characters,
@@ -97,7 +97,7 @@ class AnswerChecker:
         self.pool = ProcessPool(
             ProcessPoolSpec(
                 name="the checker of answers",
-                prepare="laurel.environments.math.comparison:prepare",
+                prepare="laurel.extensions.math.comparison:prepare",
                 num_workers=min(num_workers, available_cores()),
                 timeout_seconds=timeout_seconds,
                 attempts=2,  # another process may have killed it

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from chat_rows import assistant, system, user
 from laurel.cli.main import app
-from laurel.cli.score import CHUNK, RowsFile, run_score
 from laurel.errors import CheckpointError, ConfigError, DataError, ModelError, ScoringContractError
+from laurel.extensions.score.score import CHUNK, RowsFile, run_score
 from laurel.rewards.spec import ScorerSpec
 from reward_models import small_model, write_foreign_model, write_model, write_run
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from environment_batches import batch_of, log_of
-from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import EnvironmentReturn
-from laurel.environments.math_environment import MathEnvironment
 from laurel.errors import EnvironmentFailedError
+from laurel.extensions.math.environment import MathEnvironment
+from laurel.extensions.math.settings import MathEnvironmentConfig
 from laurel.types import Message, Task
 
 HANG = r"\boxed{\binom{1000000000}{500000000}}"

@@ -9,7 +9,8 @@ import torch
 
 from laurel.config.policy import RewardModelConfig
 from laurel.config.reward_model import LossConfig, RewardTrainingRun
-from laurel.training.losses import RewardLoss, steps_ranked, steps_right
+from laurel.extensions.reward_losses.losses import steps_ranked, steps_right
+from laurel.training.losses import RewardLoss
 from laurel.types import Completion, Group, Message, Preference
 
 NAN = math.nan

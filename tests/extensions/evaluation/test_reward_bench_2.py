@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.evaluation.reward_bench import NUM_PROMPTS, measure_reward_bench_2, ties_score
+from laurel.extensions.evaluation.reward_bench import (
+    NUM_PROMPTS,
+    measure_reward_bench_2,
+    ties_score,
+)
 
 CASES = ("win", "lose", "tie2", "tie3", "tie4", "tie_others", "nested")
 TIES = (

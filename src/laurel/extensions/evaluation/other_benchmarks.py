@@ -17,9 +17,11 @@ from laurel.evaluation.statistics import (
     Measured,
     ScoredList,
     ScoredPair,
+    share,
+)
+from laurel.extensions.evaluation.accuracy import (
     mean_figure,
     pair_credits,
-    share,
     shares_by_subset,
 )
 from laurel.observe.metrics import first_below, first_error_metrics

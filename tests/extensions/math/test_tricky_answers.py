@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from laurel.environments.math.checker import AnswerChecker
+from laurel.extensions.math.checker import AnswerChecker
 
 LIMIT = 3.0
 

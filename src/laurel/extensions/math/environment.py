@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from laurel.config.environments import MathEnvironmentConfig
 from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -20,9 +19,10 @@ from laurel.environments.interface import (
     response_of,
     settings_of,
 )
-from laurel.environments.math.answers import Checked, check_choice
-from laurel.environments.math.checker import AnswerChecker
 from laurel.errors import EnvironmentFailedError
+from laurel.extensions.math.answers import Checked, check_choice
+from laurel.extensions.math.checker import AnswerChecker
+from laurel.extensions.math.settings import MathEnvironmentConfig
 from laurel.protocols import MessageLog
 from laurel.types import Task
 

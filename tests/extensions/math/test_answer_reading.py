@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laurel.environments.math.answers import (
+from laurel.extensions.math.answers import (
     MAX_CHARACTERS,
     Candidate,
     exact_number,

@@ -12,8 +12,8 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from laurel.environments.math.answers import Candidate, Checked, is_unevaluated, solved_as_interval
 from laurel.errors import EnvironmentFailedError
+from laurel.extensions.math.answers import Candidate, Checked, is_unevaluated, solved_as_interval
 
 SELF_TEST: tuple[tuple[str, str, bool], ...] = (
     ("4", "4", True),

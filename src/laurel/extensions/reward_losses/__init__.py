@@ -1,0 +1,1 @@
+"""Losses of reward models beside that of Bradley and Terry."""

@@ -1,0 +1,1 @@
+"""`laurel score`: the scores of conversations."""
