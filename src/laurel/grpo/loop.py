@@ -56,13 +56,13 @@ from laurel.grpo.validation import PolicyValidation, validation_metrics
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.observe.console import (
     CompletionRow,
+    accuracy_words,
     completion_rows,
     print_completions,
     write_completions,
 )
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase, Timers
-from laurel.observe.report.findings import accuracy_words
 from laurel.protocols import Environment, Generator
 from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import Learner, ModelRole, Update

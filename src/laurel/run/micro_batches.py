@@ -7,8 +7,7 @@ from typing import cast
 
 from laurel.config.schemas import Run
 from laurel.config.yaml_tree import plain_values
-from laurel.planning.larger import larger_micro_batch
-from laurel.planning.memory import Shapes, estimate
+from laurel.planning.memory import Shapes, estimate, larger_micro_batch
 from laurel.planning.plan import plan_run
 from laurel.run.context import R, RunContext
 from laurel.run.model import saved_settings

@@ -20,10 +20,15 @@ from laurel.config.reward_model import RewardTrainingConfig
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.evaluation.statistics import BagOfWords, unscored_pairs
 from laurel.models.scoring import ScoringContract
-from laurel.observe.console import PairRow, conversation_text, print_pairs, visible
+from laurel.observe.console import (
+    PairRow,
+    accuracy_words,
+    conversation_text,
+    print_pairs,
+    visible,
+)
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase
-from laurel.observe.report.findings import accuracy_words
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.training.batches import Batcher, reward_values
