@@ -33,7 +33,7 @@ from laurel.environments.interface import (
 )
 from laurel.errors import DataError, EnvironmentFailedError, WorkerError
 from laurel.generation.waiting import end_all
-from laurel.models.scoring import shared_prefix
+from laurel.models.tokenizer import shared_prefix
 from laurel.observe.user_code import is_installed, is_ours, line_of
 from laurel.protocols import Environment
 from laurel.types import (

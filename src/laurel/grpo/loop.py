@@ -56,17 +56,17 @@ from laurel.grpo.validation import PolicyValidation, validation_metrics
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.observe.console import (
     CompletionRow,
+    accuracy_words,
     completion_rows,
     print_completions,
     write_completions,
 )
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase, Timers
-from laurel.observe.report.findings import accuracy_words
 from laurel.protocols import Environment, Generator
 from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import Learner, ModelRole, Update
-from laurel.training.loop import RunOutcome, RunServices, TrainingLoop
+from laurel.training.loop import RunOutcome, RunServices, StepSummary, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.training.stopping import Position
 from laurel.types import PaddedRows, RolloutGroup, TokenForest, TokenGroup
@@ -100,7 +100,18 @@ class GRPOSettings:
     """The number of optimizer steps that train on one batch of rollouts."""
 
 
-class GRPO(TrainingLoop):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TakenStep:
+    """The batch of a step, and what came of it."""
+
+    batch: Batch
+    advantages: Advantages
+    updates: Sequence[Update]
+    figures: Mapping[str, float]
+    """Metrics of rewards and updates, by their names after `train/`."""
+
+
+class GRPO(TrainingLoop[TakenStep]):
     """Runs the steps and validations of a GRPO run."""
 
     state: GRPORunState
@@ -130,47 +141,42 @@ class GRPO(TrainingLoop):
         """
         return self.health.reason_to_stop
 
-    def step(self, position: Position) -> Position:
-        """Train on the batch of a step, and send the new weights to the generator.
-
-        Returns:
-            The position after the step.
-        """
+    def step(self, position: Position) -> TakenStep:
+        """Train on the batch of a step, and send the new weights to the generator."""
         time, grpo = self.timers.time, self.settings.grpo
         num_groups = None if grpo.use_dynamic_sampling else grpo.num_prompts_per_step
-        with time("total_step_time"):
+        with (
+            time("generation"),
+            self.parts.learner_at_rest(),
+            self.services.progress.phase("generating groups", num_groups, timed=True) as phase,
+        ):
+            batch = self.parts.source.take(
+                position.step, while_waiting=partial(self._waited, phase)
+            )
+        with self.parts.generator_at_rest(self.timers):
+            with time("policy_and_reference_logprobs"):
+                old, reference, teacher = self._logprobs(batch.groups)
+            with time("reward_calculation"):
+                labels, advantages, figures = self._label(batch, old, reference, teacher)
             with (
-                time("generation"),
-                self.parts.learner_at_rest(),
-                self.services.progress.phase("generating groups", num_groups, timed=True) as phase,
+                time("policy_training"),
+                self.parts.scorers_at_rest(),
+                self.services.progress.phase("updating", timed=True),
             ):
-                batch = self.parts.source.take(
-                    position.step, while_waiting=partial(self._waited, phase)
-                )
-            with self.parts.generator_at_rest(self.timers):
-                with time("policy_and_reference_logprobs"):
-                    old, reference, teacher = self._logprobs(batch.groups)
-                with time("reward_calculation"):
-                    labels, advantages, figures = self._label(batch, old, reference, teacher)
-                with (
-                    time("policy_training"),
-                    self.parts.scorers_at_rest(),
-                    self.services.progress.phase("updating", timed=True),
-                ):
-                    updates = self._learn(batch.groups, labels)
-            with (
-                time("exposed_generation"),
-                self.services.progress.phase("generating ahead", timed=True),
-            ):
-                # A signal leaves little time to wait for what is ahead.
-                patience = grpo.stop_patience_seconds
-                self.parts.source.settle(is_patient=lambda: self.services.stop.seconds <= patience)
-            if self.services.stop.signal is None:  # else no further batch is sampled
-                with time("prepare_for_generation/transfer_and_update_weights"):
-                    has_changed = any(update.failure is None for update in updates)
-                    self._hand_over(position.step + 1, has_changed=has_changed)
+                updates = self._learn(batch.groups, labels)
+        with (
+            time("exposed_generation"),
+            self.services.progress.phase("generating ahead", timed=True),
+        ):
+            # A signal leaves little time to wait for what is ahead.
+            patience = grpo.stop_patience_seconds
+            self.parts.source.settle(is_patient=lambda: self.services.stop.seconds <= patience)
+        if self.services.stop.signal is None:  # else no further batch is sampled
+            with time("prepare_for_generation/transfer_and_update_weights"):
+                has_changed = any(update.failure is None for update in updates)
+                self._hand_over(position.step + 1, has_changed=has_changed)
         figures |= _over_updates([u.metrics for u in updates if u.failure is None])
-        return self._report(position, batch, advantages, updates, figures)
+        return TakenStep(batch=batch, advantages=advantages, updates=updates, figures=figures)
 
     def _waited(self, phase: ProgressPhase, num_groups: int) -> None:
         phase.advance(num_groups - phase.done)
@@ -343,22 +349,17 @@ class GRPO(TrainingLoop):
         )
         self.services.progress.message(f"step {step}  {name}  {shown}", is_routine=True)
 
-    def _report(
-        self,
-        position: Position,
-        batch: Batch,
-        advantages: Advantages,
-        updates: Sequence[Update],
-        figures: dict[str, float],
-    ) -> Position:
-        step, timing = position.step + 1, self.timers.collect()
-        self.services.deadline.took("step", timing["total_step_time"])
-        groups = batch.groups
+    def summarize(
+        self, position: Position, taken: TakenStep, timing: Mapping[str, float]
+    ) -> StepSummary:
+        """Return the metrics of a step, update the alarms, and write the completions to a file."""
+        batch, advantages, updates = taken.batch, taken.advantages, taken.updates
+        step, groups = position.step + 1, batch.groups
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
         rollouts = failures_with(rollout_metrics(groups), batch.failures_left_out)
         spelled = control_token_metrics(groups, self.parts.source.chat)
         unended = unended_metrics(batch.stats)
-        train = {**advantages.metrics, **rollouts, **spelled, **unended, **figures}
+        train = {**advantages.metrics, **rollouts, **spelled, **unended, **taken.figures}
         note = unended_note(batch.stats, max_turns=self.settings.grpo.max_rollout_turns)
         if note is not None and not self._noted_unended:
             self._noted_unended = True
@@ -379,7 +380,6 @@ class GRPO(TrainingLoop):
             )
             train["dynamic_sampling_num_without_signal"] = float(batch.num_without_signal)
         num_tokens = train.get("total_num_tokens", 0.0)
-        num_completions = sum(len(group.rollouts_G) for group in groups)
         logged = self.parts.transfer_metrics() | {f"train/{k}": v for k, v in train.items()}
         logged |= environment_metrics(groups, self.parts.environments)
         end_batch(groups, self.parts.environments)
@@ -395,8 +395,6 @@ class GRPO(TrainingLoop):
         divided = _over_updates([update.performance for update in updates])
         logged |= {f"performance/{name}": value for name, value in divided.items()}
         logged |= self.health.step(step, groups, logged)
-        self.services.logger.log(logged, step=step)
-        self.services.progress.step(step, logged, pairs=num_completions, tokens=int(num_tokens))
         if self.settings.logging.write_completions:
             path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
             rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
@@ -405,8 +403,13 @@ class GRPO(TrainingLoop):
             except OSError as error:  # a full disk must not cost the step that was taken
                 said = f"step {step}: its completions could not be written: {error}"
                 self.services.progress.message(said)
-        train_metrics = {f"train_{name}": value for name, value in train.items()}
-        return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
+        return StepSummary(
+            metrics=logged,
+            kept={f"train_{name}": value for name, value in train.items()},
+            bad_steps=bad_steps,
+            num_rows=sum(len(group.rollouts_G) for group in groups),
+            num_tokens=int(num_tokens),
+        )
 
     def _bad_steps(self, updates: Sequence[Update], step: int, batch: Batch, before: int) -> int:
         reasons = [u.failure for u in updates if u.failure is not None]

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -45,6 +45,7 @@ from laurel.types import Rollout, RolloutGroup, SamplingParams, Task
 
 if TYPE_CHECKING:
     from laurel.models.chat import ChatFormat
+    from laurel.protocols import Environment
 
 # How a batch is collected: the next tasks are taken, and some of their groups are kept.
 
@@ -277,6 +278,12 @@ class _Ahead:
     def is_finished(self) -> bool:
         future = self.future
         return future.done() and not future.cancelled() and future.exception() is None
+
+
+def noise_floor(environments: Mapping[str, Environment], name: str, *, per_step: bool) -> float:
+    """Return the noise floor of the rewards that are compared: of completions, or of steps."""
+    environment = environments[name]
+    return environment.step_noise_floor() if per_step else environment.noise_floor()
 
 
 class RolloutSource:

@@ -22,7 +22,6 @@ import numpy as np
 from laurel.config.yaml_tree import nearest
 from laurel.errors import DataError, ModelError
 from laurel.models.plain_contents import QUOTED, PlainContents, PlainText
-from laurel.models.scoring import shared_prefix
 from laurel.models.tokenizer import (
     TextStream,
     bind_variables,
@@ -32,6 +31,7 @@ from laurel.models.tokenizer import (
     pin_date,
     plain_text,
     refuse_left_out,
+    shared_prefix,
 )
 from laurel.types import (
     USUAL_ROLES,

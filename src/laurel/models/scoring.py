@@ -40,6 +40,7 @@ from laurel.models.tokenizer import (
     pin_date,
     refuse_left_out,
     render,
+    shared_prefix,
 )
 from laurel.types import Conversation, Group, Message, SentTurn, TokenGroup, group_of
 
@@ -762,16 +763,6 @@ def token_group(group_id: str, rows: Sequence[tuple[TrainedIds, bool]]) -> Token
         branches_ids_G=tuple(ids[shared:] for ids in ids_G),
         truncated_G=tuple(was_cut for _, was_cut in rows),
     )
-
-
-def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
-    """Return the length of the longest common prefix that leaves each sequence a token."""
-    limit = min(len(ids) for ids in ids_G) - 1
-    for other in ids_G[1:]:
-        different = np.flatnonzero(ids_G[0][:limit] != other[:limit])
-        if different.size:
-            limit = int(different[0])
-    return limit
 
 
 def check_rendering(contract: ScoringContract, *, own_pad: int | None = None) -> None:

@@ -12,6 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers.decoders import DecodeStream
 
 from laurel.config.policy import TokenizerConfig
@@ -460,3 +461,13 @@ class TextStream:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if there is none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def shared_prefix(ids_G: Sequence[np.ndarray]) -> int:
+    """Return the length of the longest common prefix that leaves each sequence a token."""
+    limit = min(len(ids) for ids in ids_G) - 1
+    for other in ids_G[1:]:
+        different = np.flatnonzero(ids_G[0][:limit] != other[:limit])
+        if different.size:
+            limit = int(different[0])
+    return limit

@@ -25,6 +25,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from laurel.errors import counted
 from laurel.types import Conversation, Preference, RolloutGroup
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _ITEM = re.compile(r"\S+(?: \S+)*")
 _PIECE = re.compile(r"[^(/=,:;&?]*[(/=,:;&?]+|[^(/=,:;&?]+")
 """A piece of a word that is wider than a line, up to a separator after which it may be broken."""
 _URGENT = re.compile(r"(warning|FAILED)\b")
+BASELINES = {"longer_wins_baseline": "longer answer", "bag_of_words_baseline": "bag of words"}
+"""The metrics of baselines, and the words for them beside an accuracy."""
 _VERDICT_STYLES = {"right": "green", "wrong": "red", "tie": "yellow", "unknown": "yellow"}
 
 
@@ -327,6 +330,32 @@ def format_number(value: float) -> str:
     if 999.95 <= abs(number) < 1e9:
         return f"{number:,.0f}"
     return f"{number:#.4g}"
+
+
+def accuracy_words(figures: Mapping[str, float]) -> str | None:
+    """Describe an accuracy with its baselines and number of pairs; None if there is no accuracy.
+
+    Args:
+        figures: The metrics of one validation set, by their names without a prefix.
+    """
+    accuracy, count = figures.get("accuracy"), figures.get("num_valid_samples")
+    rows = figures.get("num_rows")  # benchmarks log this one
+    if accuracy is None:
+        return None
+    # Only reward models are validated on pairs, and only they have these metrics.
+    has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
+    said = f"accuracy {accuracy:.4f}"
+    if count is not None:
+        said += f" of {counted(round(count), 'pair' if has_pairs else 'completion')}"
+    elif rows is not None:
+        said += f" of {counted(round(rows), 'row')}"
+    if not has_pairs and figures.get("truncation_rate"):
+        # Environments count these as wrong in an accuracy of their own, whatever their reward is.
+        said += ", with those cut off"
+    beside = [
+        f"{label} {figures[name]:.4f}" for name, label in BASELINES.items() if name in figures
+    ]
+    return f"{said} ({', '.join(beside)})" if beside else said
 
 
 def format_parameters(count: int) -> str:

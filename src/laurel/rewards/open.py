@@ -51,6 +51,7 @@ from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import WORKER, Preparers, Preparing
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
@@ -257,14 +258,18 @@ def _open_servers(
     if contract is not None and spec.num_workers:
         preparers = Preparers(contract, spec.num_workers, placement.make_worker)
     try:
-        scorer = HttpScorer(
-            servers.urls or (),
-            protocol=servers.url_protocol,
+        dialect = dialect_of(
+            servers.url_protocol,
             section=servers.settings_of(ServerDialect, servers.url_protocol)[1],
-            api_key=api_key,
             contract=contract,
             model=servers.url_model,
             reward_key=servers.reward_key,
+            preparers=preparers,
+        )
+        scorer = HttpScorer(
+            servers.urls or (),
+            dialect,
+            api_key=api_key,
             preparers=preparers,
             options=RouterOptions(
                 timeout=servers.request_timeout,

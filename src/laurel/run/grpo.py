@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from laurel import plugins
@@ -437,14 +438,10 @@ def _parts(
 ) -> PolicyParts:
     from laurel.grpo.loop import PolicyParts
     from laurel.grpo.rollouts import RolloutLimits, Rollouts
-    from laurel.grpo.source import RolloutSource
+    from laurel.grpo.source import RolloutSource, noise_floor
     from laurel.grpo.validation import PolicyValidation
 
     config, grpo, allocation = context.config, context.config.grpo, context.allocation
-
-    def noise_floor_of(name: str) -> float:
-        one = environments[name]
-        return one.step_noise_floor() if grpo.adv_estimator.per_step else one.noise_floor()
 
     # An environment that grades single completions can batch only concurrent calls.
     grades_single = any(one.spec.judges == "completion" for one in environments.values())
@@ -457,6 +454,7 @@ def _parts(
         num_threads=64 if grades_single else 16,
     )
     per_step = grpo.adv_estimator.per_step
+    noise_floor_of = partial(noise_floor, environments, per_step=per_step)
     rollouts = Rollouts(
         generator,
         environments,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from laurel.config.schemas import Run
 from laurel.config.yaml_tree import plain_values
-from laurel.planning.larger import larger_micro_batch
-from laurel.planning.memory import Shapes, estimate
 from laurel.planning.plan import plan_run
 from laurel.run.context import R, RunContext
 from laurel.run.model import saved_settings
 from laurel.run.request import request_of
-from laurel.run.shapes import read_shapes
+
+if TYPE_CHECKING:
+    from laurel.config.schemas import Run
+    from laurel.planning.memory import Shapes
 
 KEY = "policy.sequence_packing.train_mb_tokens"
 
@@ -44,6 +44,8 @@ def with_tokens(config: R, tokens: int) -> R:
 
 def largest_tokens(config: Run, shapes: Shapes, device_memory: int) -> int | None:
     """Return the tokens of the largest micro-batches that fit; None if the default ones do not."""
+    from laurel.planning.memory import estimate, larger_micro_batch
+
     request = request_of(config)
     plan = plan_run(request)
     phases = estimate(request, plan, shapes, device_memory=device_memory)
@@ -70,6 +72,8 @@ def _chosen(config: Run, device_memory: int | None) -> tuple[int, str]:
         return default, "as null gives: policy.sequence_packing.enabled is false"
     if device_memory is None:
         return default, "as null gives: the memory of one GPU would decide, and the run has none"
+    from laurel.run.shapes import read_shapes
+
     read = read_shapes(config)
     if read.unknown:
         role, reason = next(iter(read.unknown.items()))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.config.load import to_yaml, translated
-from laurel.config.resuming import changes, gone, with_settings_of_all_models
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError, speaking
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
@@ -106,6 +105,7 @@ def check_same_settings(directory: Path, config: Section) -> list[str]:
     Raises:
         CheckpointError: The checkpoint belongs to another run, or cannot be resumed.
     """
+    from laurel.config.resuming import changes, gone
     from laurel.training.state import another_run, check_same_rows
 
     check_same_rows(directory, {})
@@ -129,6 +129,7 @@ def saved_settings(directory: Path, schema: type[Section]) -> YamlNode:
     Raises:
         CheckpointError: They cannot be read.
     """
+    from laurel.config.resuming import with_settings_of_all_models
     from laurel.training.state import CONFIG
 
     path = directory / CONFIG

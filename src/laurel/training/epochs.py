@@ -31,7 +31,7 @@ from laurel.observe.progress import ProgressPhase
 from laurel.rewards.scorer import by_completion
 from laurel.training.batches import Batcher, StepOrder
 from laurel.training.learner import Learner, LossFunction, MicroBatch, Update, add_up
-from laurel.training.loop import RunServices, TrainingLoop
+from laurel.training.loop import RunServices, StepSummary, TrainingLoop
 from laurel.training.losses import RewardLoss
 from laurel.training.stopping import Position
 from laurel.types import Preference, PreferenceSample, TokenGroup
@@ -146,10 +146,9 @@ class StepResult(Generic[Sample]):
     num_micro_batches: int
     num_computed: int
     """The number of tokens that the model computed, as `MicroBatch.num_tokens` counts them."""
-    seconds: float
 
 
-class EpochTraining(TrainingLoop, Generic[Sample, Label]):
+class EpochTraining(TrainingLoop[StepResult[Sample]], Generic[Sample, Label]):
     """Trains on the rows of a training set; subclasses define rows, steps and validation."""
 
     def __init__(
@@ -193,52 +192,43 @@ class EpochTraining(TrainingLoop, Generic[Sample, Label]):
     ) -> None:
         """Print the results of validating on a set; the caller logs the metrics."""
 
-    def take(self, position: Position) -> StepResult[Sample]:
+    def step(self, position: Position) -> StepResult[Sample]:
         """Train on the rows of the step that follows this position."""
         samples = [self.train[row] for row in self.order.rows(position.step)]
-        with self.timers.time("total_step_time"):
-            micro_batches = self._cut(samples)
-            update = self.learner.update(micro_batches, self.loss)
-        seconds = self.timers.collect()["total_step_time"]
-        self.services.deadline.took("step", seconds)
+        micro_batches = self._cut(samples)
+        update = self.learner.update(micro_batches, self.loss)
         return StepResult(
             samples=samples,
             update=update,
             num_micro_batches=len(micro_batches),
             num_computed=sum(micro_batch.num_tokens for micro_batch in micro_batches),
-            seconds=seconds,
         )
 
-    def log(
-        self,
-        position: Position,
-        taken: StepResult[Sample],
-        *,
-        bad_steps: int,
-        figures: Mapping[str, float] | None = None,
-    ) -> Position:
-        """Log and show a step that was taken at this position; return the next position.
+    @abstractmethod
+    def count_bad_steps(self, position: Position, taken: StepResult[Sample]) -> int:
+        """Report a step that was not applied; return the number of bad steps in a row after it."""
 
-        Args:
-            position: The position before the step.
-            bad_steps: The number of consecutive bad steps, including this one.
-            figures: Further metrics to log, by full name.
-        """
+    def summarize(
+        self, position: Position, taken: StepResult[Sample], timing: Mapping[str, float]
+    ) -> StepSummary:
+        """Return the metrics of the loss and of the speed."""
         num_tokens = sum(sum(sample.tokens.lengths_G) for sample in taken.samples)
+        seconds = timing["total_step_time"]
         metrics = {
             **{f"train/{name}": value for name, value in taken.update.metrics.items()},
             "train/epoch": float(self.order.epoch_of(position.step)),
-            "timing/train/total_step_time": taken.seconds,
+            "timing/train/total_step_time": seconds,
             "performance/num_micro_batches": float(taken.num_micro_batches),
-            "performance/tokens_per_second": num_tokens / taken.seconds,
+            "performance/tokens_per_second": num_tokens / seconds,
             **{f"performance/{name}": v for name, v in taken.update.performance.items()},
-            **(figures or {}),
         }
-        step = position.step + 1
-        self.services.logger.log(metrics, step=step)
-        self.services.progress.step(step, metrics, pairs=len(taken.samples), tokens=num_tokens)
-        train_metrics = {f"train_{name}": value for name, value in taken.update.metrics.items()}
-        return position.stepped(bad_steps=bad_steps, metrics=train_metrics)
+        return StepSummary(
+            metrics=metrics,
+            kept={f"train_{name}": value for name, value in taken.update.metrics.items()},
+            bad_steps=self.count_bad_steps(position, taken),
+            num_rows=len(taken.samples),
+            num_tokens=num_tokens,
+        )
 
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
         """Validate on all sets; return metrics by their names in logs, and in `metric_name`."""

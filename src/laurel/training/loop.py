@@ -1,7 +1,8 @@
 """Runs the loop around the steps of every training run: validating, saving, resuming, stopping.
 
-An algorithm defines a step and a validation (`step`, `measure`). This loop decides the order, and
-what happens at a signal, on a full disk or after a bad batch.
+An algorithm defines a step, its metrics and a validation (`step`, `summarize`, `measure`). This
+loop decides the order, logs and shows each step, and decides what happens at a signal, on a full
+disk or after a bad batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from laurel.config.policy import CheckpointingConfig
 from laurel.errors import (
@@ -124,7 +125,24 @@ class Interrupted(Exception):
     """Raised when a signal interrupts a phase that can be repeated: validation or rollouts."""
 
 
-class TrainingLoop(ABC):
+Taken = TypeVar("Taken")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSummary:
+    """What a run logs, shows and keeps of a step."""
+
+    metrics: Mapping[str, float]
+    """The metrics to log, by full name."""
+    kept: Mapping[str, float]
+    """The metrics that the position keeps, by their names in `metric_name`."""
+    bad_steps: int
+    """The number of consecutive bad steps, including this one."""
+    num_rows: int
+    num_tokens: int
+
+
+class TrainingLoop(ABC, Generic[Taken]):
     """Runs the training of one algorithm; subclasses define a step and a validation."""
 
     def __init__(self, services: RunServices) -> None:
@@ -137,12 +155,26 @@ class TrainingLoop(ABC):
         self.saving = Saving(services)
 
     @abstractmethod
-    def step(self, position: Position) -> Position:
-        """Take one step, and log and show its metrics.
+    def step(self, position: Position) -> Taken:
+        """Take the step that follows a position.
 
         Raises:
             Interrupted: A signal came before anything was changed (`check_stop`).
             NothingLeft: There is nothing left to train on, and nothing was changed.
+        """
+
+    @abstractmethod
+    def summarize(
+        self, position: Position, taken: Taken, timing: Mapping[str, float]
+    ) -> StepSummary:
+        """Return the metrics of a step that was taken at this position.
+
+        Args:
+            position: The position before the step.
+            timing: The seconds of the step (`total_step_time`), and those of its parts by name.
+
+        Raises:
+            NonFiniteError: Too many steps in a row were not applied (`bad_steps`).
         """
 
     @abstractmethod
@@ -198,7 +230,7 @@ class TrainingLoop(ABC):
             ended: Ending = "finished" if self.services.stop.signal is None else "signal"
             while position.step < self.schedule.total_steps and ended == "finished":
                 try:
-                    position = self.step(position)
+                    position = self._take_step(position)
                     gc.collect(1)  # the cycles of this step, among no older objects
                 except Interrupted:
                     ended = "signal"
@@ -218,6 +250,18 @@ class TrainingLoop(ABC):
         if ended == "finished" and self._ended_by_alarm:
             ended = "alarm"
         return position, ended
+
+    def _take_step(self, position: Position) -> Position:
+        with self.timers.time("total_step_time"):
+            taken = self.step(position)
+        timing = self.timers.collect()
+        self.services.deadline.took("step", timing["total_step_time"])
+        summary, step = self.summarize(position, taken, timing), position.step + 1
+        self.services.logger.log(summary.metrics, step=step)
+        self.services.progress.step(
+            step, summary.metrics, pairs=summary.num_rows, tokens=summary.num_tokens
+        )
+        return position.stepped(bad_steps=summary.bad_steps, metrics=summary.kept)
 
     def check_stop(self) -> None:
         """Raise `Interrupted` if a signal has arrived; called in phases that can be repeated."""

@@ -9,7 +9,8 @@ parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,16 +21,21 @@ from laurel.config.reward_model import RewardTrainingConfig
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.evaluation.statistics import BagOfWords, unscored_pairs
 from laurel.models.scoring import ScoringContract
-from laurel.observe.console import PairRow, conversation_text, print_pairs, visible
+from laurel.observe.console import (
+    PairRow,
+    accuracy_words,
+    conversation_text,
+    print_pairs,
+    visible,
+)
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase
-from laurel.observe.report.findings import accuracy_words
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.training.batches import Batcher, reward_values
-from laurel.training.epochs import EpochParts, EpochTraining, Validation, validate
+from laurel.training.epochs import EpochParts, EpochTraining, StepResult, Validation, validate
 from laurel.training.learner import Learner, MicroBatch
-from laurel.training.loop import RunServices
+from laurel.training.loop import RunServices, StepSummary
 from laurel.training.losses import RewardLoss
 from laurel.training.state import RewardRunState, write_bad_step
 from laurel.training.stopping import Position
@@ -72,36 +78,43 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         """Return the preference of a row."""
         return sample.preference
 
-    def step(self, position: Position) -> Position:
-        """Take one step; count a step that was not applied, and write its rows to a file."""
-        taken = self.take(position)
+    def count_bad_steps(self, position: Position, taken: StepResult[PreferenceSample]) -> int:
+        """Write the rows of a step that was not applied; return the number of them in a row."""
         update, samples, step = taken.update, taken.samples, position.step + 1
         if update.failure is None:
-            bad_steps = 0
+            return 0
         # Rows that teach nothing are no fault of the run, and end no row of faults either.
-        elif not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
+        if not update.metrics and self.loss.count([s.preference for s in samples]) == 0:
             self.services.progress.message(f"step {step} skipped: {update.failure}")
-            bad_steps = position.bad_steps
-        else:
-            sources = [sample.preference.source for sample in samples]
-            try:
-                path = write_bad_step(self.state.run_dir, step, samples, update.failure)
-                kept = f"Its rows are in {path}"
-            except OSError as error:
-                kept = f"Its rows could not be written down: {error}"
-            self.services.progress.message(f"step {step} not applied: {update.failure}. {kept}")
-            shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
-            where = f"step {step}, rows {shown}"
-            bad_steps = self.bad_steps(update, position.bad_steps, where=where, kept=kept)
+            return position.bad_steps
+        sources = [sample.preference.source for sample in samples]
+        try:
+            path = write_bad_step(self.state.run_dir, step, samples, update.failure)
+            kept = f"Its rows are in {path}"
+        except OSError as error:
+            kept = f"Its rows could not be written down: {error}"
+        self.services.progress.message(f"step {step} not applied: {update.failure}. {kept}")
+        shown = ", ".join(sources[:8]) + (" ..." if len(sources) > 8 else "")
+        where = f"step {step}, rows {shown}"
+        return self.bad_steps(update, position.bad_steps, where=where, kept=kept)
+
+    def summarize(
+        self,
+        position: Position,
+        taken: StepResult[PreferenceSample],
+        timing: Mapping[str, float],
+    ) -> StepSummary:
+        """Return the metrics of every training on rows, and the counts of rows and tokens."""
+        summary = super().summarize(position, taken, timing)
         lengths = [length for sample in taken.samples for length in sample.tokens.lengths_G]
-        figures = {
+        counts = {
             "train/global_valid_seqs": float(len(lengths)),
             "train/global_valid_toks": float(sum(lengths)),
-            "train/bad_steps_in_a_row": float(bad_steps),
+            "train/bad_steps_in_a_row": float(summary.bad_steps),
             "performance/computed_tokens": float(taken.num_computed),
-            "performance/groups_per_second": len(taken.samples) / taken.seconds,
+            "performance/groups_per_second": len(taken.samples) / timing["total_step_time"],
         }
-        return self.log(position, taken, bad_steps=bad_steps, figures=figures)
+        return replace(summary, metrics={**summary.metrics, **counts})
 
     def validate(
         self,

@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from laurel.config.grpo import GRPOConfig
 from laurel.errors import ConfigError
 from laurel.observe.metrics import PREFERENCE_METRICS, STEP_METRICS, is_lower_better
 from laurel.training.stopping import Position
+
+if TYPE_CHECKING:
+    from laurel.config.grpo import GRPOConfig
 
 NO_SET = "There is no validation set: name one under data"
 """Why a run validates nothing where it has nothing to validate on."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from laurel.config.sft import SFTConfig
 from laurel.errors import counted
 from laurel.models.chat import Demonstration
-from laurel.training.epochs import EpochParts, EpochTraining, Validation
+from laurel.training.epochs import EpochParts, EpochTraining, StepResult, Validation
 from laurel.training.learner import MicroBatch, add_up
 from laurel.training.loop import RunServices
 from laurel.training.policy_loss import DemonstrationLabels, DemonstrationLoss
@@ -34,20 +34,18 @@ class SupervisedFineTuning(EpochTraining[Demonstration, DemonstrationLabels]):
         """Return which tokens of a row are learned."""
         return DemonstrationLabels(masks_GL=(sample.mask_L,))
 
-    def step(self, position: Position) -> Position:
-        """Take one step; raise an error after too many steps that were not applied."""
-        taken = self.take(position)
+    def count_bad_steps(self, position: Position, taken: StepResult[Demonstration]) -> int:
+        """Report a step that was not applied; return the number of bad steps in a row after it."""
         step = position.step + 1
         if taken.update.failure is not None:
             self.services.progress.message(f"step {step} not applied: {taken.update.failure}")
         shown = ", ".join(sample.tokens.id for sample in taken.samples[:8])
-        bad_steps = self.bad_steps(
+        return self.bad_steps(
             taken.update,
             position.bad_steps,
             where=f"step {step}, rows {shown}",
             kept="The metrics of the steps before tell how it came about",
         )
-        return self.log(position, taken, bad_steps=bad_steps)
 
     def validate(
         self,

@@ -145,7 +145,7 @@ def score(scorer, groups):
 def test_tokens_sent_to_vllm_get_the_scores_of_the_model(server, model):
     url, _ = server
     _, here = model
-    scorer = HttpScorer([url], protocol="vllm", contract=here.contract, model="laurel-test")
+    scorer = HttpScorer([url], dialect_of("vllm", contract=here.contract, model="laurel-test"))
     found, expected = score(scorer, GROUPS), here.score_now(GROUPS)
     assert np.ptp(values(expected)) > 0.2
     assert values(found) == near(expected)
@@ -159,7 +159,7 @@ def test_what_is_too_long_is_cut_by_the_contract_before_it_is_sent(server, model
     url, _ = server
     _, here = model
     long = group_of((Message("user", "Where?"),), ("No.", "by the gate " * 100), group_id="long")
-    scorer = HttpScorer([url], protocol="vllm", contract=here.contract, model="laurel-test")
+    scorer = HttpScorer([url], dialect_of("vllm", contract=here.contract, model="laurel-test"))
     found, expected = score(scorer, [long]), here.score_now([long])
     assert [one.truncated for one in found[0]] == [False, True]
     assert values(found) == near(expected)
@@ -168,7 +168,7 @@ def test_what_is_too_long_is_cut_by_the_contract_before_it_is_sent(server, model
 def test_messages_are_rendered_by_the_server_to_the_same_scores(server, model):
     url, _ = server
     _, here = model
-    scorer = HttpScorer([url], protocol="vllm", model="laurel-test")
+    scorer = HttpScorer([url], dialect_of("vllm", model="laurel-test"))
     assert values(score(scorer, GROUPS[:2])) == near(here.score_now(GROUPS[:2]))
 
 
@@ -177,18 +177,18 @@ def test_a_server_that_squashes_is_found(server, model, monkeypatch):
     url, _ = server
     _, here = model
     monkeypatch.setattr(other_dialects, "RAW", {})
-    squashing = {"protocol": "vllm", "contract": here.contract, "model": "laurel-test"}
+    squashing = dialect_of("vllm", contract=here.contract, model="laurel-test")
     raw = values(here.score_now(GROUPS[:1]))
-    squashed = values(score(HttpScorer([url], **squashing), GROUPS[:1]))
+    squashed = values(score(HttpScorer([url], squashing), GROUPS[:1]))
     assert squashed == pytest.approx(1 / (1 + np.exp(-raw)), abs=EXACT)
     golden = tuple(values(here.score_now([GROUPS[1]])))
     canary = CanaryGroup(group=GROUPS[1], values_G=golden, tolerance=1e-3)
     options = RouterOptions(canary=canary, timeout=5)
-    (found,) = score(HttpScorer([url], **squashing, options=options), GROUPS[:1])
+    (found,) = score(HttpScorer([url], squashing, options=options), GROUPS[:1])
     assert [one.value for one in found] == [None] * 8
     assert {failure_reason(one.failure) for one in found} == {"canary"}
     monkeypatch.undo()
-    sound = HttpScorer([url], **squashing, options=RouterOptions(canary=canary))
+    sound = HttpScorer([url], squashing, options=RouterOptions(canary=canary))
     assert values(score(sound, GROUPS[:1])) == near(here.score_now(GROUPS[:1]))
 
 

@@ -17,9 +17,8 @@ from laurel.models.scoring import (
     ScoringContract,
     ScoringRules,
     check_rendering,
-    shared_prefix,
 )
-from laurel.models.tokenizer import CHATML, render
+from laurel.models.tokenizer import CHATML, render, shared_prefix
 from laurel.types import Completion, Group, Message, SentTurn, group_of
 
 QUESTION = (Message("user", "Where is the laurel?"),)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laurel.observe.report.findings import accuracy_words
+from laurel.observe.console import accuracy_words
 from laurel.observe.rules import RULES, findings
 from laurel.observe.run_record import alarms_of
 from report_runs import record

@@ -17,6 +17,7 @@ from laurel.errors import WorkerError
 from laurel.rewards import preparing
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import WORKER, Prepared, Preparers
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.router import CanaryGroup, RouterOptions
 from laurel.types import Completion, Group, Message, Score, group_of
@@ -148,8 +149,7 @@ async def scored_by_servers(
 ) -> list[tuple[Score, ...]]:
     scorer = HttpScorer(
         url,
-        protocol=protocol,
-        contract=scoring_groups.local(True).contract,
+        dialect_of(protocol, contract=scoring_groups.local(True).contract, preparers=preparers),
         preparers=preparers,
         options=options,
     )

@@ -28,9 +28,15 @@ from laurel.demo.data import (
 from laurel.errors import CheckpointError, TrainingError
 from laurel.extensions.demo.comparisons import print_comparisons
 from laurel.observe.comparisons import Comparison, ScoredAnswer
-from laurel.observe.console import make_console, message_console, print_command, visible
+from laurel.observe.console import (
+    accuracy_words,
+    make_console,
+    message_console,
+    print_command,
+    visible,
+)
 from laurel.observe.json_output import write_json
-from laurel.observe.report.findings import accuracy_words, first_findings
+from laurel.observe.report.findings import first_findings
 from laurel.observe.run_record import read_run_record
 from laurel.plugins import Command, find
 from laurel.run.grpo import MeasuredPolicy, measure_policy, train_policy

@@ -24,12 +24,12 @@ from laurel.extensions.plan.options import PlanOptions
 from laurel.extensions.plan.step_time import Efficiency, StepTime, device_named, step_time
 from laurel.observe.console import make_console
 from laurel.observe.json_output import write_json
-from laurel.planning.larger import larger_micro_batch
 from laurel.planning.memory import (
     GIB,
     MASTER_BYTES,
     MemoryPhase,
     Shapes,
+    larger_micro_batch,
     parse_bytes,
 )
 from laurel.planning.plan import BatchPlan, Plan

@@ -37,10 +37,9 @@ from laurel.extensions.report.samples import (
     within,
 )
 from laurel.observe.comparisons import Comparison
-from laurel.observe.console import format_number
+from laurel.observe.console import BASELINES, format_number
 from laurel.observe.history import gold_metric
 from laurel.observe.loggers import flat
-from laurel.observe.report.findings import BASELINES
 from laurel.observe.rules import RULES, RunFinding, findings, is_success
 from laurel.observe.run_record import RunRecord, alarms_of, read_run_record
 

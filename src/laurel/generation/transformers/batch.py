@@ -18,7 +18,6 @@ from torch import Tensor
 
 from laurel.errors import EngineError
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
-from laurel.generation.transformers.static import StaticSteps, chooses_static_slots
 from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeptTokens, KeyValueStore
 from laurel.models.forest.policy import PolicyModel, rounded_weights
@@ -26,6 +25,7 @@ from laurel.models.tokenizer import TextStream, plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from laurel.generation.transformers.static import StaticSteps
     from laurel.types import LogProbs, TokenIds
 
 
@@ -93,7 +93,7 @@ class ContinuousBatch:
         self._table = RowTable(max_concurrent, model.vocab_size, end_ids)
         is_static = chooses_static_slots(static_slots, model)
         self._store = KeyValueStore(model.device, is_static=is_static)
-        self.static = StaticSteps(model) if is_static else None
+        self.static = _static_steps(model) if is_static else None
         """The decoding steps by shape; None: each has the shape that it needs."""
         self._rows: dict[int, _Row] = {}
         self._watches: dict[int, StopStringWatch] = {}
@@ -428,6 +428,23 @@ class ConversationCache:
     def clear(self) -> None:
         """Free all conversations."""
         self.remove(list(self._kept))
+
+
+def chooses_static_slots(asked: Literal["auto"] | bool, model: PolicyModel) -> bool:
+    """Return whether the decoding steps of a model are rounded to few shapes.
+
+    `auto` does so on GPUs, unless the model is sharded, whose collectives no graph was tried with.
+    On a CPU the filling costs time, and launches do not.
+    """
+    if asked != "auto":
+        return asked
+    return model.device.type == "cuda" and model.mesh is None
+
+
+def _static_steps(model: PolicyModel) -> StaticSteps:
+    from laurel.generation.transformers.static import StaticSteps
+
+    return StaticSteps(model)
 
 
 def _first(parts: Sequence[KeptTokens], length: int) -> tuple[KeptTokens, ...]:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,17 +35,6 @@ RUNS_BEFORE_CAPTURE = 2
 Replay = Callable[[], object]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 """Captures a program; returns what repeats it, and the tensor that holds its result every time."""
-
-
-def chooses_static_slots(asked: Literal["auto"] | bool, model: PolicyModel) -> bool:
-    """Return whether the decoding steps of a model are rounded to few shapes.
-
-    `auto` does so on GPUs, unless the model is sharded, whose collectives no graph was tried with.
-    On a CPU the filling costs time, and launches do not.
-    """
-    if asked != "auto":
-        return asked
-    return model.device.type == "cuda" and model.mesh is None
 
 
 class _Key(NamedTuple):

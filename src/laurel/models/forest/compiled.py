@@ -7,8 +7,7 @@ differs in every micro-batch. Layers share their graphs, so that their number do
 
 from __future__ import annotations
 
-import shutil
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,20 +15,6 @@ from transformers import AttentionInterface
 
 from laurel.models.forest.attention import FOREST, allow_variants, forest_attention
 from laurel.models.forest.decoder import Decoder
-
-
-def chooses_to_compile(
-    asked: Literal["auto"] | bool, device: torch.device, *, is_sharded: bool
-) -> bool:
-    """Return whether the layers of a model on this device are compiled.
-
-    `auto` compiles on GPUs where torch's compiler finds what it needs: Triton and a C compiler. It
-    does not compile on CPUs, nor sharded models, which no GPU has tried.
-    """
-    if asked != "auto":
-        return asked
-    is_known = device.type == "cuda" and not is_sharded
-    return is_known and _has_triton() and any(map(shutil.which, ("cc", "gcc")))
 
 
 def compile_layers(model: Decoder, *, backend: str = "inductor") -> str | None:
@@ -57,9 +42,3 @@ def compile_layers(model: Decoder, *, backend: str = "inductor") -> str | None:
     for layer in layers:
         layer.compile(backend=backend)
     return None
-
-
-def _has_triton() -> bool:
-    from torch.utils._triton import has_triton
-
-    return bool(has_triton())

@@ -86,6 +86,11 @@ class VocabularyShare:
         return torch.cat(parts_XV, dim=1)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def predictors(batch: TokenForest | PaddedRows) -> tuple[Tensor, Tensor]:
     """Find the hidden state that predicts each completion token: that of the token before.
 

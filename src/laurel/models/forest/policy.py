@@ -19,12 +19,12 @@ from laurel.models.forest.outputs import (
     all_logits,
     completion_tokens,
     distinct_labels,
+    local,
     predictors,
     token_logprobs,
 )
 from laurel.models.forest.parts import Readings
 from laurel.models.loading.adapters import adapted_layers, without_adapters
-from laurel.models.parallel.mesh import local
 from laurel.models.parallel.weights import saved_weights
 from laurel.types import PaddedRows, TokenForest
 

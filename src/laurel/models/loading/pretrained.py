@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from laurel.config.policy import ScratchConfig, TokenizerConfig
 from laurel.errors import ConfigError, ModelError, key_of, setting_of
 from laurel.models.forest.attention import FOREST
-from laurel.models.forest.compiled import chooses_to_compile, compile_layers
 from laurel.models.forest.decoder import Decoder, Path
 from laurel.models.parallel.tensor import (
     decoder_layers,
@@ -287,12 +287,34 @@ def finalize_model(
     """
     _place(model, spec, device, mesh)
     if chooses_to_compile(spec.compile, device, is_sharded=mesh is not None):
+        from laurel.models.forest.compiled import compile_layers
+
         reason = compile_layers(model)
         notes.append(
             "the first steps take longer, because they compile the layers"
             if reason is None
             else f"{key_of('policy.compile')}: the layers are not compiled, because {reason}"
         )
+
+
+def chooses_to_compile(
+    asked: Literal["auto"] | bool, device: torch.device, *, is_sharded: bool
+) -> bool:
+    """Return whether the layers of a model on this device are compiled.
+
+    `auto` compiles on GPUs where torch's compiler finds what it needs: Triton and a C compiler. It
+    does not compile on CPUs, nor sharded models, which no GPU has tried.
+    """
+    if asked != "auto":
+        return asked
+    is_known = device.type == "cuda" and not is_sharded
+    return is_known and _has_triton() and any(map(shutil.which, ("cc", "gcc")))
+
+
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
 
 
 def _place(model: Decoder, spec: ModelSpec, device: torch.device, mesh: DeviceMesh | None) -> None:

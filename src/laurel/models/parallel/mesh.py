@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.forest.decoder import Decoder
-from laurel.models.forest.outputs import VocabularyShare
+from laurel.models.forest.outputs import VocabularyShare, local
 from laurel.models.parallel.context import check_context, share_context
 from laurel.models.parallel.tensor import (
     STYLES,
@@ -273,11 +273,6 @@ def _as_plain(module: nn.Module) -> Iterator[None]:
         module._parameters.update(spread)
         if padding is not None:
             cast(Any, module).padding_idx = padding
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

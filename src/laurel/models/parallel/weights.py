@@ -20,9 +20,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from laurel.errors import ConfigError, ModelError, setting_of
 from laurel.models.forest.decoder import Decoder
+from laurel.models.forest.outputs import local
 from laurel.models.loading.adapters import merged_weights
 from laurel.models.loading.weight_names import INDEX, SINGLE
-from laurel.models.parallel.mesh import SHARD, TENSOR, host_copy, local, parallelise
+from laurel.models.parallel.mesh import SHARD, TENSOR, host_copy, parallelise
 from laurel.models.parallel.tensor import decoder_layers
 from laurel.models.spec import ModelSpec
 

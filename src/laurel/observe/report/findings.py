@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
 
-from laurel.errors import counted
-from laurel.observe.console import format_number
+from laurel.observe.console import accuracy_words, format_number
 from laurel.observe.history import gold_metric
 from laurel.observe.rules import RunFinding, findings, never_updated
 from laurel.observe.run_record import RunRecord
 
 MAX_RESULTS = 3
 MAX_FINDINGS = 3
-BASELINES = {"longer_wins_baseline": "longer answer", "bag_of_words_baseline": "bag of words"}
-"""The metrics of baselines, and the words for them beside an accuracy."""
 _SIGNS = {"bad": "problem", "look": "look", "good": "fine"}
 """The words that the report's page uses for each weight."""
-
-
-def accuracy_words(figures: Mapping[str, float]) -> str | None:
-    """Describe an accuracy with its baselines and number of pairs; None if there is no accuracy.
-
-    Args:
-        figures: The metrics of one validation set, by their names without a prefix.
-    """
-    accuracy, count = figures.get("accuracy"), figures.get("num_valid_samples")
-    rows = figures.get("num_rows")  # benchmarks log this one
-    if accuracy is None:
-        return None
-    # Only reward models are validated on pairs, and only they have these metrics.
-    has_pairs = "longer_wins_baseline" in figures or "margin_mean" in figures
-    said = f"accuracy {accuracy:.4f}"
-    if count is not None:
-        said += f" of {counted(round(count), 'pair' if has_pairs else 'completion')}"
-    elif rows is not None:
-        said += f" of {counted(round(rows), 'row')}"
-    if not has_pairs and figures.get("truncation_rate"):
-        # Environments count these as wrong in an accuracy of their own, whatever their reward is.
-        said += ", with those cut off"
-    beside = [
-        f"{label} {figures[name]:.4f}" for name, label in BASELINES.items() if name in figures
-    ]
-    return f"{said} ({', '.join(beside)})" if beside else said
 
 
 def results(record: RunRecord) -> list[str]:

@@ -15,7 +15,6 @@ import httpx2
 
 from laurel.config.environments import checked_urls
 from laurel.errors import ConfigError, ProtocolError, key_of
-from laurel.models.scoring import ScoringContract
 from laurel.rewards.preparing import Preparing, fill_in, filter_readable, is_text
 from laurel.rewards.remote.dialects import Dialect, ServerQuery, dialect_of
 from laurel.rewards.remote.replica import Clock, RefusedError, ReplicaFault, ReplicaReply
@@ -278,20 +277,16 @@ class HttpScorer(Router):
 
     Example::
 
-        scorer = HttpScorer(["http://127.0.0.1:8000"], protocol="laurel", api_key=key)
+        scorer = HttpScorer(["http://127.0.0.1:8000"], dialect_of("laurel"), api_key=key)
         ((score,),) = await scorer.score([group])
     """
 
     def __init__(
         self,
         urls: str | Sequence[str],
+        dialect: Dialect | None = None,
         *,
-        protocol: str = "laurel",
-        section: Any = None,
         api_key: str | None = None,
-        contract: ScoringContract | None = None,
-        model: str = "",
-        reward_key: str = "",
         preparers: Preparing | None = None,
         options: RouterOptions | None = None,
         clock: Clock = time.monotonic,
@@ -299,26 +294,18 @@ class HttpScorer(Router):
         """Hold addresses; nothing is asked before the first score is.
 
         Args:
+            dialect: What the servers are asked, and how their answers are read; None: that of
+                Laurel's own servers.
             api_key: Sent as a bearer token.
-            contract: Renders conversations, for protocols that take text or tokens.
-            model: Name of the model on the servers, for protocols that name it.
-            reward_key: Key of the score, where slime's server answers with an object.
-            preparers: Tokenise instead of this process; `close_scorer` closes them with the scorer.
+            preparers: Those of the dialect; `close_scorer` closes them with the scorer.
             clock: Returns monotonic seconds.
 
         Raises:
-            ConfigError: An address or a protocol cannot be used.
+            ConfigError: An address cannot be used.
         """
         options = options or RouterOptions()
         self.preparers = preparers
-        dialect = dialect_of(
-            protocol,
-            section=section,
-            contract=contract,
-            model=model,
-            reward_key=reward_key,
-            preparers=preparers,
-        )
+        dialect = dialect or dialect_of("laurel")
         super().__init__(
             [
                 HttpReplica(
