@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from laurel import plugins
-from laurel.config.policy import LoggerConfig, TensorboardConfig
+from laurel.config.policy import LoggerConfig
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.observe.console import verbosity
 from laurel.observe.files import replace_file
@@ -402,9 +402,8 @@ class Jsonl(plugins.Logger):
 class Tensorboard(plugins.Logger):
     """TensorBoard events."""
 
-    section = TensorboardConfig
     package = "tensorboard"
 
-    def make(self, section: TensorboardConfig, run: LoggerServices) -> TensorboardLogger:
+    def make(self, section: None, run: LoggerServices) -> TensorboardLogger:
         """Open the event files."""
-        return TensorboardLogger(run.run_dir / section.log_dir, resumed_step=run.resumed_step)
+        return TensorboardLogger(run.run_dir / "tensorboard", resumed_step=run.resumed_step)
