@@ -84,6 +84,8 @@ class SetsConfig(Section):
     @cache
     def short_keys(cls) -> Mapping[str, tuple[type[Section], str]]:
         """Return the keys of sets that may be written in the section itself."""
+        if "train" not in cls.model_fields:  # what the commands' sections derive from
+            return {}
         (block,) = sections_of(item_kinds(kinds_of(cls.model_fields["train"].annotation)[0]) or ())
         own = cls.model_fields.keys() | {"data_path", "split"}
         found = {key: (block, named) for key, (_, named) in SHORT.items()}

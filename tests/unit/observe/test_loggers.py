@@ -230,8 +230,8 @@ def test_opening_what_the_configuration_names(tmp_path):
 
     none = LoggerConfig(tensorboard_enabled=False)
     fewest = open_loggers(none, run_dir=tmp_path, run_config={})
-    fewest.close()
     assert fewest.names == ("jsonl",)
+    fewest.close()
 
 
 def test_run_directories_count_up(tmp_path):
