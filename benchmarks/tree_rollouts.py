@@ -50,13 +50,13 @@ from rounds import machine, table, write_json
 CREDIT = "grpo.adv_estimator.tree.credit"
 SUMS_TREE = (
     "grpo.adv_estimator.name=tree",
-    'grpo.tree={initial: 6, branches: 4, rounds: 1, separator: "\\n\\n"}',
+    'grpo.tree={branches: 4, rounds: 1, segment: "\\n\\n"}',
     "grpo.num_generations_per_prompt=10",
     "policy.train_global_batch_size=80",
 )
 TOOLS_TREE = (
     "grpo.adv_estimator.name=tree",
-    "grpo.tree={initial: 6, branches: 6, rounds: 1, at: turn}",
+    "grpo.tree={branches: 6, rounds: 1}",
     "grpo.num_generations_per_prompt=12",
     "policy.train_global_batch_size=192",
 )

@@ -16,7 +16,7 @@ from doc_models import models_text
 from laurel.config.dump import entry, literal
 from laurel.config.plugged import all_fields
 from laurel.config.resuming import mark_of
-from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, kinds_of_field, sections_of
+from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
 
@@ -26,10 +26,6 @@ RESUMES = " \u21bb"
 """What stands behind a key that may change when a run resumes."""
 FEW = 3
 """Keys of a section that is written inside the section above it, at most."""
-
-
-_OF_A_SET = r"See (?:the same key of a set|`(?:data\.train|DemonstrationSetConfig)\.\w+`)"
-"""How the docstring of a key of `data` points to that of a data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +145,6 @@ def _key(owner: type[Section], name: str, info: FieldInfo, values: Section | Non
     elif not isinstance(value, Section) and value is not None:
         default = entry(name, literal(value)).strip().removeprefix(name)
     about = info.description or ""
-    if re.fullmatch(_OF_A_SET + r"\.", about):
-        (block, *_) = sections_of(kinds_of_field(owner.model_fields["train"]))
-        about = block.model_fields[name].description or ""
-    about = re.sub(_OF_A_SET, f"See `data.train.{name}`", about)
     mark = RESUMES if mark_of(info) else ""
     return _Key(name, _short(about), default, mark, value, sections)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from laurel.config.plugged import field_of
+from laurel.config.policy import RolePlacement
 from laurel.config.schemas import Run
 from laurel.config.yaml_tree import Section
 from laurel.extensions.plan.fit import FittedPlan, fit
@@ -31,8 +32,16 @@ def with_changes(config: S, changes: Mapping[str, Any]) -> S:
         if rest:
             field: Any = field_of(type(config), first)
             kinds = getattr(field.annotation, "__args__", ())
-            section = config.get(first, field.default) or kinds[0]()
-            value = with_changes(section, {rest: value})
+            section = config.get(first, field.default)
+            if first == "placement":  # roles by name
+                role, _, rest = rest.partition(".")
+                own = (section or {}).get(role) or RolePlacement()
+                value = {
+                    **(section or {}),
+                    role: with_changes(own, {rest: value}) if rest else value,
+                }
+            else:
+                value = with_changes(section or kinds[0](), {rest: value})
         config = config.model_copy(update={first: value})
     return config
 

@@ -73,21 +73,20 @@ FORGETS = CHATML.replace("['content'] }}", "['content'].lstrip('' if loop.last e
 """A template that rewrites earlier turns, without the backslash with which answers begin."""
 
 
-def rewritten_turns(directory: Path, *tree: int) -> tuple[str, ...]:
+def rewritten_turns(directory: Path, branches: int = 0) -> tuple[str, ...]:
     """Two turns of the policy, each a sequence of its own, with rollouts that branch after one.
 
     Args:
         directory: Where the template is written.
-        tree: How many completions begin with the prompt, and how many branch off them, if any do.
+        branches: How many of the completions branch off the others.
     """
     template = directory / "forgets.jinja"
     directory.mkdir(parents=True, exist_ok=True)
     template.write_text(FORGETS)
     branching: tuple[str, ...] = ()
-    if tree:
-        initial, branches = tree
+    if branches:
         branching = (
-            f"grpo.tree={{initial: {initial}, branches: {branches}, rounds: 1, at: turn}}",
+            f"grpo.tree={{branches: {branches}, rounds: 1}}",
             "grpo.adv_estimator.name=tree",
         )
     return (

@@ -20,7 +20,6 @@ NERVOUS = (
     "grpo.health.baseline_steps=3",
     "grpo.health.window=1",
     "grpo.health.num_spreads=0",
-    "grpo.health.jump_spreads=0",
 )
 """With low thresholds, what any run does raises and ends alarms."""
 

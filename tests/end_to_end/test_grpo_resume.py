@@ -115,7 +115,7 @@ MANNERS = {
         CORRECTED,
     ],
     "branching, one step ahead": [
-        "grpo.tree={initial: 2, branches: 1, rounds: 2, length: 2}",
+        "grpo.tree={branches: 1, rounds: 2, segment: 2}",
         "grpo.adv_estimator.name=tree",
         "grpo.adv_estimator.tree.credit=segment",
         "grpo.max_staleness=1",

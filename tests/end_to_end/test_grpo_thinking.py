@@ -121,7 +121,7 @@ def test_a_policy_learns_to_call_in_contexts_that_forget(tmp_path, taught):
 def test_rollouts_ahead_of_a_checkpoint_keep_their_sequences_and_branches(tmp_path, taught):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     settled = (
-        "grpo.tree={initial: 4, branches: 4, rounds: 1, at: turn}",
+        "grpo.tree={branches: 4, rounds: 1}",
         "grpo.adv_estimator.name=tree",
         "grpo.max_num_steps=3",
     )

@@ -175,7 +175,7 @@ def test_rollouts_of_several_sequences_are_the_same_on_two_ranks(tmp_path, model
     """They branch, too: the sequences of a rollout stay with one rank."""
     settled = (*GRPO, NO_SAVES, "grpo.val_period=0", "grpo.val_at_end=false")
     for place, mesh in (("one", ()), ("two", DP_2)):
-        turns = rewritten_turns(tmp_path / place, 2, 2)
+        turns = rewritten_turns(tmp_path / place, 2)
         grpo(grpo_settings(tmp_path / place, model, *settled, *turns, *mesh))
     names = (*GRPO_FIGURES, "train/sequences_per_rollout", "train/tree/sampled_tokens")
     for step in (1, 2):

@@ -1,18 +1,21 @@
-"""Defines the `data` sections, which name data sets in one of two forms.
+"""Defines the `data` sections: the sets of `train` and `validation`, and what holds for all rows.
 
-The sets are named by flat keys (`dataset_name`, `train_data_path`, ...) or by the blocks `train`
-and `validation`, whose missing keys are filled from the flat ones.
+A key of a set may also be written in `data` itself, where it holds for every set that has none of
+its own: `data.input_key`. `data.train_data_path`, `data.val_data_path`, `data.train_split` and
+`data.val_split` name the set where there is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from laurel import plugins
 from laurel.config.plugged import NameOf
+from laurel.config.schema_info import item_kinds, kinds_of, sections_of
 from laurel.config.yaml_tree import BY_NAME, IN_LIST, MAY_CHANGE, Section, foreign
 
 
@@ -59,33 +62,36 @@ class TextSetConfig(SetConfig):
     one."""
     output_key: str = "output"
     """Column of the answer (ResponseDataset); likewise."""
-    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share held out for validation where no validation set is named."""
+    split_validation_size: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """Share held out for validation where no validation set is named. Rows with the same prompt
+    stay on one side."""
     seed: int = 42
     """Seed of the held-out share, and of rows that are made."""
+
+
+SHORT = {
+    "train_data_path": ("train", "data_path"),
+    "train_split": ("train", "split"),
+    "val_data_path": ("validation", "data_path"),
+    "val_split": ("validation", "split"),
+}
+"""The keys of `data` that name a set, each with the block that it names and the block's key."""
 
 
 class SetsConfig(Section):
     """The rows of a run."""
 
-    dataset_name: str | None = None
-    """See the same key of a set; for training, and for validation without its own."""
-    train_data_path: Annotated[str | None, MAY_CHANGE] = None
-    """Training rows: a path or a hub name."""
-    val_data_path: Annotated[str | None, MAY_CHANGE] = None
-    """Validation rows."""
-    train_split: str | None = None
-    """Split of a hub data set to train on."""
-    val_split: str | None = None
-    """Split of a hub data set to validate on."""
-    subset: str | None = None
-    """Configuration of a hub data set."""
-    prompt_file: Annotated[str | None, MAY_CHANGE] = None
-    """See the same key of a set."""
-    system_prompt_file: Annotated[str | None, MAY_CHANGE] = None
-    """See the same key of a set."""
-    system_key: str | None = None
-    """See the same key of a set."""
+    @classmethod
+    @cache
+    def short_keys(cls) -> Mapping[str, tuple[type[Section], str]]:
+        """Return the keys of sets that may be written in the section itself."""
+        if "train" not in cls.model_fields:  # what the commands' sections derive from
+            return {}
+        (block,) = sections_of(item_kinds(kinds_of(cls.model_fields["train"].annotation)[0]) or ())
+        own = cls.model_fields.keys() | {"data_path", "split"}
+        found = {key: (block, named) for key, (_, named) in SHORT.items()}
+        return found | {key: (block, key) for key in block.model_fields if key not in own}
+
     shuffle: bool = True
     """Shuffle the training rows each epoch, from the seed of the run."""
     max_samples: int | None = Field(default=None, ge=1)
@@ -94,14 +100,46 @@ class SetsConfig(Section):
     """`error` stops the run with file and line of a malformed row, or of one that the chat template
     refuses; `skip` leaves it out and counts it."""
 
-    @model_validator(mode="after")
-    def _one_form(self) -> SetsConfig:
-        for flat, block in (("train_data_path", "train"), ("val_data_path", "validation")):
-            if getattr(self, flat) and getattr(self, block, None) is not None:
+    @classmethod
+    def in_blocks(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of the section with the keys of sets put into the sets.
+
+        Raises:
+            ValueError: A path is written beside the blocks of sets.
+        """
+        short = cls.short_keys()
+        found = {key: value for key, value in values.items() if key not in short}
+        said = {key: values[key] for key in short if values.get(key) is not None}
+        of_all = {key: value for key, value in said.items() if key not in SHORT}
+        if values.get("env_name") is not None:
+            of_all["env_name"] = values["env_name"]
+        marks: tuple[tuple[str, Any], ...] = (("train", IN_LIST), ("validation", BY_NAME))
+        for block, mark in marks:
+            named = {key: meant for key, (its, meant) in SHORT.items() if its == block}
+            own = {meant: said[key] for key, meant in named.items() if key in said}
+            sets = mark.func(found.get(block))
+            if sets and "data_path" in own:
+                (key, *_) = named
                 raise ValueError(
-                    f"data.{flat} and data.{block} are two forms of the same thing; keep one"
+                    f"data.{key} and data.{block} are two forms of the same thing; keep one"
                 )
-        return self
+            if block == "validation":
+                of_all.pop("split_validation_size", None)  # nothing is held out of it
+                if own and not sets and "train_data_path" in said:
+                    own = {"data_path": said["train_data_path"], **own}
+            base = of_all | own
+            if isinstance(sets, list) and base:
+                found[block] = [_filled(one, base) for one in sets]
+            elif isinstance(sets, dict) and base:
+                found[block] = {name: _filled(one, base) for name, one in sets.items()}
+            elif base and not sets and (own or block == "train"):
+                found[block] = [base] if block == "train" else {"default": base}
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _puts_keys_into_sets(cls, values: Any) -> Any:
+        return cls.in_blocks(values) if isinstance(values, Mapping) else values
 
     def without_effect(self) -> dict[str, str]:
         """Return the shares of validation sets, of which nothing is held out."""
@@ -110,72 +148,22 @@ class SetsConfig(Section):
         return {
             f"validation.{name}.{share}": why
             for name, one in named.items()
-            if isinstance(one, SetConfig) and one.get(share) and not is_endless(filled(self, one))
+            if isinstance(one, SetConfig) and share in one.model_fields_set and one.get(share)
+            if not is_endless(one)
         }
+
+
+def _filled(one: Any, base: Mapping[str, Any]) -> Any:
+    """Return a set with what it lacks filled in; a benchmark as it is."""
+    if isinstance(one, SetConfig):
+        return type(one).model_validate({**base, **one.model_dump(exclude_unset=True)})
+    return {**base, **one} if isinstance(one, dict) and "benchmark" not in one else one
 
 
 class TextDataConfig(SetsConfig):
     """The rows of questions, answers and conversations."""
 
     other_commands: ClassVar[Mapping[str, str]] = _COLUMNS_OF_PAIRS
-
-    input_key: str = "input"
-    """See the same key of a set."""
-    output_key: str = "output"
-    """See the same key of a set."""
-    split_validation_size: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Share of the training rows held out if there is no validation set. Rows with the same prompt
-    stay on one side."""
-    seed: int = 42
-    """Seed of the held-out share, and of rows that are made."""
-
-
-S = TypeVar("S", bound=SetConfig)
-
-
-def train_sets(data: Any, kind: type[S]) -> list[S]:
-    """Return the training sets of a `data` section as sections of `kind`, with their defaults."""
-    if data.train is None:
-        return [flat_set(data, kind, data.train_data_path, data.train_split)]
-    return [filled(data, block) for block in data.train]
-
-
-def validation_sets(data: Any, kind: type[S]) -> list[S]:
-    """Return the validation sets of a `data` section as sections of `kind`.
-
-    They are configured by a path, by a split of the training set, or as blocks; the list is empty
-    if there are none.
-    """
-    if data.validation is not None:
-        return [filled(data, block) for block in data.validation.values()]
-    if data.val_data_path is None and data.val_split is None:
-        return []
-    path = data.val_data_path or data.train_data_path
-    return [flat_set(data, kind, path, data.val_split)]
-
-
-def flat_set(data: SetsConfig, kind: type[S], path: str | None, split: str | None) -> S:
-    """Return the data set that the flat keys of a `data` section describe.
-
-    `path` and `split` are those of the set; all other keys that `kind` shares with the section are
-    copied.
-    """
-    values = {key: getattr(data, key) for key in _shared(data, kind)}
-    return kind(data_path=path, split=split, **values)
-
-
-def filled(data: SetsConfig, block: S) -> S:
-    """Return a block of a data set with its missing keys filled from the flat keys of `data`."""
-    fields = type(data).model_fields
-    base = {key: getattr(data, key) for key in _shared(data, type(block))}
-    base = {key: value for key, value in base.items() if value != fields[key].default}
-    return type(block)(**{**base, **block.model_dump(exclude_unset=True)})
-
-
-def _shared(data: SetsConfig, kind: type[SetConfig]) -> set[str]:
-    # The two left out limit all rows of the section together.
-    of_all = {"max_samples", "split_validation_size"}
-    return (kind.model_fields.keys() & type(data).model_fields.keys()) - of_all
 
 
 def row_maker(config: SetConfig) -> plugins.Rows | None:
@@ -267,41 +255,25 @@ class DatasetConfig(SetConfig):
     target_key: str | None = None
     """Column of the probability, 0 to 1, that `chosen` is better (soft label)."""
     split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share held out for validation where no validation set is named."""
+    """Share held out for validation where no validation set of preferences is named. Rows with the
+    same prompt stay on one side."""
 
 
 class DataConfig(SetsConfig):
-    """The rows of preferences. Flat keys fill what the `train`/`validation` blocks leave out."""
+    """The rows of preferences."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DataConfig")
 
-    dataset_name: str | None = None
-    """See `data.train.dataset_name`; for training, and for validation without its own. Null: the
-    columns decide; without a path HelpSteer3."""
-    val_data_path: Annotated[str | None, MAY_CHANGE] = None
-    """Validation rows; the set is called `default`."""
-    prompt_key: str = "prompt"
-    """See `data.train.prompt_key`."""
-    chosen_key: str = "chosen"
-    """See `data.train.chosen_key`."""
-    rejected_key: str = "rejected"
-    """See `data.train.rejected_key`."""
-    margin_key: str | None = None
-    """See `data.train.margin_key`."""
-    target_key: str | None = None
-    """See `data.train.target_key`."""
-
     train: Annotated[list[DatasetConfig] | None, IN_LIST] = None
-    """Training sets, instead of the one of the flat keys; all rows of all."""
+    """Training sets; all rows of all. Null: HelpSteer3. Keys of a set may also stand in `data`
+    itself, for all sets without their own; there `train_data_path` and `train_split` say where the
+    rows are, and `val_data_path` and `val_split` those of validation."""
     validation: Annotated[dict[str, DatasetConfig | BenchmarkSetConfig] | None, BY_NAME] = None
     """Validation sets by name (a block without one is called `default`); any of them may be a
     `benchmark`, such as `{Bench: {benchmark: reward-bench, data_path: rows.jsonl.gz}}`."""
 
     max_input_seq_length: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens; null means `policy.max_total_sequence_length`."""
-    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the training rows held out if there is no validation set of preferences. Rows with
-    the same prompt stay on one side."""
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to a conversation longer than `max_input_seq_length`. Truncation is the default
     because a scorer must give every conversation a score, and training should see what scoring
@@ -331,29 +303,21 @@ class DataConfig(SetsConfig):
         }
 
     def train_sets(self) -> list[DatasetConfig]:
-        """Return the training sets, named by flat keys or blocks, with defaults filled in."""
-        if self.train is None and self.dataset_name is None and self.train_data_path is None:
-            unnamed = flat_set(self, DatasetConfig, None, self.train_split)
-            return [unnamed.model_copy(update={"dataset_name": DEFAULT_DATASET})]
-        return train_sets(self, DatasetConfig)
+        """Return the training sets; a lone one that is not named is HelpSteer3."""
+        sets = self.train or [DatasetConfig()]
+        if len(sets) == 1 and sets[0].dataset_name is None and sets[0].data_path is None:
+            return [sets[0].model_copy(update={"dataset_name": DEFAULT_DATASET})]
+        return sets
 
     def validation_sets(self) -> dict[str, DatasetConfig]:
         """Return the preference sets used for validation by name; empty if none is configured."""
-        named = self._named_sets()
+        named = self.validation or {}
         return {k: v for k, v in named.items() if not isinstance(v, BenchmarkSetConfig)}
 
     def benchmark_sets(self) -> dict[str, BenchmarkSetConfig]:
         """Return the benchmarks among the validation sets, by name."""
-        named = self._named_sets()
+        named = self.validation or {}
         return {k: v for k, v in named.items() if isinstance(v, BenchmarkSetConfig)}
-
-    def _named_sets(self) -> dict[str, DatasetConfig | BenchmarkSetConfig]:
-        if self.val_data_path:
-            return {"default": flat_set(self, DatasetConfig, self.val_data_path, self.val_split)}
-        return {
-            name: block if isinstance(block, BenchmarkSetConfig) else filled(self, block)
-            for name, block in (self.validation or {}).items()
-        }
 
 
 # The `data` section of runs that answer prompts (GRPO).
@@ -395,20 +359,18 @@ class TaskSetConfig(TextSetConfig):
 
 
 class TaskDataConfig(TextDataConfig):
-    """The rows of tasks. Flat keys fill what the `train`/`validation` blocks leave out."""
+    """The rows of tasks."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("TaskDataConfig")
 
-    dataset_name: str | None = None
-    """See `data.train.dataset_name`; null with no path is OpenMathInstruct-2."""
-    processor: str | None = None
-    """See `data.train.processor`."""
     env_name: str | None = None
-    """See `data.train.env_name`; null is `reward_model` where that is enabled, else `math`."""
-    tasks: dict[str, Annotated[float, Field(gt=0)] | GeneratorConfig] | None = None
-    """See `data.train.tasks`."""
+    """The environment of sets that name none; null is `reward_model` where that is enabled, else
+    `math`."""
     train: Annotated[list[TaskSetConfig] | None, IN_LIST] = None
-    """Training sets, instead of the one of the flat keys: a mixture, all rows of all."""
+    """Training sets: a mixture, all rows of all. Null: OpenMathInstruct-2. Keys of a set may also
+    stand in `data` itself, for all sets without their own; there `train_data_path` and
+    `train_split` say where the rows are, and `val_data_path` and `val_split` those of
+    validation."""
     validation: Annotated[dict[str, TaskSetConfig] | None, BY_NAME] = None
     """Validation sets by name, together a mixture; each of several has figures of its own besides,
     `validation-<Name>/...`. A block without a name is called `default`; those of a list have their
@@ -419,12 +381,12 @@ class TaskDataConfig(TextDataConfig):
     one new token in `policy.max_total_sequence_length`."""
 
     def train_sets(self) -> list[TaskSetConfig]:
-        """Return the training sets, named by flat keys or blocks, with defaults filled in."""
-        return train_sets(self, TaskSetConfig)
+        """Return the training sets."""
+        return self.train or [TaskSetConfig()]
 
     def validation_sets(self) -> list[TaskSetConfig]:
         """Return the task sets used for validation; empty if none is configured."""
-        return validation_sets(self, TaskSetConfig)
+        return list((self.validation or {}).values())
 
     def environments(self) -> list[str]:
         """Return the environments that the sets name."""

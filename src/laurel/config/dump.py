@@ -11,12 +11,10 @@ import yaml
 
 from laurel.config.interpolation import escaped
 from laurel.config.plugged import all_fields, fields_in, values_in
-from laurel.config.schema_info import item_kinds, kinds_of, kinds_of_field, sections_of
-from laurel.config.yaml_tree import Section, read_scalars_our_way
+from laurel.config.schema_info import item_kinds, kinds_of, sections_of
+from laurel.config.yaml_tree import IN_LIST, Section, read_scalars_our_way
 
 _WIDTH = 100
-_TRAIN = "data.train"
-_POINTER = re.compile(r"See (?:the same key of a set|`(?P<section>data\.train|\w+)\.(?P<key>\w+)`)")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -61,7 +59,7 @@ def to_yaml(
     """Return a configuration as YAML: all keys with defaults included, or only those in `keys`.
 
     A block that a run may have several of (data sets, schedulers) is written with the keys that
-    were given and no others: flat keys may fill the rest, which a written null would prevent.
+    were given and no others.
 
     Args:
         describe: Write the description of each key above it.
@@ -70,7 +68,6 @@ def to_yaml(
     """
     below = list(sections_below(type(config)))
     repeatable = {section for section, may_be_several in below if may_be_several}
-    named = {section.__name__: section for section, _ in below}
 
     def lines(section: Section, path: str, keys: Collection[str] | None) -> Iterator[str]:
         margin = "  " * path.count(".")
@@ -78,10 +75,12 @@ def to_yaml(
             if type(section) in repeatable and name not in section.model_fields_set:
                 continue
             here = f"{path}{name}"
+            if isinstance(value, list) and len(value) == 1 and IN_LIST in field.metadata:
+                (value,) = value  # one is written alone
             if keys is not None and not any(f"{key}.".startswith(f"{here}.") for key in keys):
                 continue
             if describe:
-                about = meaning(type(section), name, field.description or "", named)
+                about = field.description or ""
                 if isinstance(field.default, str | int | float) and field.default != value:
                     about = about.replace("Default:", f"Default ({field.default}):")
                 if isinstance(value, Section) and not about:
@@ -100,23 +99,6 @@ def to_yaml(
                 yield textwrap.indent(entry(name, _as_plain(value, repeatable)), margin)
 
     return "".join(lines(config, "", keys))
-
-
-def meaning(owner: type[Section], key: str, about: str, named: Mapping[str, type[Section]]) -> str:
-    """Return the description of a key; if it only refers to another key, that key's description."""
-    found = _POINTER.match(about)
-    if found is None:
-        return about
-    section, name = found["section"] or _TRAIN, found["key"] or key
-    if section == _TRAIN:
-        target = next(iter(sections_of(kinds_of_field(owner.model_fields["train"]))), None)
-    else:
-        bases = {one.__name__: one for one in owner.__mro__ if issubclass(one, Section)}
-        target = {**bases, **named}.get(section)
-    field = target.model_fields.get(name) if target is not None else None
-    if field is None or not field.description:
-        return about
-    return field.description.rstrip(".") + about.removeprefix(found[0])
 
 
 def entry(name: str, value: Any) -> str:

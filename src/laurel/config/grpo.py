@@ -18,6 +18,7 @@ from laurel.config.policy import (
     TokenizerConfig,
 )
 from laurel.config.yaml_tree import (
+    IN_LIST,
     LENGTH_MAY_CHANGE,
     MAY_CHANGE,
     OffPeriod,
@@ -182,6 +183,7 @@ class PolicyLossConfig(OpenSection):
 
     kind_of_plugin: ClassVar[str] = "losses"
     foreign_keys: ClassVar[frozenset[str]] = foreign("PolicyLossConfig")
+    removed: ClassVar[Mapping[str, Removed]] = removed("PolicyLossConfig")
 
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
     """Weight of the divergence from the reference policy; 0 needs no reference. Default: a light
@@ -238,9 +240,6 @@ class PolicyLossConfig(OpenSection):
     """VAPO: weight of the negative log-likelihood of completions with positive rewards. Default: no
     part of GRPO."""
     distillation: DistillationConfig = DistillationConfig()
-    entropy: Annotated[bool, MAY_CHANGE] = True
-    """Measure the policy's entropy over the tokens it wrote. Default: a collapse is first seen in
-    it."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> PolicyLossConfig:
@@ -378,49 +377,38 @@ class RewardShapingConfig(Section):
 class TreeConfig(Section):
     """Completions that branch: some continue the beginnings of others of the same prompt.
 
-    The first `initial` completions of a prompt are sampled as ever. Then, `rounds` times,
-    `branches` beginnings of all that there are by then are chosen, and continued. So a prompt gets
-    `initial + branches x rounds` completions, which `num_generations_per_prompt` has to be.
+    All but `branches x rounds` of the `num_generations_per_prompt` completions of a prompt are
+    sampled as ever. Then, `rounds` times, `branches` beginnings of all that there are by then are
+    chosen, and continued.
     """
 
-    initial: int = Field(default=4, ge=1)
-    """Completions that are sampled from the prompt on. Default: with the others, the 16 of
-    `num_generations_per_prompt`."""
+    removed: ClassVar[Mapping[str, Removed]] = removed("TreeConfig")
+
     branches: int = Field(default=4, ge=1)
     """Beginnings that a round continues, of all completions of the prompt together. Default: as
-    many as first completions, so each is continued once on average."""
+    many as first completions where there are 16 in all, so each is continued once on average."""
     rounds: int = Field(default=3, ge=1)
     """Rounds, each of which may continue what the rounds before it sampled. Default: a place that
     lies deep in the tree can be reached, and a round waits for the one before it."""
-    at: Literal["turn", "segment"] = "segment"
-    """What a beginning ends with: a turn, the environment's answer included (conversations of
-    several turns), or a segment of the completion (single turns). Default: single turns are."""
-    separator: str | None = None
-    """The text that segments end with, such as a blank line. Null: they end by `length`."""
-    length: int = Field(default=32, ge=1)
-    """Tokens of a segment without a `separator`. Default: about a sentence."""
+    segment: Annotated[int, Field(ge=1)] | str = 32
+    """What a beginning ends with where conversations have one turn: a segment of so many tokens, or
+    one that this text ends, such as a blank line. Where they have several (`max_rollout_turns`) a
+    beginning ends with a turn, the environment's answer included. Default: about a sentence."""
     choice: Literal["uniform", "entropy"] = "uniform"
     """How beginnings are chosen: all alike; or first those that nothing branched from yet, and of
     these where the token that was sampled next was least likely. That is an estimate of the entropy
     from one sample, which every engine gives. Default: what Tree-GRPO does (arXiv 2509.21240)."""
 
-    @property
-    def num_completions(self) -> int:
-        """The completions of a prompt."""
-        return self.initial + self.branches * self.rounds
+    @field_validator("segment")
+    @classmethod
+    def _ends_somewhere(cls, segment: int | str) -> int | str:
+        if segment == "":
+            raise ValueError("an empty text ends no segment; give a number of tokens")
+        return segment
 
-    @model_validator(mode="after")
-    def _reads_what_it_is_given(self) -> TreeConfig:
-        fields = type(self).model_fields
-        if self.separator == "":
-            raise ValueError("an empty separator ends no segment; use null, and `length`")
-        unread = {"separator", "length"} if self.at == "turn" else set[str]()
-        unread |= set() if self.separator is None else {"length"}
-        for key in sorted(unread):
-            if getattr(self, key) != fields[key].default:
-                why = "at=turn has no segments" if self.at == "turn" else "separator ends segments"
-                raise ValueError(f"{key} has no effect: {why}; leave it out")
-        return self
+    def num_initial(self, num_generations: int) -> int:
+        """Return how many of the completions of a prompt are sampled from the prompt on."""
+        return num_generations - self.branches * self.rounds
 
 
 class AdvantageConfig(OpenSection):
@@ -519,10 +507,9 @@ class HealthConfig(Section):
     num_spreads: float = Field(default=4.0, ge=0)
     """Robust standard deviations of the first steps by which a metric must differ from their
     median, besides its own threshold. Of `gold_metric`: standard errors between its best
-    `baseline_steps` and the last 1, 2, ... up to `window` steps."""
-    jump_spreads: float = Field(default=6.0, ge=0)
-    """The same for a single step against the window before it, from step 2: `length`,
-    `repetition`, `truncation`, `control_tokens`."""
+    `baseline_steps` and the last 1, 2, ... up to `window` steps. Half as many again for a single
+    step against the window before it, from step 2: `length`, `repetition`, `truncation`,
+    `control_tokens`."""
 
     @model_validator(mode="after")
     def _can_stop(self) -> HealthConfig:
@@ -560,7 +547,7 @@ class GRPOPolicyConfig(PolicyConfig):
     )
     """A class of `torch.optim` with its arguments. Your kwargs replace all of these. Default: AdamW
     at a rate that policies of 1B to 2B bear; larger ones take less."""
-    scheduler: NamedCall | list[NamedCall | Milestones] | None = None
+    scheduler: Annotated[list[NamedCall | Milestones] | None, IN_LIST] = None
     """A class of `torch.optim.lr_scheduler`, or a list of them with a `milestones` entry; null: a
     constant learning rate. Default: constant, so a run can be prolonged as if it had always been
     longer."""
@@ -575,16 +562,13 @@ class GRPOConfig(Section):
     """The size of a step, how rewards are compared, when the run validates."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("GRPOConfig")
+    removed: ClassVar[Mapping[str, Removed]] = removed("GRPOConfig")
 
     num_prompts_per_step: int = Field(default=32, ge=1, le=1_000_000)
     """Tasks of one step. Default: with 16 completions each, one update of 512."""
     num_generations_per_prompt: int = Field(default=16, ge=1, le=1_000_000)
     """Completions of each: G. Default: the mean and deviation of fewer say little, and the prompt
     is computed once for all."""
-    min_valid_per_group: int = Field(default=2, ge=1)
-    """Completions of a group that must have a reward; a group with fewer is left out, and another
-    task replaces it. Never more than there are completions. Default: one alone has nothing to be
-    compared with."""
     max_rollout_turns: int = Field(default=1, ge=1)
     """Turns of the policy in one conversation, at most. Default: a question and its answer."""
     max_num_epochs: Annotated[int | None, LENGTH_MAY_CHANGE] = Field(default=None, ge=1)
@@ -683,19 +667,17 @@ class GRPOConfig(Section):
                     "branch, and none does; set grpo.tree, or use adv_estimator.name=grpo"
                 )
             return self
-        if tree.num_completions != self.num_generations_per_prompt:
+        if tree.num_initial(self.num_generations_per_prompt) < 1:
             raise ValueError(
-                f"tree.initial={tree.initial} and tree.branches={tree.branches} in each of "
-                f"tree.rounds={tree.rounds} are {tree.num_completions} completions of a prompt; "
-                f"set num_generations_per_prompt={tree.num_completions}, not "
-                f"{self.num_generations_per_prompt}"
+                f"tree.branches={tree.branches} in each of tree.rounds={tree.rounds} leave none of "
+                f"num_generations_per_prompt={self.num_generations_per_prompt} that begins at the "
+                "prompt; sample more, or branch less"
             )
-        if (tree.at == "turn") != (self.max_rollout_turns > 1):
-            other = "segment" if tree.at == "turn" else "turn"
+        if self.max_rollout_turns > 1 and tree.segment != TreeConfig().segment:
             raise ValueError(
-                f"tree.at={tree.at} is for conversations of "
-                f"{'several turns' if tree.at == 'turn' else 'one turn'}, and "
-                f"max_rollout_turns={self.max_rollout_turns}; use tree.at={other}"
+                f"tree.segment={tree.segment!r} has no effect: with "
+                f"max_rollout_turns={self.max_rollout_turns} beginnings end with turns; leave it "
+                "out"
             )
         if own.baseline == "greedy":
             raise ValueError(

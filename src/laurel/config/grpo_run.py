@@ -74,10 +74,11 @@ class GRPORun(Section):
             )
         self._groups_can_be_compared()
         self._advantages_of_tokens_count()
-        if (stops := policy.generation.stop_strings) and grpo.tree and grpo.tree.at == "segment":
+        by_segments = grpo.tree and grpo.max_rollout_turns == 1
+        if (stops := policy.generation.stop_strings) and by_segments:
             raise ValueError(
                 f"policy.generation.stop_strings has {stops[0]!r}, which may begin before the "
-                "place where grpo.tree.at=segment continues a completion; use "
+                "place where grpo.tree continues a completion; use "
                 "policy.generation.stop_token_ids, or leave grpo.tree out"
             )
         transform = self.env.reward_model.transform

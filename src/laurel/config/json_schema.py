@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from laurel.config.dump import meaning, sections_below
+from laurel.config.dump import sections_below
 from laurel.config.nemo_rl import reason
 from laurel.config.plugged import OpenSection, field_of, field_of_section
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of, step_into
@@ -40,6 +41,10 @@ def json_schema(kind: Kind) -> dict[str, Any]:
             for key, field in section.all_plugged_in():
                 place = f"{section.__name__}.{key}"
                 block["properties"][key] = _plugged_in(place, field, definitions, named)
+    for name, section in named.items():
+        for key, (there, meant) in section.short_keys().items():
+            entry = definitions[there.__name__]["properties"][meant]
+            definitions[name]["properties"].setdefault(key, deepcopy(entry))
     for name, definition in definitions.items():
         _accept(definition, named[name], named)
     _accept(schema, top, named)
@@ -118,7 +123,7 @@ def _accept(
     for key, entry in schema["properties"].items():
         field = field_of(section, key)
         assert field is not None
-        about = " ".join(meaning(section, key, field.description or "", named).split())
+        about = " ".join((field.description or "").split())
         if MINUS_1_IS_OFF in field.metadata:
             entry["minimum"] = -1
         if IN_LIST in field.metadata or BY_NAME in field.metadata:

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -252,8 +252,10 @@ class Checker:
         node: YamlNode,
         path: KeyPath,
     ) -> Any:
-        """Validate what a plug-in's key holds, of which the section itself knows no type."""
+        """Validate what a plug-in's or a short key holds, which is no field of the section."""
         kind: Any = field.annotation
+        for limit in field.metadata:
+            kind = Annotated[kind, limit]
         try:
             return TypeAdapter(kind).validate_python(value)
         except ValidationError as error:

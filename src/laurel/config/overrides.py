@@ -16,6 +16,7 @@ from laurel.config.schema_info import (
     default_node,
     is_mapping,
     kind_that_fits,
+    names_in,
     sections_of,
     sole_section,
     step_into,
@@ -235,6 +236,8 @@ def _changed(schema: type[Section], tree: YamlNode, override: Override) -> YamlN
             sections = sections_of(kinds) if step.standing == "unknown" else []
             if sections:
                 raise problem(unknown_key(schema, sections[0], name))
+            if known := [one for kind in kinds for one in names_in(kind)]:
+                raise problem(f"unknown key; known here: {', '.join(known)}")
             raise problem(f"is not there to be changed; to add it: '+{override.text}'")
         place = DEFAULT if child is None else child.place
         if is_last and place != DEFAULT and override.sign == "+":

@@ -160,8 +160,11 @@ def field_of_section(section: type[Section]) -> FieldInfo:
 
 
 def field_of(section: type[Section], key: str | int) -> FieldInfo | None:
-    """Return the field of a key: the section's own, or that of a plug-in; None if it has none."""
-    own = section.model_fields.get(str(key)) if isinstance(key, str) else None
+    """Return the field of a key: the section's own, a short form, or that of a plug-in; or None."""
+    own = None
+    if isinstance(key, str):
+        there, name = section.short_keys().get(key, (section, key))
+        own = section.model_fields.get(key) or there.model_fields.get(name)
     if own is None and isinstance(key, str) and issubclass(section, OpenSection):
         return section.plugged_in(key)
     return own
@@ -201,4 +204,4 @@ def values_in(section: Section, *, with_plugins: bool) -> Iterator[tuple[str, Fi
 def known_keys(section: type[Section]) -> list[str]:
     """Return the keys of a section and the names of its plug-ins, without importing these."""
     more = section.keys_of_plugins() if issubclass(section, OpenSection) else []
-    return list(dict.fromkeys([*section.model_fields, *more]))
+    return list(dict.fromkeys([*section.model_fields, *section.short_keys(), *more]))

@@ -10,14 +10,22 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from laurel import plugins
 from laurel.config.plugged import OpenSection
-from laurel.config.yaml_tree import MAY_CHANGE, THREADS, Removed, Section, foreign, removed
+from laurel.config.yaml_tree import (
+    IN_LIST,
+    MAY_CHANGE,
+    THREADS,
+    Removed,
+    Section,
+    foreign,
+    removed,
+)
 
 Precision = Literal["float32", "bfloat16", "float16"]
 """The floating-point type of a model's weights or of its computation."""
@@ -28,8 +36,11 @@ Precision = Literal["float32", "bfloat16", "float16"]
 # report everything that does not fit at once.
 
 
-class RoleSlots(Section):
-    """The slots of one role. Keys that are null restrict nothing: `{}` takes all free slots."""
+class RolePlacement(Section):
+    """The slots of one role, its own or those of another.
+
+    Keys that are null restrict nothing: `{}` takes all free slots.
+    """
 
     nodes: int | list[int] | None = None
     """Which nodes, counted from 0; or how many, of which those are taken that are least free and
@@ -42,6 +53,10 @@ class RoleSlots(Section):
     fraction: float = Field(default=1.0, gt=0, le=1)
     """Part of each slot, and of its memory. The rest is for a role that computes at the same
     time."""
+
+    shares: Literal["policy", "generation"] | None = None
+    """The role whose slots these are, in turns: all of them, or those that the other keys pick. The
+    policy's are always its own."""
 
     @field_validator("nodes", "slots")
     @classmethod
@@ -58,13 +73,6 @@ class RoleSlots(Section):
             raise ValueError(f"it must be a number from 1 up, or a list like [{max(0, value)}]")
         return value
 
-
-class RolePlacement(RoleSlots):
-    """The slots of one role of several, its own or those of another."""
-
-    shares: Literal["policy", "generation"] | None = None
-    """The role whose slots these are, in turns: all of them, or those that the other keys pick."""
-
     @model_validator(mode="after")
     def _takes_turns_or_a_part(self) -> RolePlacement:
         if self.shares is not None and self.fraction < 1:
@@ -75,30 +83,8 @@ class RolePlacement(RoleSlots):
         return self
 
 
-class LearnerPlacement(Section):
-    """The slots of the only role."""
-
-    other_commands: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("generation", "reward_model"), "only laurel grpo has such a role"
-    )
-
-    policy: RoleSlots | None = None
-    """The model that is trained."""
-
-
-class PlacementConfig(LearnerPlacement):
-    """The slots of each role. A role without an entry shares the policy's, which has the rest."""
-
-    generation: RolePlacement | None = None
-    """Slots of generation, instead of `policy.generation.colocated`."""
-    reward_model: RolePlacement | None = None
-    """The reward model that scores; instead of `env.reward_model.resources`."""
-
-    @model_validator(mode="after")
-    def _somebody_owns_the_slots(self) -> PlacementConfig:
-        if self.generation is not None and self.generation.shares == "generation":
-            raise ValueError("generation.shares: it cannot share its own slots; it may policy's")
-        return self
+RoleName = Literal["policy", "generation", "reward_model"]
+"""A role of a run: the model that is trained, generation, and the reward model that scores."""
 
 
 class NamedCall(Section):
@@ -301,6 +287,8 @@ class BatchLimits:
 class ScratchConfig(Section):
     """A small, newly initialized model: for demos, tests and learning from scratch."""
 
+    removed: ClassVar[Mapping[str, Removed]] = removed("ScratchConfig")
+
     architecture: str = "qwen3"
     """`model_type` of a Hugging Face decoder: qwen2, qwen3, llama, mistral, gemma2, ..."""
     hidden_size: int = Field(default=64, ge=8)
@@ -309,20 +297,21 @@ class ScratchConfig(Section):
     """Decoder layers."""
     num_heads: int = Field(default=4, ge=1)
     """Attention heads."""
-    num_kv_heads: int | None = Field(default=None, ge=1)
-    """Key/value heads; null means `num_heads`."""
-    intermediate_size: int | None = Field(default=None, ge=1)
-    """Width of the feed-forward layers; null means 4 * hidden_size."""
     vocab_size: int = Field(default=4096, ge=300)
     """Entries of the byte-level BPE tokenizer that is trained on the training texts."""
     config_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of the Hugging Face configuration, e.g. `{attention_dropout: 0.1}`."""
+    """Further keys of the Hugging Face configuration, e.g. `{attention_dropout: 0.1}`. Without
+    them there are as many `num_key_value_heads` as `num_heads`, and the feed-forward layers'
+    `intermediate_size` is 4 * hidden_size."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ScratchConfig:
-        for name, of in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
-            whole, part = getattr(self, name), getattr(self, of)
-            if part is not None and whole % part:
+        key = "num_key_value_heads"
+        for name, whole, of, part in (
+            ("hidden_size", self.hidden_size, "num_heads", self.num_heads),
+            ("num_heads", self.num_heads, key, self.config_overrides.get(key)),
+        ):
+            if isinstance(part, int) and (part < 1 or whole % part):
                 raise ValueError(f"{name} is {whole}, which {of}={part} does not divide")
         return self
 
@@ -370,7 +359,7 @@ class PolicyConfig(Section):
     )
     """Any class of `torch.optim`, with its arguments. Kwargs beside a `name` replace all of these;
     without a `name` they change single ones."""
-    scheduler: NamedCall | list[NamedCall | Milestones] | None = None
+    scheduler: Annotated[list[NamedCall | Milestones] | None, IN_LIST] = None
     """A class of `torch.optim.lr_scheduler`; or a list of them with a `milestones` entry; null
     keeps the learning rate constant."""
 
@@ -452,8 +441,12 @@ class CheckpointingConfig(Section):
         return device == "cuda" if self.in_background is None else self.in_background
 
 
+ALWAYS_LOGS = "jsonl"
+"""The logger that no setting switches off: `laurel report` reads what it writes."""
+
+
 class LoggerConfig(OpenSection):
-    """The loggers of metrics."""
+    """The loggers of metrics, besides `metrics.jsonl`, which every run writes."""
 
     kind_of_plugin: ClassVar[str] = "loggers"
 
@@ -462,10 +455,8 @@ class LoggerConfig(OpenSection):
 
     log_dir: str = "logs"
     """Each run writes to the next free `exp_001`, `exp_002`, ... inside."""
-    jsonl_enabled: bool = True
-    """Write `metrics.jsonl`, one line a step. Default: `laurel report` reads it."""
     tensorboard_enabled: bool = True
-    """Write TensorBoard events."""
+    """Write TensorBoard events, in `tensorboard` of the run's directory."""
     num_val_samples_to_print: int = Field(default=3, ge=0)
     """Pairs or completions shown at each validation: one line each, whole if this key is set or
     with `laurel --verbose`."""
@@ -473,13 +464,14 @@ class LoggerConfig(OpenSection):
     @classmethod
     def keys_of_plugins(cls) -> list[str]:
         """Return the keys that loggers may bring: `<name>_enabled`, and their settings."""
-        return [key for name in super().keys_of_plugins() for key in (f"{name}_enabled", name)]
+        names = [name for name in super().keys_of_plugins() if name != ALWAYS_LOGS]
+        return [key for name in names for key in (f"{name}_enabled", name)]
 
     @classmethod
     def plugged_in(cls, key: str) -> FieldInfo | None:
         """Return the field of a key that a logger brings."""
         name = key.removesuffix("_enabled")
-        if name == key or key in cls.model_fields or name not in super().keys_of_plugins():
+        if name == key or key in cls.model_fields or key not in cls.keys_of_plugins():
             return super().plugged_in(key)
         (package, *_) = (one.distribution for one in plugins.entries("loggers") if one.name == name)
         about = f"Log with `{name}` of the package {package}."
@@ -491,13 +483,14 @@ class LoggerConfig(OpenSection):
     @property
     def enabled(self) -> list[str]:
         """Return the names of the loggers that are on."""
-        return [name for name in plugins.names("loggers") if self.get(f"{name}_enabled", False)]
+        names = plugins.names("loggers")
+        return [one for one in names if one == ALWAYS_LOGS or self.get(f"{one}_enabled", False)]
 
 
 class RolloutLoggerConfig(LoggerConfig):
     """The loggers of metrics, and of completions."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {}
+    removed: ClassVar[Mapping[str, Removed]] = removed("RolloutLoggerConfig")
 
     write_completions: bool = True
     """Write the completions of each step with their rewards, `completions/step_N.parquet`."""
@@ -525,6 +518,7 @@ class ClusterConfig(Section):
     """The devices and processes of the run."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("ClusterConfig")
+    roles: ClassVar[tuple[str, ...]] = ("policy",)
 
     gpus_per_node: int = Field(default=1, ge=1, le=1024)
     """Slots of each node: GPUs, or CPU processes where there are none."""
@@ -544,8 +538,11 @@ class ClusterConfig(Section):
     patience_seconds: float | None = Field(default=None, gt=0)
     """The wait for nodes that join and for slots that other runs hold; null: none, and the run
     reports at once what is missing."""
-    placement: LearnerPlacement | None = None
-    """Slots of each role, instead of the rules for `num_nodes` and `gpus_per_node`."""
+    placement: dict[RoleName, RolePlacement | None] | None = None
+    """Slots of each role, instead of the rules for `num_nodes` and `gpus_per_node`: of `policy`,
+    and in `laurel grpo` of `generation` (instead of `policy.generation.colocated`) and
+    `reward_model` (instead of `env.reward_model.resources`). A role without an entry shares the
+    policy's, which has the rest."""
     labels: dict[str, list[int]] = Field(default_factory=dict)
     """Labels of nodes (counted from 0) for placements, e.g. `{"pool=train": [0, 1]}`. On Ray those
     of `ray start --labels`."""
@@ -560,6 +557,31 @@ class ClusterConfig(Section):
             )
         return self
 
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _roles_are_of_the_run(cls, value: Any) -> Any:
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in cls.roles:
+                of_grpo = name in get_args(RoleName)
+                why = "only laurel grpo has such a role" if of_grpo else "no such role"
+                raise ValueError(f"{name}: {why}; known here: {', '.join(cls.roles)}")
+        return value
+
+    @field_validator("placement")
+    @classmethod
+    def _somebody_owns_the_slots(
+        cls, value: dict[RoleName, RolePlacement | None] | None
+    ) -> dict[RoleName, RolePlacement | None] | None:
+        shares = {name: role.shares for name, role in (value or {}).items() if role is not None}
+        if shares.get("policy") is not None:
+            raise ValueError(
+                "policy.shares: the policy's slots are its own; it belongs at "
+                "cluster.placement.generation.shares or cluster.placement.reward_model.shares"
+            )
+        if shares.get("generation") == "generation":
+            raise ValueError("generation.shares: it cannot share its own slots; it may policy's")
+        return value
+
     @field_validator("labels")
     @classmethod
     def _labels_are_written_as_rays(cls, value: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -573,5 +595,4 @@ class ClusterConfig(Section):
 class RolesConfig(ClusterConfig):
     """The devices and processes of a run of several roles."""
 
-    placement: PlacementConfig | None = None
-    """Slots of each role, instead of the rules for `num_nodes` and `gpus_per_node`."""
+    roles: ClassVar[tuple[str, ...]] = get_args(RoleName)

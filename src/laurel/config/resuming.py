@@ -119,6 +119,8 @@ def _entries(kinds: Kinds, before: Any, now: Any) -> Iterator[tuple[str | int, K
         for i, (one, other) in enumerate(zip(before, now, strict=True)):
             yield i, step_into(kinds, i), one, other
         return
+    for section in sections_of(kinds):
+        before = section.in_blocks(before)
     keys = dict.fromkeys((*before, *now))
     # Of a union those sections that have all of the keys.
     fitting = tuple(one for one in sections_of(kinds) if keys.keys() <= one.model_fields.keys())
@@ -126,10 +128,11 @@ def _entries(kinds: Kinds, before: Any, now: Any) -> Iterator[tuple[str | int, K
         info = step_into(fitting or kinds, key)
         if info.standing in ("field", "name"):
             missing = _default(info)
-            one = before.get(key, missing)
+            one, other = before.get(key, missing), now.get(key, missing)
             for mark in info.field.metadata if info.field else ():
-                one = mark.func(one) if mark in (IN_LIST, BY_NAME) else one
-            yield key, info, one, now.get(key, missing)
+                if mark in (IN_LIST, BY_NAME):
+                    one, other = mark.func(one), mark.func(other)
+            yield key, info, one, other
 
 
 def _default(info: KeyInfo) -> Any:

@@ -95,6 +95,11 @@ def item_kinds(kind: Any) -> Kinds | None:
     return None
 
 
+def names_in(kind: Any) -> tuple[Any, ...]:
+    """Return the keys that a mapping has by its type; none if the user chooses them."""
+    return get_args(get_args(kind)[0]) if is_mapping(kind) and get_args(kind) else ()
+
+
 def is_mapping(kind: Any) -> bool:
     """Report whether a type is a mapping with keys that the user chooses."""
     origin: Any = get_origin(kind)
@@ -156,7 +161,8 @@ def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
             return KeyInfo(standing="name")
         inside = item_kinds(kind)
         if inside is not None and is_mapping(kind) == isinstance(key, str):
-            return KeyInfo(standing="name", kinds=inside)
+            is_known = key in names_in(kind)
+            return KeyInfo(standing="field" if is_known else "name", kinds=inside)
     return KeyInfo(standing="unknown")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from laurel.config.data import TextDataConfig, TextSetConfig, train_sets, validation_sets
+from laurel.config.data import TextDataConfig, TextSetConfig
 from laurel.config.policy import (
     CheckpointingConfig,
     ClusterConfig,
@@ -43,18 +43,14 @@ class DemonstrationSetConfig(TextSetConfig):
 
 
 class DemonstrationDataConfig(TextDataConfig):
-    """The rows of conversations. Flat keys fill what `train` and `validation` leave out."""
+    """The rows of conversations."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationDataConfig")
 
-    dataset_name: str | None = None
-    """See `DemonstrationSetConfig.dataset_name`; null with no path is squad."""
-    chat_key: str = "messages"
-    """See `DemonstrationSetConfig.chat_key`."""
-    system_prompt: str | None = None
-    """See `DemonstrationSetConfig.system_prompt`."""
     train: Annotated[list[DemonstrationSetConfig] | None, IN_LIST] = None
-    """Training sets, instead of the one of the flat keys: a mixture, all rows of all."""
+    """Training sets: a mixture, all rows of all. Null: squad. Keys of a set may also stand in
+    `data` itself, for all sets without their own; there `train_data_path` and `train_split` say
+    where the rows are, and `val_data_path` and `val_split` those of validation."""
     validation: Annotated[dict[str, DemonstrationSetConfig] | None, BY_NAME] = None
     """Validation sets by names of your own, together a mixture."""
 
@@ -63,12 +59,12 @@ class DemonstrationDataConfig(TextDataConfig):
     `policy.max_total_sequence_length`."""
 
     def train_sets(self) -> list[DemonstrationSetConfig]:
-        """Return the training sets, named by flat keys or blocks, with defaults filled in."""
-        return train_sets(self, DemonstrationSetConfig)
+        """Return the training sets."""
+        return self.train or [DemonstrationSetConfig()]
 
     def validation_sets(self) -> list[DemonstrationSetConfig]:
         """Return the demonstration sets used for validation; empty if none is configured."""
-        return validation_sets(self, DemonstrationSetConfig)
+        return list((self.validation or {}).values())
 
 
 class SFTPolicyConfig(PolicyConfig):

@@ -498,6 +498,19 @@ class Section(BaseModel):
     """Keys as other systems spell them and the keys that they stand for, both dotted from the top.
     Only the section of a whole configuration has them."""
 
+    @classmethod
+    def short_keys(cls) -> Mapping[str, tuple[type[Section], str]]:
+        """Return keys that may be written here and are read as keys of a section further below.
+
+        Each with that section, and the key that it has there.
+        """
+        return {}
+
+    @classmethod
+    def in_blocks(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the values of a section with its short keys put where they are read."""
+        return values
+
     def without_effect(self) -> dict[str, str]:
         """Return the keys that are set but have no effect beside other keys, with the reasons.
 

@@ -39,6 +39,7 @@ from laurel.data.reading import (
     LeftOutRow,
     OpenedSet,
     UnusualRoles,
+    asks_share,
     hold_out_of_sets,
     open_set,
     read_sets,
@@ -424,10 +425,7 @@ def load_demonstration_data(data: DemonstrationDataConfig) -> DemonstrationData:
     )
     loaded = DemonstrationData(train, [], {"train": report})
     validation_sets = data.validation_sets()
-    asks_share = any(block.split_validation_size for block in sets) or (
-        bool(data.split_validation_size) and "split_validation_size" in data.model_fields_set
-    )
-    if not validation_sets and not asks_share:
+    if not validation_sets and not asks_share(sets):
         validation_sets = [
             block.model_copy(update={"split": split})
             for block in sets
@@ -439,7 +437,7 @@ def load_demonstration_data(data: DemonstrationDataConfig) -> DemonstrationData:
             validation_sets, name="validation", on_bad_row=data.on_bad_row
         )
         return loaded._replace(validation=validation)
-    kept, held = hold_out_of_sets(train, sets, data)
+    kept, held = hold_out_of_sets(train, sets)
     if not held:
         return loaded
     loaded.reports["validation"] = report.move_out(kept=kept, held_out=held, name="validation")

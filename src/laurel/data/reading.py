@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from laurel.config.data import TextDataConfig, TextSetConfig
+from laurel.config.data import TextSetConfig
 from laurel.data.report import Reason, RowReport, conversation_fingerprint, origin_of
 from laurel.data.sources import (
     LEAVE_OUT,
@@ -491,21 +491,15 @@ class _Prompted(Protocol):
 P = TypeVar("P", bound=_Prompted)
 
 
-def hold_out_of_sets(
-    items: Sequence[P], sets: Sequence[TextSetConfig], data: TextDataConfig
-) -> tuple[list[P], list[P]]:
+def hold_out_of_sets(items: Sequence[P], sets: Sequence[TextSetConfig]) -> tuple[list[P], list[P]]:
     """Split the items of training sets into (train, validation).
 
-    The share and the seed are those of each set, or else those of `data`. Items with equal prompts
-    stay on one side.
+    The share and the seed are those of each set. Items with equal prompts stay on one side.
 
     Raises:
         DataError: A set has fewer than two different prompts.
     """
-    splits = [
-        (share, (config if "seed" in config.model_fields_set else data).seed)
-        for config, share in zip(sets, held_out_shares(sets, data), strict=True)
-    ]
+    splits = [(one.split_validation_size, one.seed) for one in sets]
     if not any(share for share, _ in splits):
         return list(items), []
     prompts = [conversation_fingerprint(item.prompt) for item in items]
@@ -517,14 +511,16 @@ class _HasShare(Protocol):
     @property
     def split_validation_size(self) -> float: ...
 
-    @property
-    def model_fields_set(self) -> set[str]: ...
+
+def holds_out(sets: Sequence[_HasShare]) -> bool:
+    """Report whether a part of any of the training sets is held out."""
+    return any(one.split_validation_size for one in sets)
 
 
-def held_out_shares(sets: Sequence[_HasShare], data: _HasShare) -> list[float]:
-    """Return the share of each training set that is held out, its own or that of `data`."""
+def asks_share(sets: Sequence[SetConfig]) -> bool:
+    """Report whether a share to hold out is written for any of the training sets."""
     key = "split_validation_size"
-    return [(one if key in one.model_fields_set else data).split_validation_size for one in sets]
+    return any(key in one.model_fields_set and one.get(key) for one in sets)
 
 
 def held_out_of_sets(

@@ -27,6 +27,7 @@ from laurel.data.reading import (
     LeftOutRow,
     OpenedSet,
     UnusualRoles,
+    asks_share,
     hold_out_of_sets,
     open_set,
     read_prompt_frame,
@@ -488,7 +489,7 @@ def load_task_data(
         on_bad_row=data.on_bad_row,
         sources=sources,
     )
-    train_sets, validation_sets = sets_of_run(data, sources)
+    train_sets, validation_sets = sets_of_run(data)
     for config in train_sets:
         made = row_maker(config)
         if config.tasks is not None and (made is None or "tasks" not in made.keys):
@@ -506,13 +507,10 @@ def load_task_data(
             "give its block max_samples"
         )
     reports = {"train": report}
-    asks_share = any(config.split_validation_size for config in train_sets) or (
-        bool(data.split_validation_size) and "split_validation_size" in data.model_fields_set
-    )
-    if not validation_sets and endless and data.split_validation_size:
+    if not validation_sets and endless and train_sets[0].split_validation_size:
         changes = {"split": "validation", "max_samples": NUM_VALIDATION}
         validation_sets = [config.model_copy(update=changes) for config in train_sets]
-    elif not validation_sets and not endless and not asks_share:
+    elif not validation_sets and not endless and not asks_share(train_sets):
         brought = [own_validation_tasks(config) for config in train_sets]
         validation_sets = [found for found in brought if found is not None]
     if validation_sets:
@@ -527,7 +525,7 @@ def load_task_data(
         )
     if endless:
         return TaskData(train=train, validation=[], reports=reports, endless=endless[0])
-    kept, validation = hold_out_of_sets(train, train_sets, data)
+    kept, validation = hold_out_of_sets(train, train_sets)
     if not validation:
         return TaskData(train=train, validation=[], reports=reports)
     if not kept:
@@ -538,9 +536,7 @@ def load_task_data(
     return TaskData(train=kept, validation=validation, reports=reports)
 
 
-def sets_of_run(
-    data: TaskDataConfig, sources: Mapping[str, RowSource]
-) -> tuple[list[TaskSetConfig], list[TaskSetConfig]]:
+def sets_of_run(data: TaskDataConfig) -> tuple[list[TaskSetConfig], list[TaskSetConfig]]:
     """Return the sets of training, and of validation where any is named.
 
     Sets without end divide their prompts between the two by seed and share. Those of validation
@@ -549,14 +545,7 @@ def sets_of_run(
     Raises:
         ConfigError: Seeds or shares differ, so that training would see prompts of validation.
     """
-
-    def with_share(config: TaskSetConfig) -> TaskSetConfig:
-        if config.dataset_name not in sources or config.split_validation_size:
-            return config
-        return config.model_copy(update={"split_validation_size": data.split_validation_size})
-
-    train = [with_share(config) for config in data.train_sets()]
-    validation = []
+    train, validation = data.train_sets(), []
     for config in data.validation_sets():
         if is_endless(config):
             changes: dict[str, Any] = {"split": config.split or "validation"}
@@ -564,7 +553,7 @@ def sets_of_run(
                 same = [one for one in train if one.dataset_name == config.dataset_name]
                 values = {getattr(one, key) for one in same}
                 own = getattr(config, key)
-                # A share of 0 is that of `data`, as in training.
+                # A share of 0 is that of training.
                 if key in config.model_fields_set and (own or key == "seed"):
                     values.add(own)
                 if len(values) > 1:
@@ -574,9 +563,9 @@ def sets_of_run(
                         "that training would see prompts of validation: give all of them the same, "
                         f"or set only data.{key}"
                     )
-                changes[key] = values.pop() if values else getattr(data, key)
+                changes[key] = values.pop() if values else own
             config = config.model_copy(update=changes)
-        validation.append(with_share(config))
+        validation.append(config)
     return train, validation
 
 

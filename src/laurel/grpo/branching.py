@@ -38,6 +38,8 @@ def branch_off(
     tree: TreeConfig,
     token_ends: TokenEnds,
     seed: np.random.SeedSequence,
+    *,
+    at_turns: bool,
 ) -> list[RolloutInProgress]:
     """Return the beginnings of the completions of a round, whose turns are still to be sampled.
 
@@ -48,26 +50,25 @@ def branch_off(
     Args:
         token_ends: Finds the tokens at which segments end, as `ChatFormat.token_ends` does.
         seed: Of a choice at random.
+        at_turns: Whether beginnings end with turns, not with segments.
     """
     places = [
         place
         for one in rollouts
         if one.failure is None
-        for place in (
-            _ends_of_turns(one) if tree.at == "turn" else _ends_of_segments(one, tree, token_ends)
-        )
+        for place in (_ends_of_turns(one) if at_turns else _ends_of_segments(one, tree, token_ends))
     ]
     chosen = _choose(places, tree, seed, [r.branch for r in rollouts if r.branch is not None])
     begun = []
     for index, place in enumerate(chosen, start=len(rollouts)):
         # Of several turns the conversation as it was; of one, the prompt and the tokens so far.
-        source = rollouts[0] if place is None or tree.at == "segment" else place.source
-        length = place.length if place is not None and tree.at == "turn" else 0
+        source = rollouts[0] if place is None or not at_turns else place.source
+        length = place.length if place is not None and at_turns else 0
         (before,) = [one for one in source.turn_starts or () if one.num_tokens == length]
         new = replace(before.copy(), index=index)
         if place is not None:
             new.branch = Branch(place.source.index, place.length)
-        if place is not None and tree.at == "segment":
+        if place is not None and not at_turns:
             (ids,), (logprobs,) = place.source.ids, place.source.logprobs
             new.begun = (ids[: place.length], logprobs[: place.length])
             new.weight_version = place.source.weight_version
@@ -116,12 +117,12 @@ def _ends_of_segments(
     rollout: RolloutInProgress, tree: TreeConfig, token_ends: TokenEnds
 ) -> list[_Place]:
     (ids,), (logprobs,) = rollout.ids, rollout.logprobs
-    if tree.separator is None:
-        ends = list(range(tree.length, len(ids), tree.length))
+    if isinstance(tree.segment, int):
+        ends = list(range(tree.segment, len(ids), tree.segment))
     else:
         text = rollout.messages[-1].content
-        pieces = text.split(tree.separator)[:-1]
-        places = np.cumsum([len(piece) + len(tree.separator) for piece in pieces]).tolist()
+        pieces = text.split(tree.segment)[:-1]
+        places = np.cumsum([len(piece) + len(tree.segment) for piece in pieces]).tolist()
         try:
             ends = list(token_ends(ids, text, places)) if places else []
         except DataError:  # its tokens do not spell its text, so no end can be found

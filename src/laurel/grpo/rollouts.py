@@ -146,7 +146,7 @@ class Rollouts:
         """
         if tree is not None:
             for name, environment in environments.items():
-                _check_branches(name, environment, tree)
+                _check_branches(name, environment, at_turns=limits.max_turns > 1)
         self.tree = tree
         self._devices = devices
         self.generator = generator
@@ -199,7 +199,7 @@ class Rollouts:
         stats = stats or RolloutStats()
         names = Counter(task.environment for task in tasks)
         tree = None if batch[:1] == (VALIDATION,) else self.tree
-        num_rounds = tree.rounds if tree is not None and tree.at == "segment" else 0
+        num_rounds = tree.rounds if tree is not None and self.limits.max_turns == 1 else 0
         played = _Batch(
             numbers=batch,
             num_generations=num_generations + with_greedy,
@@ -268,7 +268,7 @@ class Rollouts:
         if batch.tree is not None:
             for rollout in rollouts:
                 rollout.turn_starts = [rollout.copy()]
-        by_segments = batch.tree is not None and batch.tree.at == "segment"
+        by_segments = batch.tree is not None and self.limits.max_turns == 1
         try:
             if by_segments:  # all of them are one group, which is scored as a whole
                 await self._sample_all(context, rollouts)
@@ -316,9 +316,10 @@ class Rollouts:
         assert tree is not None
         for number in range(tree.rounds):
             seed = np.random.SeedSequence((*self._seed_words, *context.numbers, CHOICE, number))
-            begun = branch_off(rollouts, tree, self.chat.token_ends, seed)
+            at_turns = self.limits.max_turns > 1
+            begun = branch_off(rollouts, tree, self.chat.token_ends, seed, at_turns=at_turns)
             rollouts += begun
-            if tree.at == "turn":
+            if at_turns:
                 await together(self._take_turns(context, rollout) for rollout in begun)
             else:
                 await context.batch.rounds[number].wait((), _nothing)
@@ -548,7 +549,7 @@ class Rollouts:
             try:
                 rollout.turn_starts.append(rollout.copy())
             except Exception as error:  # metadata may hold anything
-                rollout.fail(f"grpo.tree.at=turn copies metadata of turns: {described(error)}")
+                rollout.fail(f"grpo.tree copies metadata of turns: {described(error)}")
 
     async def _grade(self, context: _RolloutContext, pending: Sequence[PendingGrade]) -> None:
         # The conversations may be of several tasks.
@@ -585,19 +586,20 @@ async def _nothing(pending: Sequence[PendingGrade]) -> None:
 
 def _num_first(batch: _Batch) -> int:
     # The completions that are sampled from the prompt on, in one request.
-    return batch.num_generations if batch.tree is None else batch.tree.initial
+    tree, number = batch.tree, batch.num_generations
+    return number if tree is None else tree.num_initial(number)
 
 
-def _check_branches(name: str, environment: Environment, tree: TreeConfig) -> None:
-    if tree.at == "turn" and keeps_conversations(environment):
+def _check_branches(name: str, environment: Environment, *, at_turns: bool) -> None:
+    if at_turns and keeps_conversations(environment):
         raise ConfigError(
-            f"grpo.tree.at=turn continues a conversation twice, and the environment {name!r} keeps "
+            f"grpo.tree continues a conversation twice, and the environment {name!r} keeps "
             "something of each that cannot be copied (close_conversations), such as a session; "
             "leave grpo.tree out"
         )
-    if tree.at == "segment" and environment.spec.stop_strings:
+    if not at_turns and environment.spec.stop_strings:
         raise ConfigError(
-            f"grpo.tree.at=segment continues unfinished turns, and the environment {name!r} ends "
+            f"grpo.tree continues unfinished turns, and the environment {name!r} ends "
             f"them at {environment.spec.stop_strings[0]!r}, which may begin before the place where "
             "one is continued; leave grpo.tree out"
         )

@@ -53,6 +53,11 @@ Tasks = Sequence[Task] | EndlessTasks
 """The tasks of a run by their number; `EndlessTasks` makes each when it is its turn."""
 
 
+MIN_VALID = 2
+"""Completions of a group that must have a reward, where there are as many: one alone has nothing to
+be compared with."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Batch:
     """The groups of rollouts that one step trains on, and how they were collected."""
@@ -191,7 +196,7 @@ class BatchCollector:
         if self._with_greedy and (group.greedy is None or group.greedy.reward is None):
             return False
         num_valid = sum(rollout.reward is not None for rollout in group.rollouts_G)
-        return num_valid >= min(self._config.min_valid_per_group, len(group.rollouts_G))
+        return num_valid >= min(MIN_VALID, len(group.rollouts_G))
 
     def _what_it_has(self, batch: Batch) -> str:
         return (

@@ -49,7 +49,7 @@ from laurel.observe.metrics import is_lower_better
 from laurel.observe.run_record import RaisedAlarm, RunRecord, Series, alarms_of
 
 # The thresholds of the rules (docs/reward_hacking.md has the rates that were measured with them).
-# Where chance moves a metric further, `num_spreads` and `jump_spreads` decide.
+# Where chance moves a metric further, `num_spreads` decides.
 
 GOLD_DROP = 0.1
 """`overoptimisation`: the share of its peak that the gold metric lost while the reward did not."""
@@ -113,7 +113,7 @@ def _beyond(history: History, step: RecentValues, least: float) -> float:
     """Return how far a value must lie from earlier values to be more than a chance leap."""
     if step.spread is None:
         return 2 * least  # too few values to estimate their noise
-    return max(least, history.config.jump_spreads * step.spread)
+    return max(least, 1.5 * history.config.num_spreads * step.spread)
 
 
 def _first_bad(*found: AlarmFinding | None) -> AlarmFinding | None:

@@ -9,15 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from laurel.config.policy import Precision
+from laurel.config.policy import Precision, RoleName
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
-from laurel.planning.request import (
-    AdapterRequest,
-    ClusterRequest,
-    RoleName,
-    TrainingRequest,
-)
+from laurel.planning.request import AdapterRequest, ClusterRequest, TrainingRequest
 from laurel.planning.roles import Mesh
 
 # The measures of a decoder, from which its memory is estimated.

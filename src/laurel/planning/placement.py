@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
-from laurel.config.policy import RolePlacement
-from laurel.planning.request import ClusterRequest, RoleName
+from laurel.config.policy import RoleName, RolePlacement
+from laurel.planning.request import ClusterRequest
 from laurel.planning.roles import Conflict, RoleRequirement, Slot, as_ranges, grid, title, where
 
 PLACEMENT = "cluster.placement"

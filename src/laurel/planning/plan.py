@@ -6,14 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from laurel.config.policy import RoleName
 from laurel.planning.placement import placed_requirements
-from laurel.planning.request import (
-    BatchRequest,
-    ClusterRequest,
-    OwnSlots,
-    RoleName,
-    StepRequest,
-)
+from laurel.planning.request import BatchRequest, ClusterRequest, OwnSlots, StepRequest
 from laurel.planning.roles import (
     Conflict,
     RolePlan,

@@ -10,9 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from laurel.config.policy import Precision, RolePlacement
-
-RoleName = Literal["policy", "generation", "reward_model"]
+from laurel.config.policy import Precision, RoleName, RolePlacement
 
 ONE_STATE = ("SGD", "Adagrad", "Lion")
 """Optimizers that keep one number for each weight; all others keep two, as AdamW does."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
 
-from laurel.planning.request import RoleName, RoleRequest
+from laurel.config.policy import RoleName
+from laurel.planning.request import RoleRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

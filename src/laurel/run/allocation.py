@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from laurel.config.policy import RoleName
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan
-from laurel.planning.request import RoleName
 from laurel.planning.roles import where
 from laurel.run.request import request_of
 from laurel.workers.launch import (

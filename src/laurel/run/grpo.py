@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from laurel import plugins
 from laurel.config.grpo_run import GRPORun
+from laurel.data.reading import holds_out
 from laurel.data.tasks import TaskData, load_task_data
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
@@ -143,7 +144,7 @@ def policy_selection(config: GRPORun) -> Selection:
     Raises:
         ConfigError: The run does not measure what chooses it, or what would end the run.
     """
-    has_sets = bool(config.data.validation_sets() or config.data.split_validation_size)
+    has_sets = bool(config.data.validation_sets()) or holds_out(config.data.train_sets())
     why_not = why_not_validated(config, has_sets=has_sets)
     measured: dict[str, Any] = {
         "has_validation": not why_not,
@@ -305,7 +306,7 @@ def load_policy_bundle(
         needs_reference=trains and config.loss_fn.reference_policy_kl_penalty > 0,
         teacher=config.loss_fn.distillation.model_name if trains else None,
         samples_from_copy=config.grpo.max_staleness > 0,
-        with_entropy=config.loss_fn.entropy,
+        with_entropy=True,
     )
     chat = ChatFormat(
         model.facts.tokenizer,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from laurel import plugins
-from laurel.config.policy import LearnerPlacement, ResourcesConfig, RolePlacement
+from laurel.config.policy import ResourcesConfig
 from laurel.planning.request import (
     AdapterRequest,
     BatchRequest,
@@ -14,7 +14,6 @@ from laurel.planning.request import (
     DrawingRequest,
     OwnSlots,
     RewardModelRequest,
-    RoleName,
     RoleRequest,
     ServedModelRequest,
     StepRequest,
@@ -44,7 +43,7 @@ def request_of(config: Run) -> ClusterRequest:
         slots_per_node=cluster.gpus_per_node,
         roles=(_policy(config),),
         training=_training(config),
-        placement=None if placement is None else _placements(placement),
+        placement=None if placement is None else {k: v for k, v in placement.items() if v},
         labels=cluster.labels,
         device=cluster.device,
     )
@@ -340,16 +339,6 @@ def _validates(config: Run) -> bool:
     is_asked = section.val_period > 0 or section.val_at_start or section.val_at_end
     has_more = config.command == "rm" and bool(config.data.benchmark_sets())
     return is_asked and (bool(config.data.validation_sets()) or has_more)
-
-
-def _placements(placement: LearnerPlacement) -> dict[RoleName, RolePlacement]:
-    roles: tuple[RoleName, ...] = get_args(RoleName)
-    said = {name: placement.get(name) for name in roles}
-    return {
-        name: RolePlacement.model_validate(wish.model_dump())
-        for name, wish in said.items()
-        if wish is not None
-    }
 
 
 def _training(config: Run) -> TrainingRequest:

@@ -12,7 +12,7 @@ from laurel.config.data import DatasetConfig
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.yaml_tree import plain_values
 from laurel.data.preferences import Fold, hold_out, load_preferences, own_validation_preferences
-from laurel.data.reading import encoded, held_out_shares
+from laurel.data.reading import encoded, holds_out
 from laurel.data.report import DataReport, no_rows_left
 from laurel.errors import ConfigError, DataError, ModelError, counted_that
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
@@ -215,8 +215,7 @@ def metric_selector(config: RewardTrainingRun) -> partial[Selection]:
         ConfigError: A benchmark has the name of a validation set.
     """
     sets, benchmarks = list(config.data.validation_sets()), config.data.benchmark_sets()
-    shares = held_out_shares(config.data.train_sets(), config.data)
-    if not sets and (any(shares) or own_validation_of(config)):
+    if not sets and (holds_out(config.data.train_sets()) or own_validation_of(config)):
         sets = ["default"]
     if twice := benchmarks.keys() & set(sets):
         raise ConfigError(
@@ -456,7 +455,8 @@ def load_data(config: RewardTrainingRun, *, fold: Fold | None = None) -> Prefere
     if loaded.validation:
         return loaded
     own = own_validation_of(config)
-    if any(shares := held_out_shares(sets, data)):
+    if holds_out(sets):
+        shares = [one.split_validation_size for one in sets]
         loaded.train, held = (
             hold_out(train, shares=shares, seed=config.rm.seed)
             if fold is None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from laurel.config.sft import SFTRun
 from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
-from laurel.data.reading import encoded
+from laurel.data.reading import encoded, holds_out
 from laurel.data.report import no_rows_left
 from laurel.errors import DataError
 from laurel.observe.loggers import check_available
@@ -116,7 +116,7 @@ def demonstration_selection(config: SFTRun) -> Selection:
     """
     if not config.checkpointing.enabled:
         return Selection(key=None)
-    has_sets = bool(config.data.validation_sets() or config.data.split_validation_size)
+    has_sets = bool(config.data.validation_sets()) or holds_out(config.data.train_sets())
     why_not = why_not_validated(config, has_sets=has_sets)
     return select_demonstrations_by(
         config.checkpointing.metric_name,

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from laurel.config.environments import ScorerSource, ScoringParallelConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.policy import PolicyConfig, RewardPolicyConfig
+from laurel.config.policy import PolicyConfig, RewardPolicyConfig, RoleName
 from laurel.config.schemas import Run
 from laurel.errors import CheckpointError, ModelError, speaking
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shape
-from laurel.planning.request import RoleName
 from laurel.run.request import model_server, uses_reward_model
 from laurel.run.specs import model_spec, teacher_spec
 
@@ -78,12 +77,13 @@ def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -
         return parse_shape(written, has_language_head=has_head)
     scratch = policy.scratch
     if scratch is not None:
+        more = scratch.config_overrides
         shape = decoder_shape(
             hidden_size=scratch.hidden_size,
             num_layers=scratch.num_layers,
-            intermediate_size=scratch.intermediate_size or 4 * scratch.hidden_size,
+            intermediate_size=more.get("intermediate_size") or 4 * scratch.hidden_size,
             num_heads=scratch.num_heads,
-            num_kv_heads=scratch.num_kv_heads,
+            num_kv_heads=more.get("num_key_value_heads"),
             vocab_size=scratch.vocab_size,
             has_language_head=has_head,
         )

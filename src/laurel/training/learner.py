@@ -300,7 +300,7 @@ class LocalLearner:
         model: nn.Module,
         *,
         optimizer: NamedCall,
-        scheduler: NamedCall | list[NamedCall | Milestones] | None = None,
+        scheduler: Sequence[NamedCall | Milestones] | None = None,
         max_grad_norm: float | None = None,
         reference: Reference | None = None,
         teacher: Reference | None = None,

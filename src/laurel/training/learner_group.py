@@ -498,7 +498,7 @@ class LearnerWorker(WeightExporter):
         *,
         shape: ParallelShape,
         optimizer: NamedCall,
-        scheduler: NamedCall | list[NamedCall | Milestones] | None,
+        scheduler: Sequence[NamedCall | Milestones] | None,
         max_grad_norm: float | None,
         cluster: ClusterConfig,
         seed: int,

@@ -54,13 +54,11 @@ def build_optimizer(
 
 
 def build_scheduler(
-    config: NamedCall | list[NamedCall | Milestones] | None, optimizer: torch.optim.Optimizer
+    config: Sequence[NamedCall | Milestones] | None, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
     """Build one scheduler, a sequence of schedulers that change at milestones, or none."""
     if config is None:
         return None
-    if isinstance(config, NamedCall):
-        return _scheduler(config, optimizer)
     calls = [entry for entry in config if isinstance(entry, NamedCall)]
     milestones = [entry.milestones for entry in config if isinstance(entry, Milestones)]
     if len(calls) == 1 and milestones in ([], [[]]):

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from laurel.config.policy import ClusterConfig
+from laurel.config.policy import ClusterConfig, RoleName
 from laurel.errors import ConfigError
 from laurel.planning.plan import Plan, plan_run
-from laurel.planning.request import ClusterRequest, RoleName
+from laurel.planning.request import ClusterRequest
 from laurel.workers.reservations import (
     SETTLING,
     NodeNeed,

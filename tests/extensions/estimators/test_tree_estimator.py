@@ -43,7 +43,7 @@ REWARDS = [one.reward for one in LEAVES]
 
 def config(credit: str, **chosen: Any) -> GRPOConfig:
     estimator = {"name": "tree", "tree": {"credit": credit}, **chosen.pop("adv_estimator", {})}
-    tree = {"initial": 2, "branches": 5, "rounds": 1}
+    tree = {"branches": 5, "rounds": 1}
     given = {"adv_estimator": estimator, "tree": tree, "num_generations_per_prompt": 7}
     return GRPOConfig.model_validate({**given, **chosen})
 
@@ -155,7 +155,7 @@ def test_the_gradient_of_segments_has_no_bias() -> None:
     first, second, rewards = 0.3, (0.6, 0.2), {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 3.0, (1, 1): 0.5}
     chosen = config(
         "segment",
-        tree={"initial": 2, "branches": 1, "rounds": 1},
+        tree={"branches": 1, "rounds": 1},
         num_generations_per_prompt=3,
         adv_estimator={"scale": "none"},
     )
@@ -226,14 +226,15 @@ def test_the_branches_of_a_place_balance_and_a_shift_changes_nothing(data: st.Da
     ("given", "named"),
     [
         ({"tree": None}, "grpo.tree"),
-        ({"num_generations_per_prompt": 8}, "num_generations_per_prompt=7"),
-        ({"max_rollout_turns": 2}, "tree.at=turn"),
-        ({"tree": {"initial": 2, "branches": 5, "rounds": 1, "at": "turn"}}, "tree.at=segment"),
+        ({"num_generations_per_prompt": 5}, "leave none of num_generations_per_prompt=5"),
         ({"adv_estimator": {"name": "remax"}}, "greedy"),
         ({"adv_estimator": {"scale": "batch"}}, "scale=batch"),
-        ({"tree": {"at": "turn", "length": 8}}, "length has no effect"),
-        ({"tree": {"separator": "|", "length": 8}}, "length has no effect"),
-        ({"tree": {"separator": ""}}, "empty separator"),
+        (
+            {"tree": {"branches": 5, "rounds": 1, "segment": 8}, "max_rollout_turns": 2},
+            "segment=8 has no effect",
+        ),
+        ({"tree": {"branches": 5, "rounds": 1, "segment": ""}}, "ends no segment"),
+        ({"tree": {"branches": 5, "rounds": 1, "segment": 0}}, "greater than or equal to 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(given: dict[str, Any], named: str) -> None:

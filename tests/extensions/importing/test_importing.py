@@ -23,6 +23,7 @@ from imported_sources import (
 )
 from laurel import plugins
 from laurel.config import nemo_rl
+from laurel.config.data import SHORT, SetsConfig
 from laurel.config.load import load_config
 from laurel.config.schema_info import kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS
@@ -52,6 +53,9 @@ def fates(found: Imported) -> dict[str, str]:
 def at(config: Any, dotted: str) -> Any:
     """Return what stands at a dotted path of attributes, keys and positions."""
     for part in dotted.split("."):
+        if isinstance(config, SetsConfig) and part in config.short_keys():  # of the only set
+            block, part = SHORT.get(part, ("train", part))
+            config = config.train[0] if block == "train" else config.validation["default"]
         if isinstance(config, list):
             config = config[int(part)]
         else:
@@ -236,7 +240,7 @@ trl-reward:
   data.overlong: drop
   policy.optimizer.kwargs.lr: 1.0e-4
   # linear to 0 over the 100 steps that were told
-  policy.scheduler.kwargs: {start_factor: 1.0, end_factor: 0.0, total_iters: 100}
+  policy.scheduler.0.kwargs: {start_factor: 1.0, end_factor: 0.0, total_iters: 100}
   # what the arguments alone do not say has to be said; a period of epochs
   lost: [model_name_or_path, dataset_name, eval_strategy]
 openrlhf-rm:
@@ -964,6 +968,7 @@ THEIRS = """
 from dataclasses import replace
 from pathlib import Path
 from laurel import plugins
+from laurel.config.data import SHORT, SetsConfig
 from laurel.config.load import check_tree
 from laurel.config.schemas import SCHEMAS
 

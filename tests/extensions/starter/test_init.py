@@ -74,7 +74,7 @@ def test_each_starter_is_read_by_its_command(task, num_gpus, here, model, capsys
     assert config.policy.precision == ("bfloat16" if num_gpus else "float32")
     assert config.policy.max_total_sequence_length <= 1024  # what the model can number
     assert config.cluster.gpus_per_node == max(1, num_gpus)
-    assert config.data.train_data_path == f"{task}.jsonl"
+    assert config.data.train[0].data_path == f"{task}.jsonl"
     assert config.checkpointing.checkpoint_dir == f"results/{task}"
     text = path.read_text(encoding="utf-8")
     schema = here / text.partition("\n")[0].removeprefix("# yaml-language-server: $schema=")
@@ -280,7 +280,8 @@ def test_columns_of_other_names_are_mapped_in_the_file(here, model):
     write(here / "own.jsonl", rows)
     init("rm", model, data="own.jsonl")
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
-    keys = config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
+    (rows,) = config.data.train
+    keys = rows.prompt_key, rows.chosen_key, rows.rejected_key
     assert keys == ("question", "better", "worse")
 
 
@@ -300,7 +301,8 @@ def test_columns_that_tell_nothing_are_asked_for_in_the_file_or_named_as_words(h
     assert done.exit_code == 0
     assert "'data.chosen_key=gute Antwort'" in done.stdout
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
-    keys = config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
+    (rows,) = config.data.train
+    keys = rows.prompt_key, rows.chosen_key, rows.rejected_key
     assert keys == tuple(names.values())
 
 
@@ -337,15 +339,16 @@ def test_what_a_tokenizer_lacks_is_settled_in_the_file(here, capsys):
 def test_sets_that_packages_make_are_graded_by_their_own_environment(name, here, model):
     init("grpo-math", model, data=name)
     config: Any = load_config(SCHEMAS["grpo"], here / "grpo-math.yaml").config
-    assert (config.data.dataset_name, config.data.env_name) == (name, name)
-    assert bool(config.data.tasks) == (name == "reasoning_gym")
+    assert (config.data.train[0].dataset_name, config.data.env_name) == (name, name)
+    assert bool(config.data.train[0].tasks) == (name == "reasoning_gym")
     assert name in config.env.names()
 
 
 def test_data_sets_of_the_table_are_named_and_not_looked_at(here, model):
     init("grpo-code", model, data="HumanEval")
     config: Any = load_config(SCHEMAS["grpo"], here / "grpo-code.yaml").config
-    assert (config.data.dataset_name, config.data.train_data_path) == ("HumanEval", None)
+    (rows,) = config.data.train
+    assert (rows.dataset_name, rows.data_path) == ("HumanEval", None)
 
 
 @pytest.mark.parametrize(("rows", "share"), [(60, 0.2), (200, 0.1), (500, 0.05)])
@@ -354,6 +357,6 @@ def test_of_few_rows_more_are_held_out(rows, share, here, model, capsys):
     write(here / "own.jsonl", pairs)
     init("rm", model, data="own.jsonl")
     config: Any = load_config(SCHEMAS["rm"], here / "rm.yaml").config
-    assert config.data.split_validation_size == share
+    assert config.data.train[0].split_validation_size == share
     few = f"only about {rows * share:.0f} rows are held out for validation"
     assert (few in capsys.readouterr().err) == (rows * share < 20)

@@ -358,7 +358,8 @@ def test_a_sweep_of_a_version_with_other_keys_goes_on(rows):
     opened_with("other")
     file = rows.parent / "out" / "sweep.json"
     saved = json.loads(file.read_text())
-    saved["configuration"]["data"] |= {"validation": None, "val_data_paths": {"other": str(rows)}}
+    flat = {"dataset_name": "BinaryPreferenceDataset", "val_data_paths": {"other": str(rows)}}
+    saved["configuration"]["data"] |= {"validation": None, **flat}
     file.write_text(json.dumps(saved))
     opened_with("other")
     with pytest.raises(ConfigError, match=r"another sweep \(.*data\.validation\.other"):

@@ -85,7 +85,7 @@ def test_vllm_draws_from_the_weights_of_each_step_and_its_death_ends_the_run(tmp
 def test_vllm_samples_rollouts_of_several_sequences_that_branch(tmp_path, model):
     """Each turn in the context that it is trained in, and ahead of the learner."""
     ahead = ("grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true")
-    turns = rewritten_turns(tmp_path, 2, 2)
+    turns = rewritten_turns(tmp_path, 2)
     run = grpo(grpo_settings(tmp_path, model, *VLLM, *turns, *ahead))
     assert run.outcome.ended == "finished"
     trained = [figures for figures in metrics_of(tmp_path).values() if "train/loss" in figures]

@@ -230,8 +230,8 @@ def test_a_section_that_says_so_replaces_that_of_the_file_it_inherits(tmp_path: 
         "rm: {_override_: false, seed: 8}\n"
     )
     config = load_config(SCHEMAS["rm"], child).config
-    assert config.data.train_data_path is None  # type: ignore[attr-defined]
-    assert config.data.prompt_key == "prompt"  # type: ignore[attr-defined]
+    (rows,) = config.data.train  # type: ignore[attr-defined]
+    assert (rows.data_path, rows.prompt_key) == ("b.jsonl", "prompt")
     assert (config.rm.seed, config.rm.val_period) == (8, 3)  # type: ignore[attr-defined]
     child.write_text("defaults: base.yaml\nrm: {loss: {_override_: true, type: davidson}}\n")
     with pytest.raises(ConfigError, match=r"rm\.loss\._override_: replaces whole sections only"):

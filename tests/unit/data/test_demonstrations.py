@@ -179,7 +179,7 @@ def test_equal_prompts_stay_on_one_side(prompts, share):
         for n, p in enumerate(prompts)
     ]
     data = DemonstrationDataConfig(split_validation_size=share, seed=3)
-    train, held = hold_out_of_sets(dialogues, data.train_sets(), data)
+    train, held = hold_out_of_sets(dialogues, data.train_sets())
     assert sorted([*train, *held], key=lambda d: int(d.id)) == dialogues
     assert {d.prompt for d in train}.isdisjoint(d.prompt for d in held)
 

@@ -169,7 +169,7 @@ def test_turns_of_several_sequences_are_continued_as_they_were():
         return [(place, Say(text)) for place, text in enumerate(said)]
 
     generator = ScriptedGenerator(script)
-    tree = TreeConfig(initial=2, branches=3, rounds=2, at="turn")
+    tree = TreeConfig(branches=3, rounds=2)
     group, _, _ = played(*"abcdefgh", generator=generator, judge=Copied(three_turns), tree=tree)
     contexts = {text_of(request.prompt_ids) for request in generator.requests}
     branched = [one for one in group.rollouts_G if one.branch is not None]

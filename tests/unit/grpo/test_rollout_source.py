@@ -610,7 +610,7 @@ def test_dynamic_sampling_compares_completions_that_branch(credit: str) -> None:
 
     options = {
         "num_generations_per_prompt": 3,
-        "tree": {"initial": 2, "branches": 1, "rounds": 1, "length": 2},
+        "tree": {"branches": 1, "rounds": 1, "segment": 2},
         "adv_estimator": {"name": "tree", "tree": {"credit": credit}},
     }
     judge = Judge(lambda text, m: {"reward": float("c" in text)})

@@ -54,7 +54,7 @@ def by_seed(request: GenerationRequest) -> list[Any]:
     return said
 
 
-SEGMENTS = TreeConfig(initial=3, branches=2, rounds=2, length=2)
+SEGMENTS = TreeConfig(branches=2, rounds=2, segment=2)
 
 
 @pytest.mark.parametrize("judges", ["completion", "part", "group", "batch"])
@@ -104,7 +104,7 @@ def test_the_first_completions_are_those_of_a_chain_and_the_tree_is_drawn_again(
 
 
 def test_separators_end_segments_and_where_there_is_none_completions_begin_anew() -> None:
-    tree = TreeConfig(initial=1, branches=3, rounds=1, separator="|")
+    tree = TreeConfig(branches=3, rounds=1, segment="|")
     texts = iter(["ab|cde|", "x", "y", "z"])
     generator = ScriptedGenerator(lambda request: [(0, Say(next(texts)))])
     made = play(rollouts_of(generator, tree=tree), number=4)
@@ -115,7 +115,7 @@ def test_separators_end_segments_and_where_there_is_none_completions_begin_anew(
     ]
     texts = iter("abcd")
     generator = ScriptedGenerator(lambda request: [(0, Say(next(texts)))])
-    made = play(rollouts_of(generator, tree=tree))
+    made = play(rollouts_of(generator, tree=tree), number=4)
     assert len({request.id for request in generator.requests}) == 4
     assert [one.branch for one in made.rollouts_G] == [None] * 4
     assert sorted(one.messages[0].content for one in made.rollouts_G) == list("abcd")
@@ -133,7 +133,7 @@ def counting(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TURNS = TreeConfig(initial=2, branches=3, rounds=2, at="turn")
+TURNS = TreeConfig(branches=3, rounds=2)
 
 
 class Stateless(Judge):
@@ -183,7 +183,7 @@ def test_the_least_certain_places_come_first_and_each_once() -> None:
         said = Say("abcdefgh"[: request.sampling.max_new_tokens])
         return [(i, said) for i in range(len(request.seeds_G))]
 
-    tree = TreeConfig(initial=1, branches=2, rounds=1, length=2, choice="entropy")
+    tree = TreeConfig(branches=2, rounds=1, segment=2, choice="entropy")
     made = play(rollouts_of(Certain(script), tree=tree), number=3)
     lengths = [one.branch.length for one in made.rollouts_G if one.branch is not None]
     assert lengths == [4, 6]
@@ -212,8 +212,8 @@ def more(logprobs: list[float], *, weight_version: int) -> Generated:
 
 
 def continued(rollouts: list[RolloutInProgress], branches: int) -> list[RolloutInProgress]:
-    tree = TreeConfig(initial=1, branches=branches, rounds=1, length=2, choice="entropy")
-    return branch_off(rollouts, tree, lambda *_: (), np.random.SeedSequence(0))
+    tree = TreeConfig(branches=branches, rounds=1, segment=2, choice="entropy")
+    return branch_off(rollouts, tree, lambda *_: (), np.random.SeedSequence(0), at_turns=False)
 
 
 def test_places_are_new_ones_of_completions_that_have_not_failed() -> None:
@@ -283,12 +283,12 @@ def test_a_conversation_whose_metadata_cannot_be_copied_fails_alone() -> None:
         held = {"lock": threading.Lock()} if text == "b" else {}
         return {"over": "turns" in metadata, "metadata": {"turns": 1, **held}}
 
-    tree = TreeConfig(initial=2, branches=1, rounds=1, at="turn")
+    tree = TreeConfig(branches=1, rounds=1)
     generator = ScriptedGenerator(saying("a", "b"))
     made = play(rollouts_of(generator, judge=Stateless(verdict), tree=tree, max_turns=3), number=3)
     failures = [one.failure for one in made.rollouts_G]
     assert (failures[0], failures[2]) == (None, None)
-    assert "grpo.tree.at=turn copies metadata" in (failures[1] or "")
+    assert "grpo.tree copies metadata" in (failures[1] or "")
     assert made.rollouts_G[2].branch is not None
     assert made.rollouts_G[2].branch.of == 0
 

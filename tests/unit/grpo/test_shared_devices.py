@@ -239,9 +239,9 @@ def test_branches_are_drawn_and_scored_in_turns(at: Any) -> None:
 
     memory = Memory()
     judge = Forgetful(memory, until(2 if at == "turn" else 1))
-    tree = TreeConfig(at=at, initial=2, rounds=2, branches=1)
-    rollouts, _, _ = parts_of(memory, judge, saying("abcd", "efgh"), max_turns=3, tree=tree)
-    groups = played(rollouts, TASKS[:2], number=tree.initial + tree.rounds * tree.branches)
+    tree, turns = TreeConfig(rounds=2, branches=1), 3 if at == "turn" else 1
+    rollouts, _, _ = parts_of(memory, judge, saying("abcd", "efgh"), max_turns=turns, tree=tree)
+    groups = played(rollouts, TASKS[:2], number=2 + tree.rounds * tree.branches)
     assert all(r.reward is not None for g in groups for r in g.rollouts_G)
 
 

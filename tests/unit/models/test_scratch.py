@@ -83,9 +83,12 @@ def test_every_architecture_that_is_named_works(architecture):
     assert scores_NK.isfinite().all()
 
 
+KEYS = {"num_key_value_heads": 2}
+
+
 def test_sizes_are_those_asked_for():
     tokenizer = train_tokenizer(TEXTS, vocab_size=320)
-    scratch = ScratchConfig(hidden_size=48, num_layers=3, num_heads=4, num_kv_heads=2)
+    scratch = ScratchConfig(hidden_size=48, num_layers=3, num_heads=4, config_overrides=KEYS)
     config = scratch_config(scratch, tokenizer, max_length=77)
     assert config.vocab_size == len(tokenizer)
     assert (config.hidden_size, config.num_hidden_layers) == (48, 3)

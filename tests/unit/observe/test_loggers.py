@@ -228,8 +228,10 @@ def test_opening_what_the_configuration_names(tmp_path):
     again.close()
     assert [record["train/loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.4]
 
-    none = LoggerConfig(jsonl_enabled=False, tensorboard_enabled=False)
-    assert open_loggers(none, run_dir=tmp_path, run_config={}).names == ()
+    none = LoggerConfig(tensorboard_enabled=False)
+    fewest = open_loggers(none, run_dir=tmp_path, run_config={})
+    assert fewest.names == ("jsonl",)
+    fewest.close()
 
 
 def test_run_directories_count_up(tmp_path):

@@ -358,8 +358,9 @@ def runs(draw):
         "grpo.num_prompts_per_step": 60,
         "policy.train_global_batch_size": 960,
     }
-    for name, wish in wishes.items():
-        change[f"cluster.placement.{name}"] = RolePlacement.model_validate(wish)
+    change["cluster.placement"] = {
+        name: RolePlacement.model_validate(wish) for name, wish in wishes.items()
+    }
     return with_changes(BASE, change)
 
 
@@ -390,7 +391,8 @@ def test_no_slot_is_given_out_more_than_once_and_none_that_is_not_there(config):
             continue
         for slot in requirement.slots:
             load[slot] = load.get(slot, 0) + requirement.fraction
-        wish: RolePlacement = getattr(placement, name)
+        wish = placement[name]
+        assert wish is not None
         nodes = {slot.node for slot in requirement.slots}
         if not any(conflict.is_fatal for conflict in conflicts):
             _as_asked(wish, nodes, requirement.slots, cluster.labels)

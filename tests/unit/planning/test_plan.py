@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
+from laurel.config.policy import RoleName
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.planning.request import RoleName
 from laurel.planning.roles import Mesh, Slot
 from laurel.run.request import uses_reward_model
 from planned import as_changes, planned, with_changes

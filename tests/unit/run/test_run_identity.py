@@ -108,7 +108,7 @@ def test_what_decides_rewards_and_metrics_is_fixed(kind, key, value):
         (RM, "policy.dtensor_cfg.tensor_parallel_size"),
         (RM, "policy.train_micro_batch_size"),
         (RM, "policy.compile"),
-        (RM, "data.train_data_path"),  # the rows themselves are compared
+        (RM, "data.train[0].data_path"),  # the rows themselves are compared
         (GRPO, f"{ENV}.urls"),
         (GRPO, f"{ENV}.models[0].urls"),
         (GRPO, f"{ENV}.judge.urls"),

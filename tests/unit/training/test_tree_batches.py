@@ -67,7 +67,7 @@ def test_a_tree_teaches_what_its_completions_teach_one_by_one(
     group = rollout_group(*rollouts, prompt="\x03\x04\x05")
     config = GRPOConfig.model_validate(
         {
-            "tree": {"initial": 2, "branches": 2, "rounds": 2},
+            "tree": {"branches": 2, "rounds": 2},
             "num_generations_per_prompt": 6,
             "adv_estimator": {"name": "tree", "tree": {"credit": credit}},
         }

@@ -215,11 +215,12 @@ def _configured(
     """Configure a command to read the file, and recognize the first row's format."""
     base = [f"data.train_data_path={json.dumps(path)}"]
     data = load_config(SCHEMAS[trainer], None, [*base, *overrides]).config.data  # type: ignore[attr-defined]
+    (rows,) = data.train_sets()
     # Formats are recognised by the default names of columns, so the columns that `data` names get
     # these.
     columns = {
-        field_of_key.default: getattr(data, key)
-        for key, field_of_key in type(data).model_fields.items()
+        field_of_key.default: getattr(rows, key)
+        for key, field_of_key in type(rows).model_fields.items()
         if key.endswith("_key") and isinstance(field_of_key.default, str)
     }
     columns = {name: column for name, column in columns.items() if column in first}
@@ -276,7 +277,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
     if known is not None and "rm" in known.trainers:
         # A preferred answer is not the only right one, so it cannot grade other answers.
         del counts["math"]
-    if config.data.dataset_name in plugins.names("rows"):
+    if config.data.train_sets()[0].dataset_name in plugins.names("rows"):
         counts = Counter(task.environment for task in tasks.train)
     environments = {name: count for name, count in counts.items() if count}
     report = tasks.reports["train"]

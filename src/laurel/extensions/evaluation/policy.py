@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from laurel import __version__
-from laurel.config.data import TaskSetConfig, flat_set, is_endless
+from laurel.config.data import TaskSetConfig, is_endless
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.data.tasks import TaskData, check_environment, load_tasks, sets_of_run
@@ -119,12 +119,20 @@ def _changes(options: EvalPolicyOptions, path: Path | None) -> list[str]:
     return changes
 
 
+_OF_ITS_ROWS = {"data_path", "split", "max_samples", "repeat", "env_name", "task_name", "kwargs"}
+"""The keys of a set that say what it is, not how its rows are read."""
+
+
 def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
     fields = (("dataset_name", options.dataset), ("data_path", options.data_path))
     changes = {key: value for key, value in fields if value is not None}
     data = config.data
     if changes:
-        sets = [flat_set(data, TaskSetConfig, None, None).model_copy(update=changes)]
+        # Another set, which is read as that of the run is.
+        own = data.train_sets()
+        read_alike = TaskSetConfig.model_fields.keys() - _OF_ITS_ROWS if len(own) == 1 else set()
+        base = own[0].model_dump(include=read_alike & own[0].model_fields_set)
+        sets = [TaskSetConfig.model_validate(base | changes)]
     elif data.model_fields_set:
         sets = data.validation_sets() or [
             # What is made has prompts of validation, which a run never trains on.
@@ -138,7 +146,7 @@ def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
     if any(map(is_endless, sets)):
         # As the validation of a run, whose keys fill the block.
         block = data.model_copy(update={"validation": dict(enumerate(sets))})
-        sets = sets_of_run(block, row_sources(config.env))[1]
+        sets = sets_of_run(block)[1]
     environment = options.environment or data.env_name
     if options.environment or changes:
         sets = [

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from laurel.config.policy import RoleName
 from laurel.planning.memory import (
     GIB,
     SERVED,
@@ -16,7 +17,7 @@ from laurel.planning.memory import (
     power_of_two,
 )
 from laurel.planning.plan import Plan, plan_run
-from laurel.planning.request import ClusterRequest, RoleName, TrainingRequest
+from laurel.planning.request import ClusterRequest, TrainingRequest
 from laurel.planning.roles import Conflict, RolePlan, divisors
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
+from laurel.config.policy import RoleName
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS, Run, command_of_file
 from laurel.config.sft import SFTRun
@@ -33,7 +34,7 @@ from laurel.planning.memory import (
     parse_bytes,
 )
 from laurel.planning.plan import BatchPlan, Plan
-from laurel.planning.request import ClusterRequest, RoleName, Workload
+from laurel.planning.request import ClusterRequest, Workload
 from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
 from laurel.run.micro_batches import largest_tokens, with_tokens
 from laurel.run.request import (

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from laurel.config.policy import Precision
+from laurel.config.policy import Precision, RoleName
 from laurel.errors import ConfigError
 from laurel.planning.memory import (
     COMPUTE_BYTES,
@@ -29,13 +29,7 @@ from laurel.planning.operations import (
     training_operations,
 )
 from laurel.planning.plan import Plan
-from laurel.planning.request import (
-    ClusterRequest,
-    RewardModelRequest,
-    RoleName,
-    TrainingRequest,
-    Workload,
-)
+from laurel.planning.request import ClusterRequest, RewardModelRequest, TrainingRequest, Workload
 from laurel.planning.roles import Mesh, RolePlan
 
 PhaseName = Literal["generation", "scoring", "log-probs", "training", "weight transfer"]

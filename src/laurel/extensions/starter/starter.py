@@ -53,7 +53,7 @@ _TABLE = yaml.safe_load(files(__package__).joinpath("starters.yaml").read_text(e
 TASKS: Mapping[str, Any] = _TABLE["tasks"]
 _HELD_OUT = "data.split_validation_size"
 _COLUMN_WORD = re.compile(r"\+*(data\.(?:\w+_key|on_bad_row))=(.*)", re.DOTALL)
-_TRAINING_ROWS = re.compile(r"^  train_data_path: .*\n", re.MULTILINE)
+_TRAINING_ROWS = re.compile(r"^    data_path: .*\n", re.MULTILINE)
 _BEFORE_SECTION = re.compile(r"^([^#\n].*\n)(?=# )", re.MULTILINE)
 Ask = Callable[[str, str], str]
 """A function that asks a question, given with its default answer, and returns the answer."""
@@ -401,6 +401,8 @@ def _write(
     overrides = [f"{key}={value}" for key, value in settings.items()]
     config = load_config(SCHEMAS[table["trainer"]], None, overrides).config
     keys = {*_TABLE["common_keys"], *table.get("grpo_keys", ()), *table["keys"], *choices, *special}
+    of_sets = type(config["data"]).short_keys()
+    keys = {"data.train" if key.removeprefix("data.") in of_sets else key for key in keys}
     text = to_yaml(config, describe=True, keys=keys, more=about)
     if rows.columns:
         names = visible(", ".join(rows.columns))
@@ -411,7 +413,7 @@ def _write(
         lines = textwrap.wrap(question, 96) + [
             f"{key.partition('.')[2]}: COLUMN" for key in COLUMN_KEYS
         ]
-        commented = "".join(f"  # {line}\n" for line in lines)
+        commented = "".join(f"    # {line}\n" for line in lines)
         text = _TRAINING_ROWS.sub(lambda match: match[0] + commented, text)
     command = f"laurel {table['trainer']} --config {output}"
     with replace_file(output) as stream:

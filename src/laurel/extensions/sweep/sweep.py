@@ -460,13 +460,9 @@ class Sweep:
         if not self.options.num_folds:
             return config
         # The folds of the training sets take the place of every validation set.
-        key, sets = "split_validation_size", config.data.train_sets()
-        share = {key: 1 / self.options.num_folds}
-        cut: dict[str, Any] = {"val_data_path": None, "validation": None, **share}
-        if any(
-            key in train_set.model_fields_set for train_set in sets
-        ):  # what a set holds out of its own
-            cut["train"] = [train_set.model_copy(update=share) for train_set in sets]
+        share = {"split_validation_size": 1 / self.options.num_folds}
+        train = [one.model_copy(update=share) for one in config.data.train_sets()]
+        cut: dict[str, Any] = {"validation": None, "train": train}
         return config.model_copy(update={"data": config.data.model_copy(update=cut)})
 
     def _load(self, params: Mapping[str, str | float]) -> RewardTrainingRun:

@@ -1,4 +1,4 @@
-"""Logs to TensorBoard: its settings, and the logger as a plug-in."""
+"""Logs to TensorBoard: the logger as a plug-in."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laurel.config.yaml_tree import Section
 from laurel.plugins import Logger, LoggerServices
-
-
-class TensorboardConfig(Section):
-    """The logger of TensorBoard events."""
-
-    log_dir: str = "tensorboard"
-    """Directory inside the run's log directory."""
 
 
 class TensorboardLogger:
@@ -55,9 +47,8 @@ class TensorboardLogger:
 class Tensorboard(Logger):
     """TensorBoard events."""
 
-    section = TensorboardConfig
     package = "tensorboard"
 
-    def make(self, section: TensorboardConfig, run: LoggerServices) -> TensorboardLogger:
+    def make(self, section: None, run: LoggerServices) -> TensorboardLogger:
         """Open the event files."""
-        return TensorboardLogger(run.run_dir / section.log_dir, resumed_step=run.resumed_step)
+        return TensorboardLogger(run.run_dir / "tensorboard", resumed_step=run.resumed_step)
