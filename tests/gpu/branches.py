@@ -29,7 +29,6 @@ BRANCHES = {
     "models/forest/cascade.py": (
         "test_cascade_gpu.py::test_outputs_and_gradients_are_those_of_a_dense_mask"
     ),
-    "models/forest/compiled.py": "test_policy_gpu.py::test_compiled_layers_compute_the_same",
     "models/forest/decoder.py": "test_learner_gpu.py::test_memory_comes_back_and_nothing_changes",
     "models/forest/lockstep.py": (
         "test_policy_gpu.py::test_a_pass_that_is_made_for_others_draws_and_changes_nothing"
@@ -41,6 +40,7 @@ BRANCHES = {
     "models/forest/policy.py": (
         "test_policy_gpu.py::test_the_head_multiplies_in_the_precision_of_the_decoder"
     ),
+    "models/loading/pretrained.py": "test_policy_gpu.py::test_compiled_layers_compute_the_same",
     "models/parallel/mesh.py": "test_learner_gpu.py::test_memory_comes_back_and_nothing_changes",
     "rewards/open.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/replicas.py": "test_branches_gpu.py::test_replicas_score_as_one",

@@ -452,6 +452,13 @@ class CheckpointingConfig(Section):
         return device == "cuda" if self.in_background is None else self.in_background
 
 
+class TensorboardConfig(Section):
+    """The logger of TensorBoard events."""
+
+    log_dir: str = "tensorboard"
+    """Directory inside the run's log directory."""
+
+
 class LoggerConfig(OpenSection):
     """The loggers of metrics."""
 
@@ -466,6 +473,7 @@ class LoggerConfig(OpenSection):
     """Write `metrics.jsonl`, one line a step. Default: `laurel report` reads it."""
     tensorboard_enabled: bool = True
     """Write TensorBoard events."""
+    tensorboard: TensorboardConfig = TensorboardConfig()
     num_val_samples_to_print: int = Field(default=3, ge=0)
     """Pairs or completions shown at each validation: one line each, whole if this key is set or
     with `laurel --verbose`."""

@@ -19,11 +19,14 @@ from generators import draw, full_logprobs, request
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
 from laurel.generation.transformers.engine import TransformersEngine
-from laurel.models.forest import compiled
 from laurel.models.forest.attention import FOREST, forest_attention, register
-from laurel.models.forest.compiled import chooses_to_compile, compile_layers
+from laurel.models.loading import pretrained
 from laurel.models.loading.adapters import add_adapters
-from laurel.models.loading.pretrained import recompute_activations
+from laurel.models.loading.pretrained import (
+    chooses_to_compile,
+    compile_layers,
+    recompute_activations,
+)
 from parallel_runs import together
 
 # The compiler warns of what it looks at; a run does not make errors of that.
@@ -189,7 +192,7 @@ def test_what_cannot_be_compiled_is_named_and_auto_leaves_cpus_and_shards_alone(
     reason = compile_layers(tiny.tiny_policy("qwen3", path="padded"))
     assert reason is not None
     assert "padded" in reason
-    monkeypatch.setattr(compiled, "_has_triton", lambda: True)
+    monkeypatch.setattr(pretrained, "_has_triton", lambda: True)
     monkeypatch.setattr(shutil, "which", lambda name: name)
     chosen = {
         (device, is_sharded): [

@@ -18,10 +18,14 @@ from laurel.data.forest import to_forest
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.cpu_matmul import fast_matmul
 from laurel.models.forest.attention import FOREST, register
-from laurel.models.forest.compiled import chooses_to_compile, compile_layers
 from laurel.models.forest.decoder import Decoder, RewardModel
 from laurel.models.forest.policy import PolicyModel
-from laurel.models.loading.pretrained import recompute_activations, train_tokenizer
+from laurel.models.loading.pretrained import (
+    chooses_to_compile,
+    compile_layers,
+    recompute_activations,
+    train_tokenizer,
+)
 from laurel.planning.memory import ModelShape
 from laurel.planning.request import Workload
 from laurel.training.learner import LocalLearner, MicroBatch, Update

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AttentionInterface
 
 from laurel.config.policy import ScratchConfig, TokenizerConfig
 from laurel.errors import ConfigError, ModelError, key_of, setting_of
-from laurel.models.forest.attention import FOREST
-from laurel.models.forest.compiled import chooses_to_compile, compile_layers
+from laurel.models.forest.attention import FOREST, allow_variants, forest_attention
 from laurel.models.forest.decoder import Decoder, Path
 from laurel.models.parallel.tensor import (
     decoder_layers,
@@ -547,3 +548,58 @@ def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) ->
                 f"setting{hint}"
             )
     return AutoConfig.for_model(config.architecture, **{**values, **config.config_overrides})
+
+
+# Compiled decoder layers, whose elementwise operations become few kernels.
+#
+# Norms, rotary positions, gated activations and casts move more bytes than they compute. The
+# compiler fuses each chain of them. Attention of forests stays as it is: its kernels depend on a
+# plan that differs in every micro-batch. Layers share their graphs, so that their number does not
+# matter.
+
+
+def chooses_to_compile(
+    asked: Literal["auto"] | bool, device: torch.device, *, is_sharded: bool
+) -> bool:
+    """Return whether the layers of a model on this device are compiled.
+
+    `auto` compiles on GPUs where torch's compiler finds what it needs: Triton and a C compiler. It
+    does not compile on CPUs, nor sharded models, which no GPU has tried.
+    """
+    if asked != "auto":
+        return asked
+    is_known = device.type == "cuda" and not is_sharded
+    return is_known and _has_triton() and any(map(shutil.which, ("cc", "gcc")))
+
+
+def compile_layers(model: Decoder, *, backend: str = "inductor") -> str | None:
+    """Compile each decoder layer of a model that reads token forests.
+
+    The layers are compiled in the first passes through them: once for fixed numbers of tokens and
+    once for any, with and without gradients. No further forest compiles them again.
+
+    Args:
+        model: The model, with its adapters and sharding.
+
+    Returns:
+        Why the layers cannot be compiled; None if they will be.
+    """
+    layers = getattr(model.network.base_model, "layers", None)
+    if model.path != "forest":
+        return "the model reads padded rows"
+    if not isinstance(layers, nn.ModuleList):
+        return f"{type(model.network).__name__} has no list of layers"
+    # The graphs end before attention and go on behind it.
+    disable: Any = torch._dynamo.disable  # it has no types
+    outside = disable(forest_attention)
+    AttentionInterface.register(FOREST, cast(Any, outside))
+    allow_variants()
+    for layer in layers:
+        layer.compile(backend=backend)
+    return None
+
+
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
