@@ -54,8 +54,8 @@ HOMES = {
     "prometheus_client": "extensions/server",
     "wandb": "extensions/wandb/",
     "mlflow": "extensions/mlflow/",
-    "tensorboard": "extensions/tensorboard/",
-    "torch.utils.tensorboard": "extensions/tensorboard/",
+    "tensorboard": "observe/",
+    "torch.utils.tensorboard": "observe/",
 }
 
 NOT_AT_STARTUP = ("torch", "transformers", "ray", "vllm", "datasets")

@@ -24,7 +24,7 @@ def test_a_kind_of_training_that_is_none() -> None:
 
 def test_a_benchmark_that_is_none() -> None:
     name: Any = "pair"
-    with pytest.raises(ConfigError, match=r"none of reward-bench, .* did you mean 'pairs'"):
+    with pytest.raises(ConfigError, match=r"none of best-of-n, .* did you mean 'pairs'"):
         api.evaluate(name, "model")
 
 

@@ -1,6 +1,6 @@
 import time
 
-from laurel.extensions.tensorboard.plugin import TensorboardLogger
+from laurel.observe.loggers import TensorboardLogger
 
 
 def test_tensorboard_holds_what_was_logged(tmp_path):
