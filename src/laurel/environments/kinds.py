@@ -53,7 +53,10 @@ class Code(EnvironmentKind):
         from laurel.environments.code_environment import CodeEnvironment
 
         return CodeEnvironment(
-            section, nodes=services.nodes, timeout_seconds=services.timeout_seconds
+            section,
+            nodes=services.nodes,
+            timeout_seconds=services.timeout_seconds,
+            max_observation_chars=services.max_observation_chars,
         )
 
     def needs(self, section: CodeEnvironmentConfig) -> Needs:

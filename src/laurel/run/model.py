@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.config.load import to_yaml, translated
-from laurel.config.resuming import changes, gone, with_settings_of_all_models
+from laurel.config.resuming import (
+    changes,
+    gone,
+    with_judges_beside_their_models,
+    with_settings_of_all_models,
+)
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError, speaking
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
@@ -134,7 +139,8 @@ def saved_settings(directory: Path, schema: type[Section]) -> YamlNode:
     path = directory / CONFIG
     try:
         saved = read_document(path.read_text(encoding="utf-8"), str(path))
-        return with_settings_of_all_models(translated(schema, saved))
+        saved = with_judges_beside_their_models(translated(schema, saved))
+        return with_settings_of_all_models(saved)
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
