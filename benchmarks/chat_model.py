@@ -258,14 +258,13 @@ def judge_row(options: argparse.Namespace) -> None:
             continue
         run.mkdir(parents=True, exist_ok=True)
         judge = {
-            "model": str(options.model),
-            "precision": "float32",
             "read_out": read_out,
             "compares": True,
             **({"max_tokens": 320} if read_out == "written" else {}),
         }
         file = run / "judge.yaml"
-        file.write_text(json.dumps({"judge": judge}), encoding="utf-8")
+        model = {"model_name": str(options.model), "precision": "float32"}
+        file.write_text(json.dumps({**model, "judge": judge}), encoding="utf-8")
         found = evaluate(
             options, run.name, "pairs", "--judge", str(file), "-d", str(pairs), "--device", "cpu"
         )

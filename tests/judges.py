@@ -13,10 +13,11 @@ import torch
 import tiny
 import tiny_tokenizers
 from fakes import WordScorer
-from laurel.config.environments import JudgeConfig
+from laurel.config.environments import JudgeConfig, ScorerSource
 from laurel.extensions.judges.loaded import ModelJudge
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.chat import ChatFormat
+from laurel.rewards.spec import NamedSource
 from laurel.types import Message
 from reward_servers import Asked, Behaviour, RewardServer
 
@@ -49,10 +50,22 @@ def response_in(asked: Asked) -> str:
 ONLY_RESPONSE = "judge:{{ response }}"
 
 
-def judge_config(*servers: RewardServer, **settings: Any) -> JudgeConfig:
+def judge_section(**settings: Any) -> dict[str, Any]:
+    """The section of a judge: what says how it is asked stands in `judge`."""
+    asked = {key: value for key, value in settings.items() if key in JudgeConfig.model_fields}
+    return {key: value for key, value in settings.items() if key not in asked} | {"judge": asked}
+
+
+def judge_config(*servers: RewardServer, **settings: Any) -> ScorerSource:
     """A judge at these servers, which is asked with the response alone."""
-    given = {"model": "judge", "template": ONLY_RESPONSE, "connect_patience": 0.0}
-    return JudgeConfig(**{"urls": [server.url for server in servers]} | given | settings)
+    given = {"url_model": "judge", "template": ONLY_RESPONSE, "connect_patience": 0.0}
+    urls = {"urls": [server.url for server in servers]}
+    return ScorerSource(**judge_section(**urls | given | settings))
+
+
+def named_judge(source: ScorerSource) -> NamedSource:
+    """What opens the judge of a section."""
+    return NamedSource("judge", source.judge, within=source)
 
 
 def word_judge(scorer: WordScorer) -> RewardServer:
@@ -66,10 +79,10 @@ def word_judge(scorer: WordScorer) -> RewardServer:
     return judge_server(say)
 
 
-def word_judge_config(server: RewardServer) -> JudgeConfig:
+def word_judge_config(server: RewardServer) -> ScorerSource:
     """Any number is a verdict."""
     whole = "{{ (conversation + [{'role': 'assistant', 'content': response}]) | tojson }}"
-    return judge_config(server, template=whole, lowest=None, highest=None)
+    return judge_config(server, template=whole, score_range=(-math.inf, math.inf))
 
 
 def by_length(asked: Asked) -> str:
@@ -90,13 +103,11 @@ def tiny_judge(*, weight: float = 1.0, poison: str = "") -> ModelJudge:
             policy.causal_lm.get_input_embeddings().weight[token] = math.nan
     chat = ChatFormat(tokenizer)
     config = JudgeConfig(
-        model="tiny",
         read_out="log_probability",
         words=("+", "-"),
-        batch_tokens=512,
         # As a chat template that knows no tools.
         template="{% for m in conversation %}{{ {}['no tools'] if m.role == 'tool' }}"
         "{{ m.content }}{% endfor %} // {{ response }}",
     )
     engine = TransformersEngine(policy, tokenizer, end_ids=chat.end_ids)
-    return ModelJudge(config, engine, chat, max_length=4096)
+    return ModelJudge(config, engine, chat, max_length=4096, batch_tokens=512)

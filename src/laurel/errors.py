@@ -194,7 +194,8 @@ def if_interrupted(kept: Callable[[], str]) -> Iterator[None]:
 Names = Mapping[str, str]
 """The names of configuration keys in another vocabulary, such as the options of a command: of keys,
 and of sections with all keys that have no entry of their own. A name that ends with a blank stands
-before what follows: `{"policy": "--set "}` makes `--set tokenizer.pad_token` of a key of `policy`.
+before what follows: `{"policy": "--set "}` makes `--set tokenizer.pad_token` of a key of `policy`;
+an empty one leaves the section out.
 """
 
 _SPOKEN: ContextVar[tuple[Names, ...]] = ContextVar("laurel_names", default=())
@@ -209,7 +210,7 @@ def key_of(key: str) -> str:
             rest = f".{last}{rest}"
         if section:
             name = names[section]
-            key = name + (rest[1:] if name.endswith(" ") else rest)
+            key = name + (rest[1:] if not name or name.endswith(" ") else rest)
     return key
 
 
@@ -246,8 +247,10 @@ def no_file_at(path: str | Path) -> str | None:
 
 
 def about(key: str) -> str:
-    """Begin a message about a key or a section."""
+    """Begin a message about a key or a section; one without a name begins with nothing."""
     name = key_of(key)
+    if not name:
+        return ""
     return f"{name} " if _is_option(name) else f"{name}: "
 
 

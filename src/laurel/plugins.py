@@ -276,6 +276,9 @@ class ScorerServices:
     """Called with a line on all that was loaded, found and decided."""
     server: Any = None
     """The model that the run serves for the source, a `config.environments.ModelServerConfig`."""
+    source: Any = None
+    """The section that the settings stand in, a `config.environments.ScorerSource`: which model it
+    is, where it is, and how it is loaded or asked."""
 
 
 class ScoreSource(Plugin):
@@ -396,7 +399,7 @@ class EngineThatScores(Engine):
     """An engine that also computes reward models and judges, whose weights never change."""
 
     scoring_section: ClassVar[type[Any] | None] = None
-    """Its settings for that, as `<name>_cfg` of `env.reward_model.generation` and of a judge."""
+    """Its settings for that, as `<name>_cfg` of `env.reward_model.generation`."""
 
     @abstractmethod
     def open_scorer(self, section: Any, model: Any, say: Callable[[str], None]) -> Any:
@@ -502,6 +505,8 @@ class EnvironmentServices:
     """The policy's turns in a rollout."""
     timeout_seconds: float = 600.0
     """Seconds of one step of an environment, after which all of it fails."""
+    max_observation_chars: int = 4096
+    """Longest message of an environment that the policy sees."""
     say: Callable[[str], None] | None = None
     """Prints a line about what takes long."""
     placement: Any = None

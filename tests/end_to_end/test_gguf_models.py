@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     write_rows(folder / "sums.jsonl", sums(12))
     write(folder / "bench.jsonl", pair_rows()[:4])
     save_model(folder / "rm", num_labels=1)
-    judge = "judge: {model: tiny.Q8_0.gguf, precision: float32, read_out: log_probability}"
+    judge = "{model_name: tiny.Q8_0.gguf, precision: float32, judge: {read_out: log_probability}}"
     (folder / "judge.yaml").write_text(judge)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(folder / "cache"))
@@ -68,7 +68,7 @@ READ = {
         *("grpo", *GRPO, SUMS, f"policy.model_name={FILE}"),
         f"loss_fn.distillation.model_name={FILE}",
     ],
-    "JudgeConfig.model": ["score", "pairs.jsonl", "--judge", "judge.yaml", *ON_CPU],
+    "JudgeFile.model_name": ["score", "pairs.jsonl", "--judge", "judge.yaml", *ON_CPU],
     "init --model": ["init", "--task", "rm", "--model", FILE, "--data", "pairs.jsonl"],
     "data check --model": ["data", "check", "pairs.jsonl", "--model", FILE],
     "eval policy --model": [

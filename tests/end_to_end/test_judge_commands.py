@@ -10,21 +10,21 @@ from typer.testing import CliRunner
 import tiny
 import tiny_tokenizers
 from eval_rows import pair_rows, write
-from judges import ONLY_RESPONSE, by_length, judge_server
+from judges import ONLY_RESPONSE, by_length, judge_section, judge_server, named_judge
 from laurel import api
 from laurel.cli.main import app
 from laurel.errors import ConfigError
 from laurel.extensions.evaluation.tables import print_judge
 from laurel.rewards.open import open_scorer
-from laurel.rewards.spec import NamedSource, ScorerSpec
+from laurel.rewards.spec import ScorerSpec
 from laurel.run.specs import read_judge
 from laurel.types import Message, group_of
 from model_directories import save_model
 
 JUDGE = """\
+model_name: {model}
+precision: float32
 judge:
-  model: {model}
-  precision: float32
   read_out: log_probability
   compares: {compares}
 """
@@ -60,10 +60,8 @@ def test_eval_counts_the_verdicts_and_says_how_often_they_flip(called, judge, tm
         group_of((Message("user", r["prompt"]),), (r["chosen"], r["rejected"]), group_id="g")
         for r in rows
     ]
-    config = read_judge(judge, say=print)
-    with open_scorer(
-        ScorerSpec(source=NamedSource("judge", config), device="cpu"), say=print
-    ) as scorer:
+    source = named_judge(read_judge(judge, say=print))
+    with open_scorer(ScorerSpec(source=source, device="cpu"), say=print) as scorer:
         scores = scorer.score_now(groups)
     plain = next(one for one in report["sections"] if one["name"] == "all rows, unweighted")
     right = [one.value > other.value for one, other in scores]
@@ -138,7 +136,7 @@ def test_probabilities_have_no_calibration_and_python_asks_judges_too(judge, tmp
     ("words", "said"),
     [
         (("--precision", "float32"), "--precision is about a reward model"),
-        (("--model", "x"), "the file sets judge.model"),
+        (("--model", "x"), "the file sets model_name"),
         (("--member", "x"), "--member is about a reward model"),
     ],
 )
@@ -158,8 +156,8 @@ def test_eval_asks_a_judge_behind_an_address(called, tmp_path):
     data = write(tmp_path / "rows.jsonl", rows)
     with judge_server(by_length) as server:
         file = tmp_path / "judge.yaml"
-        section = {"urls": [server.url], "model": "judge", "template": ONLY_RESPONSE}
-        file.write_text(json.dumps({"judge": section}), encoding="utf-8")
+        section = judge_section(urls=[server.url], url_model="judge", template=ONLY_RESPONSE)
+        file.write_text(json.dumps(section), encoding="utf-8")
         done = called("eval", "pairs", "--judge", file, "-d", data, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["final"]["value"] == 0.5
@@ -169,12 +167,15 @@ def test_eval_asks_a_judge_behind_an_address(called, tmp_path):
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"model": "./nowhere"}, "judge.model=./nowhere"),
-        ({"urls": ["http://h"], "model": "j", "template": "{{ x }}"}, "judge.template: there is"),
+        ({"model_name": "./nowhere"}, "model_name=./nowhere"),
+        (
+            {"urls": ["http://h"], "url_model": "j", "template": "{{ x }}"},
+            "judge.template: there is",
+        ),
     ],
 )
 def test_a_wrong_judge_is_reported_before_rows_are_read(called, command, section, said, tmp_path):
-    file = write(tmp_path / "judge.yaml", [{"judge": section}])
+    file = write(tmp_path / "judge.yaml", [judge_section(**section)])
     done = called(*command, tmp_path / "no rows.jsonl", "--judge", file)
     assert said in str(done.exception)
 
@@ -188,7 +189,7 @@ def test_process_bench_needs_the_values_of_steps(called, judge, tmp_path):
 
 
 def test_a_judge_that_writes_numbers_has_no_verdicts_to_learn(called, tmp_path):
-    judge = write(tmp_path / "judge.yaml", [{"judge": {"model": "m"}}])
+    judge = write(tmp_path / "judge.yaml", [{"model_name": "m", "judge": {}}])
     done = called("data", "verdicts", tmp_path / "no rows.jsonl", "--judge", judge)
     assert "set read_out=log_probability, or compares=true" in str(done.exception)
 

@@ -121,13 +121,12 @@ def test_a_judge_gives_the_rewards(tmp_path, model):
 
     with judge_server(say) as server:
         judge = {
-            "urls": [server.url],
-            "model": "judge",
             "num_samples": 2,
             "temperature": 0.5,
             "template": "{{ response }}|known:{{ ground_truth }}",
         }
-        done = run(tmp_path, model, {"judge": judge, "transform": {"scale": 0.1}})
+        section = {"urls": [server.url], "url_model": "judge", "judge": judge}
+        done = run(tmp_path, model, {**section, "transform": {"scale": 0.1}})
         assert len(server.asked) <= 2 + 2 * 2 * 12
     assert done.outcome.ended == "finished"
     for step, figures in metrics_of(tmp_path).items():
@@ -140,13 +139,12 @@ def test_a_judge_gives_the_rewards(tmp_path, model):
 @pytest.mark.slow
 def test_a_judge_in_this_process_compares_the_completions_of_a_group(tmp_path, model):
     judge = {
-        "model": str(model),
-        "precision": "float32",
         "compares": True,
         "read_out": "log_probability",
         "template": "{{ response }}|{{ other_response }}",
     }
-    done = run(tmp_path, model, {"judge": judge})
+    section = {"model_name": str(model), "precision": "float32", "judge": judge}
+    done = run(tmp_path, model, section)
     assert done.outcome.ended == "finished"
     for step, figures in metrics_of(tmp_path).items():
         # What one side wins the other loses, so the mean of each group is 1/2.

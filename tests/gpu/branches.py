@@ -41,7 +41,6 @@ BRANCHES = {
     "models/forest/policy.py": (
         "test_policy_gpu.py::test_the_head_multiplies_in_the_precision_of_the_decoder"
     ),
-    "models/loading/pretrained.py": "test_policy_gpu.py::test_compiled_layers_compute_the_same",
     "models/parallel/mesh.py": "test_learner_gpu.py::test_memory_comes_back_and_nothing_changes",
     "rewards/open.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/replicas.py": "test_branches_gpu.py::test_replicas_score_as_one",

@@ -97,9 +97,7 @@ def judges(family: Family, said: str) -> Iterator[Ids]:
     """Their instructions, the conversation, the answers and a reference."""
     template = "{{ prompt }}|{{ response }}|{{ other_response }}|{{ ground_truth }}"
     engine = Asked()
-    config = JudgeConfig(
-        model="judge", compares=True, read_out="log_probability", template=template, system=said
-    )
+    config = JudgeConfig(compares=True, read_out="log_probability", template=template, system=said)
     judge = ModelJudge(config, engine, ChatFormat(family.tokenizer()), max_length=10**5)
     group = Group(
         id="g",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ from laurel.plugins import Engine, EngineThatScores, EnvironmentKind
 
 # Where the scores of a reward-model environment come from.
 
+Bound = Annotated[float, Field(allow_inf_nan=True)]
+"""A bound that may be infinite, and then bounds nothing."""
+
 SCORE_PATTERN = r"[Ss]core\W*?[:=]\W*?(-?\d+(?:\.\d+)?)"
 """The default pattern for a judge's score: `Score: 7`, `**Score:** 7`, `"score": 7` and so on."""
 
@@ -66,43 +70,6 @@ def _shown(url: str) -> str:
     # A password or a query may be a secret.
     address = url.partition("?")[0].partition("#")[0]
     return ascii(address.rpartition("@")[2])
-
-
-class KeyedConfig(Section):
-    """Servers that may ask for an API key."""
-
-    api_key_env: Annotated[str | None, MAY_CHANGE] = None
-    """Name of the environment variable with the API key; never the key itself."""
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            # What was written may be the key: it must not come up in a message.
-            raise ValueError(
-                f"{key_of('api_key_env')} is the name of an environment variable, such as "
-                "REWARD_API_KEY, and what stands there cannot be one. Never write the key itself "
-                "into a configuration"
-            )
-        return name
-
-
-class AskingConfig(KeyedConfig):
-    """Requests to servers that this run did not start."""
-
-    request_timeout: Annotated[float, MAY_CHANGE] = Field(default=120.0, gt=0)
-    """Seconds for a score, all tries together; then the completion has failed. One try has a
-    quarter of them."""
-    hedge: Annotated[bool, MAY_CHANGE] = False
-    """Ask a second server as well where an answer takes unusually long. Default: it doubles some of
-    the work."""
-    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=0)
-    """Seconds to wait at the start for a server that does not answer yet."""
-
-    @property
-    def attempt_timeout(self) -> float:
-        """Return the seconds of one try: a server that hangs leaves time to ask three others."""
-        return self.request_timeout / 4
 
 
 class ScoringEngineSection(OpenSection):
@@ -138,39 +105,16 @@ def _is_set(section: Section, key: str) -> bool:
     return bool(getattr(section, key) != field.get_default(call_default_factory=True))
 
 
-class JudgeConfig(AskingConfig, ScoringEngineSection):
-    """A language model that is asked for a verdict: at an OpenAI-compatible endpoint, or here.
+class JudgeConfig(Section):
+    """How a language model is asked for a verdict: at an OpenAI-compatible endpoint, or here.
 
+    Which model, and where and how it computes or is asked, the keys beside `judge` say.
     What it is shown was written by the policy, which learns to persuade it. The default template
     puts the response between marks that the policy cannot write; a template of your own should too.
     """
 
     removed: ClassVar[Mapping[str, Removed]] = removed("JudgeConfig")
 
-    urls: Annotated[list[str] | None, MAY_CHANGE] = Field(default=None, min_length=1)
-    """Servers of the same judge; `/v1/chat/completions` is added if it is missing. Null: this
-    process loads the judge."""
-    model: str
-    """What the servers call it; without `urls` its directory, a directory of checkpoints, its hub
-    name, or a GGUF file."""
-    backend: Annotated[str, NameOf("engines", ("transformers",)), MAY_CHANGE] = "transformers"
-    """The engine of a judge that this process loads, `transformers` or `vllm` (with `vllm_cfg`).
-    Default: it needs no other package."""
-    precision: Precision = "bfloat16"
-    """Dtype of the weights of a judge that is loaded; its log-probabilities are float32. Default:
-    half the memory."""
-    compile: Annotated[Literal["auto"] | bool, MAY_CHANGE] = "auto"
-    """Compile the layers of a judge that is loaded, as `policy.compile` does."""
-    max_model_len: int | None = Field(default=None, ge=2)
-    """Most tokens of question and verdict of a judge that is loaded; null is 8192, or the model's
-    positions if fewer. A longer question fails; it is never truncated."""
-    batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
-    """Token budget of one forward pass by log-probability with `backend: transformers`."""
-    max_concurrent: Annotated[int, MAY_CHANGE] = Field(default=64, ge=1)
-    """Replies of a judge that is loaded which are written side by side, at most. Default: a bound
-    on the memory of their keys and values, beside a run that needs its own."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """Of a judge that is loaded: chat template and its variables. Null names are the model's."""
     read_out: Literal["written", "log_probability"] = "written"
     """`written`: the judge writes a reply, in which the verdict stands. `log_probability` (without
     `urls`): it writes nothing, and the verdict is the probability of the first of `words`, as
@@ -189,22 +133,17 @@ class JudgeConfig(AskingConfig, ScoringEngineSection):
     """Jinja2 text of the question. It may use `prompt` (text of the last user message),
     `response`, `conversation` (messages with `role` and `content`, the response left out),
     `ground_truth` (none where the task has none), `mark` (a word that no response holds), and
-    with `compares` also `other_response`; `words` are the verdicts. Null asks for a score from
-    `lowest` to `highest`, for one of `words`, or for the better response."""
+    with `compares` also `other_response`; `words` are the verdicts. Null asks for a score in
+    `score_range`, for one of `words`, or for the better response."""
     system: str | None = None
     """A system message, as it is."""
     score_pattern: str = SCORE_PATTERN
-    """Regular expression with one group, the number; unused with `score_key`. With `compares` the
-    verdict is one of `words` in double brackets: `[[A]]`."""
+    """Regular expression with one group, the number; unused with `score_key`. Its last match
+    counts. With `compares` the verdict is one of `words` in double brackets: `[[A]]`."""
     score_key: str | None = None
-    """Key of the number in a JSON object of the reply."""
-    which: Literal["last", "first"] = "last"
-    """The match or object that counts among several. A judge that quotes does so before its
-    verdict."""
-    lowest: float | None = 0.0
-    """A lower number is no score; null: any is one."""
-    highest: float | None = 10.0
-    """A higher number is no score; null: any is one."""
+    """Key of the number in a JSON object of the reply, the last one that has it."""
+    score_range: tuple[Bound, Bound] = (0.0, 10.0)
+    """Lowest and highest score: a number outside is none; `-.inf` and `.inf` bound nothing."""
     num_samples: int = Field(default=1, ge=1)
     """Replies of which the score is the mean."""
     min_samples: int = Field(default=1, ge=1)
@@ -217,9 +156,9 @@ class JudgeConfig(AskingConfig, ScoringEngineSection):
     """Of one reply. One that is cut off has no score."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More keys of the request, as they are, e.g. `chat_template_kwargs`."""
-    request_timeout: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
-    """Seconds for a score, all tries together; then the completion has failed. One try has a
-    quarter of them."""
+    max_concurrent: Annotated[int, MAY_CHANGE] = Field(default=64, ge=1)
+    """Replies of a judge that is loaded which are written side by side, at most. Default: a bound
+    on the memory of their keys and values, beside a run that needs its own."""
 
     @field_validator("words", mode="before")
     @classmethod
@@ -230,8 +169,6 @@ class JudgeConfig(AskingConfig, ScoringEngineSection):
 
     @model_validator(mode="after")
     def _can_judge(self) -> JudgeConfig:
-        if self.urls is not None:
-            checked_urls(self.urls)
         self._refuse_unused()
         if self.words is not None and (
             not all(word.strip() for word in self.words) or len(set(self.words)) < 2
@@ -260,13 +197,16 @@ class JudgeConfig(AskingConfig, ScoringEngineSection):
                 f"num_samples={self.num_samples} with temperature=0 are as many equal replies; "
                 "set a temperature, or num_samples=1"
             )
-        low, high = self.lowest, self.highest
-        if low is not None and high is not None and low >= high:
-            raise ValueError(f"lowest={self.lowest} must be below highest={self.highest}")
-        asks_for_number = not self.compares and self.read_out == "written"
-        if asks_for_number and self.template is None and None in (self.lowest, self.highest):
+        low, high = self.score_range
+        if not low < high:
             raise ValueError(
-                "template=null asks for a score from lowest to highest, and one of them is null; "
+                f"score_range={list(self.score_range)} must be [lowest, highest], the lower one "
+                "first"
+            )
+        asks_for_number = not self.compares and self.read_out == "written"
+        if asks_for_number and self.template is None and math.inf in (-low, high):
+            raise ValueError(
+                "template=null asks for a score in score_range, and one of its bounds is infinite; "
                 "give both, or a template"
             )
         taken = sorted({"model", "messages", "n", "stream"} & self.extra_body.keys())
@@ -276,14 +216,7 @@ class JudgeConfig(AskingConfig, ScoringEngineSection):
 
     def _refuse_unused(self) -> None:
         """Raise an error for a key that would have no effect beside the others."""
-        found: list[tuple[str, Sequence[str]]] = [
-            (
-                "is for a judge that this process loads; leave it out, or take urls out",
-                LOADED_JUDGE_KEYS,
-            )
-            if self.urls is not None
-            else ("says how urls are asked, and there are none", _ASKED)
-        ]
+        found: list[tuple[str, Sequence[str]]] = []
         if self.read_out == "log_probability":
             found.append(("is for replies, and read_out=log_probability writes none", _WRITTEN))
         elif self.compares:
@@ -294,59 +227,43 @@ class JudgeConfig(AskingConfig, ScoringEngineSection):
             found.append(("is for read_out=log_probability or compares=true", ("words",)))
         if not self.compares:
             found.append(("is for compares=true", ("max_opponents",)))
-        if self.backend != "transformers":
-            found.append(("is for backend=transformers", ("batch_tokens", "compile")))
-        for key in self.model_extra or ():
-            name = key.removesuffix(self.suffix_of_plugins)
-            why = found[0][0] if self.urls is not None else f"is for backend={name}"
-            if self.urls is not None or name != self.backend:
-                found.append((why, (key,)))
+        self._refuse(found)
+
+    def check_place(self, *, is_served: bool) -> None:
+        """Check that every key has an effect on a judge that servers hold, or one loaded here.
+
+        Raises:
+            ValueError: A key has none.
+        """
+        if is_served:
+            self._refuse([(NOT_LOADED, _LOADED)])
+        else:
+            self._refuse([("says how urls are asked, and there are none", ("extra_body",))])
+            if self.seed is None:
+                raise ValueError(
+                    "seed=null is the server's own, and there are no urls: give a number"
+                )
+
+    def _refuse(self, found: Sequence[tuple[str, Sequence[str]]]) -> None:
         for why, keys in found:
             for key in keys:
                 if _is_set(self, key):
                     raise ValueError(f"{key} {why}")
-        if self.urls is None and self.seed is None:
-            raise ValueError("seed=null is the server's own, and there are no urls: give a number")
 
     @property
     def verdict_words(self) -> tuple[str, str]:
         """The verdicts for the better (or first) response, and for the worse (or second)."""
         return self.words or (("A", "B") if self.compares else ("Yes", "No"))
 
-    def lacks_slot(self, where: str) -> str:
-        """Return the message on a loaded judge in a run on a cluster, for the section `where`."""
-        return (
-            f"{where}: on a cluster a judge is not loaded by the run, which would have no slot for "
-            f"it. Serve it (vllm serve {self.model}), and name its address in {where}.urls"
-        )
 
-
-LOADED_JUDGE_KEYS = (
-    *(
-        "backend",
-        "precision",
-        "compile",
-        "max_model_len",
-        "batch_tokens",
-        "max_concurrent",
-    ),
-    *("tokenizer", "read_out", "compares", "words", "max_opponents"),
-)
+NOT_LOADED = "is for a judge that this process loads; leave it out, or take urls out"
+_LOADED = ("read_out", "compares", "words", "max_opponents", "max_concurrent")
 """The keys of `judge` without effect on one that is asked at `urls`."""
-_ASKED = ("api_key_env", "request_timeout", "hedge", "connect_patience", "extra_body")
-_SCORE = ("score_pattern", "score_key", "lowest", "highest")
+_SCORE = ("score_pattern", "score_key", "score_range")
 _WRITTEN = (
     *_SCORE,
-    *("which", "num_samples", "min_samples", "temperature", "seed", "max_tokens"),
-    "max_concurrent",
+    *("num_samples", "min_samples", "temperature", "seed", "max_tokens", "max_concurrent"),
 )
-
-
-class JudgeFile(Section):
-    """A file that says which judge scores, for commands that take `--judge`."""
-
-    judge: JudgeConfig
-    """The judge, as in `env.reward_model.judge`."""
 
 
 class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # mypy's plug-in has its own `kwargs`
@@ -356,10 +273,10 @@ class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # mypy's plug-in h
     removed: ClassVar[Mapping[str, Removed]] = removed("FunctionConfig")
 
     path: str
-    """`module:function`, or `path/to/file.py:function`. Its arguments are verl's: `data_source`,
-    `solution_str`, `ground_truth` and `extra_info`; `response_str`, `num_turns` and `validate` if
-    it names them. It returns a number, or a dictionary with a `score` and other numbers, which are
-    logged. It may be async."""
+    """`module:function`, or `path/to/file.py:function`. Its arguments are verl's: `data_source`
+    (`""` for a task without one), `solution_str`, `ground_truth` and `extra_info`; `response_str`,
+    `num_turns` and `validate` if it names them. It returns a number, or a dictionary with a `score`
+    and other numbers, which are logged. It may be async."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments, passed as they are."""
     group: bool = False
@@ -368,8 +285,6 @@ class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # mypy's plug-in h
     timeout: Annotated[float, MAY_CHANGE] = Field(default=30.0, gt=0)
     """Seconds of one call. With `num_workers` above 0 its process is then killed; a thread cannot
     be, and is left behind."""
-    data_source: str = ""
-    """Passed to the function for a task without one."""
     router: Annotated[str | None, MAY_CHANGE] = None
     """`HOST:PORT` of a model server (`laurel serve`, vLLM, SGLang) that the function calls itself,
     passed to a parameter `reward_router_address`, as verl does."""
@@ -424,6 +339,8 @@ class ModelServerConfig(Section):
     Each replica has `tensor_parallel_size` slots of the cluster, as a reward model would.
     """
 
+    removed: ClassVar[Mapping[str, Removed]] = removed("ModelServerConfig")
+
     model_name: str
     """Hub name or directory of the model."""
     backend: Annotated[str, NameOf("engines")] = "vllm"
@@ -437,12 +354,6 @@ class ModelServerConfig(Section):
     """Slots of their own. Null: they share those of the policy, and sleep but for the scores."""
     arguments: list[str] = Field(default_factory=list)
     """Further arguments of the program, such as `--max-model-len=4096`."""
-    hedge: Annotated[bool, MAY_CHANGE] = False
-    """Ask a second replica where an answer takes twice as long as 95 % of them."""
-    start_timeout: Annotated[float, MAY_CHANGE] = Field(default=900.0, gt=0)
-    """Seconds until a server answers, and until a request finds one that does."""
-    max_restarts: Annotated[int, MAY_CHANGE] = Field(default=3, ge=0)
-    """Servers that are started again after they were lost, all together."""
 
     @model_validator(mode="after")
     def _fits_its_slots(self) -> ModelServerConfig:
@@ -453,46 +364,72 @@ class ModelServerConfig(Section):
                 f"resources: {self.replicas} replicas of {self.tensor_parallel_size} take {need} "
                 f"slots, and these are {per_node} of gpus_per_node x {nodes} of num_nodes"
             )
-        if self.hedge and self.replicas < 2:
-            raise ValueError("hedge asks a second replica, and there is one")
         if not isinstance(plugins.find(Engine, self.backend), plugins.EngineThatServes):
             raise ValueError(f"backend={self.backend}: this engine has no server")
         return self
 
 
-class SourceConfig(KeyedConfig, OpenSection):
-    """The source of scores: exactly one of a loaded model, servers, a judge and a function."""
+class ScoringGenerationConfig(ScoringEngineSection):
+    """The engine that computes the scores of a reward model; the name is NeMo RL's."""
+
+    foreign_keys: ClassVar[frozenset[str]] = foreign("ScoringGenerationConfig")
+
+    backend: Annotated[str, NameOf("engines", ("transformers",))] = "transformers"
+    """`transformers`: the model itself, in token forests; `vllm`: an engine of its own (extra
+    `vllm`), checked against the golden scores. Default: it needs no second engine, and its noise
+    can be measured exactly."""
+
+
+class SourceConfig(OpenSection):
+    """The source of scores: a model or servers, which a judge may ask, or a function."""
 
     kind_of_plugin: ClassVar[str] = "dialects"
     removed: ClassVar[Mapping[str, Removed]] = removed("ScorerSource")
 
     model_name: str | None = None
     """Hub name or directory of the reward model, or a directory of checkpoints. With `urls` only
-    its tokenizer, template and contract are read."""
+    its tokenizer, template and contract are read. Of a judge that this process loads also a GGUF
+    file."""
     checkpoint_path: str | None = None
     """Directory whose weights are used instead of those of `model_name`."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Null names are those of the model."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest conversation in tokens, for a model without a scoring contract; null is 8192, or the
-    model's positions if fewer. Longer ones are truncated and counted."""
+    model's positions if fewer. Longer ones are truncated and counted; of a judge, whose verdict
+    has to fit as well, they fail."""
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     urls: Annotated[list[str] | None, MAY_CHANGE] = None
-    """Servers of one reward model, which this run does not start; any may fail."""
+    """Servers of one model, which this run does not start; any may fail. Of a judge
+    `/v1/chat/completions` is added if it is missing."""
     url_protocol: Annotated[str, NameOf("dialects")] = "laurel"
     """The protocol of `urls`: `laurel serve`, vLLM's `/classify`, SGLang's `/classify` or
     `/v1/embeddings`, OpenRLHF's `/get_reward`, or slime's remote_rm. Where a server takes rendered
     conversations, `model_name` names the model of their template."""
     url_model: str = ""
-    """What they call the model, where they ask for it."""
+    """What they call the model, where they ask for it, as those of a judge do."""
     reward_key: str = ""
     """Key of the score in the reply of slime's servers; empty: the reply is the score."""
     model_version: str = ""
     """Version of the model; other versions are refused. Empty: that of the first reply."""
+    api_key_env: Annotated[str | None, MAY_CHANGE] = None
+    """Name of the environment variable with the API key; never the key itself."""
     judge: JudgeConfig | None = None
-    """A language model that is asked for a score."""
+    """The model, loaded here or at `urls`, is a language model that is asked for a verdict."""
     function: FunctionConfig | None = None
     """A Python function that scores."""
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            # What was written may be the key: it must not come up in a message.
+            raise ValueError(
+                f"{key_of('api_key_env')} is the name of an environment variable, such as "
+                "REWARD_API_KEY, and what stands there cannot be one. Never write the key itself "
+                "into a configuration"
+            )
+        return name
 
     @model_validator(mode="after")
     def _is_one_source(self) -> SourceConfig:
@@ -500,6 +437,9 @@ class SourceConfig(KeyedConfig, OpenSection):
             if not self.urls:
                 raise ValueError("urls is empty: name a server, or leave the key out")
             checked_urls(self.urls)
+        if self.judge is not None:
+            self._check_judge(self.judge)
+        elif self.urls is not None:
             if self._dialect.rendered == "always" and not self._model:
                 raise ValueError(
                     f"url_protocol={self.url_protocol}: its servers take rendered conversations, "
@@ -512,23 +452,36 @@ class SourceConfig(KeyedConfig, OpenSection):
         else:
             for key in ("url_model", "reward_key", "model_version", "api_key_env"):
                 if _is_set(self, key):
-                    where = "; a judge has its own" if self.judge is not None else ""
-                    raise ValueError(
-                        f"{key} says how urls are asked, and there are none beside it{where}"
-                    )
+                    raise ValueError(f"{key} says how urls are asked, and there are none beside it")
         if len(self._sources()) > 1:
             raise ValueError(
                 f"{' and '.join(self._sources())} cannot both give the score; keep one"
             )
-        for key in ("tokenizer", "max_model_len") if self.judge is not None else ():
-            if _is_set(self, key):
-                raise ValueError(f"{key} is for a reward model, and a judge has its own keys")
         return self
 
+    def _check_judge(self, judge: JudgeConfig) -> None:
+        for key in ("checkpoint_path", "reward_model_cfg", *_OF_A_DIALECT):
+            if _is_set(self, key):
+                raise ValueError(f"{key} is for a reward model, and here a judge scores")
+        if self.urls is None:
+            if not self.model_name:
+                raise ValueError("model_name is missing: which model is the judge?")
+            why = "says how urls are asked, and there are none"
+            unused: Sequence[str] = ("url_model", "api_key_env")
+        else:
+            if not self.url_model:
+                raise ValueError("url_model is missing: what do the servers call the judge?")
+            unused, why = ("model_name", "tokenizer", "max_model_len"), NOT_LOADED
+        for key in unused:
+            if _is_set(self, key):
+                raise ValueError(f"{key} {why}")
+        judge.check_place(is_served=self.urls is not None)
+
     def _sources(self) -> list[str]:
+        is_asked = self.judge is not None
         found = {
-            "urls": self.urls is not None,
-            "model_name": self.urls is None and self._model is not None,
+            "urls": self.urls is not None and not is_asked,
+            "model_name": self.urls is None and self._model is not None and not is_asked,
             **{name: True for name, _ in self._named()},
         }
         return [name for name, is_there in found.items() if is_there]
@@ -578,7 +531,7 @@ class SourceConfig(KeyedConfig, OpenSection):
     @property
     def loads_judge(self) -> bool:
         """Report whether this run loads a judge, which no server holds."""
-        return self.judge is not None and self.judge.urls is None
+        return self.judge is not None and self.urls is None
 
     @property
     def uses_workers(self) -> bool:
@@ -587,7 +540,10 @@ class SourceConfig(KeyedConfig, OpenSection):
         Conversations are rendered for a loaded model, and for servers that expect rendered text.
         """
         renders_for_servers = (
-            self.urls is not None and bool(self._model) and self._dialect.rendered != "never"
+            self.urls is not None
+            and self.judge is None
+            and bool(self._model)
+            and self._dialect.rendered != "never"
         )
         return self.loads_model or renders_for_servers or self.function is not None
 
@@ -603,9 +559,24 @@ class SourceConfig(KeyedConfig, OpenSection):
         return compares or (self.function is not None and self.function.group)
 
 
-class ScorerSource(AskingConfig, SourceConfig):
+_OF_A_DIALECT = ("url_protocol", "reward_key", "model_version")
+
+
+class ScorerSource(SourceConfig):
     """A source of scores, and how it is loaded and asked."""
 
+    request_timeout: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
+    """Seconds for a score, all tries together; then the completion has failed. One try has a
+    quarter of them. Null: 120, and of a judge 600."""
+    hedge: Annotated[bool, MAY_CHANGE] = False
+    """Ask a second server as well, of `urls` or of `server`, where an answer takes unusually long.
+    Default: it doubles some of the work."""
+    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, ge=0)
+    """Seconds to wait at the start for a server that does not answer yet."""
+    generation: Annotated[ScoringGenerationConfig | None, MAY_CHANGE] = None
+    """What computes the scores of a model that this run loads: `backend` is `transformers` (also
+    null), or `vllm`, an engine of its own on one machine. Of `models` it computes the judges.
+    Default: no second engine, and its noise can be measured exactly."""
     precision: Precision = "bfloat16"
     """Dtype of the weights and of the decoder's arithmetic; the head is float32 either way.
     Default: half the memory; groups are kept from its noise by `noise_floor_factor`."""
@@ -617,11 +588,31 @@ class ScorerSource(AskingConfig, SourceConfig):
     """Refuse pickled weights."""
     batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
     """Token budget of one forward pass. A larger group is computed in parts."""
-    batch_timeout: Annotated[float, MAY_CHANGE] = Field(default=300.0, gt=0)
-    """Seconds of one forward pass in a process of its own. A slower replica is restarted, and
-    others score its completions."""
     server: ModelServerConfig | None = None
     """A model that the run serves for `function`, which gets its address and tokenizer."""
+
+    @property
+    def engine(self) -> tuple[EngineThatScores, Any] | None:
+        """Return the engine that computes a loaded model, with its settings; None: Laurel's."""
+        return None if self.generation is None else self.generation.engine
+
+    @property
+    def seconds_of_score(self) -> float:
+        """Return the seconds for a score, all tries together."""
+        return self.request_timeout or (120.0 if self.judge is None else 600.0)
+
+    @property
+    def seconds_of_try(self) -> float:
+        """Return the seconds of one try: a server that hangs leaves time to ask three others."""
+        return self.seconds_of_score / 4
+
+    def lacks_slot(self, where: str) -> str:
+        """Return the message on a loaded judge in a run on a cluster, for the section `where`."""
+        return (
+            f"{where}.judge: on a cluster a judge is not loaded by the run, which would have no "
+            f"slot for it. Serve it (vllm serve {self.model_name}), and name its address in "
+            f"{where}.urls and its name there in url_model"
+        )
 
     @property
     def sources(self) -> Sequence[ScorerSource]:
@@ -631,27 +622,54 @@ class ScorerSource(AskingConfig, SourceConfig):
     @model_validator(mode="after")
     def _fits_the_sources(self) -> ScorerSource:
         urls = [source.urls for source in self.sources if source.urls is not None]
-        if self.hedge and not any(len(servers) > 1 for servers in urls):
+        num_served = self.server.replicas if self.server is not None else 0
+        if self.hedge and max(num_served, *map(len, urls), 0) < 2:
             why = "urls has only one" if urls else "there are no urls"
-            where = "; a judge has its own" if self.judge is not None else ""
-            raise ValueError(f"hedge asks a second server, and {why}{where}")
+            why = "server has one replica" if num_served else why
+            raise ValueError(f"hedge asks a second server, and {why}")
         if self.server is not None and sum(one.asks_served_model for one in self.sources) != 1:
             raise ValueError(
                 "server is for a function that asks it, and for one alone: set function.path, and "
                 "leave function.router out"
             )
         if all(source.judge is not None for source in self.sources):
-            for key in _OF_A_MODEL:
-                # `dtensor_cfg` is no key of a source outside of a run.
-                if key in type(self).model_fields and _is_set(self, key):
-                    raise ValueError(f"{key} is for a reward model, and a judge has its own keys")
+            self._check_judges()
         return self
 
+    def _check_judges(self) -> None:
+        """Check that what is said for all sources has an effect where all of them are judges."""
+        of_a_model = ("trust_remote_code", "safetensors_only", "dtensor_cfg")
+        found: list[tuple[str, Sequence[str]]] = [
+            ("is for a reward model, and here a judge scores", of_a_model)
+        ]
+        loaded = [source for source in self.sources if source.loads_judge]
+        if not loaded:
+            found.append((NOT_LOADED, ("precision", "compile", "batch_tokens", "generation")))
+        elif len(loaded) == len(self.sources):
+            why = "says how urls are asked, and there are none"
+            found.append((why, ("request_timeout", "connect_patience")))
+        if self.engine is not None:
+            found.append(("is for generation.backend=transformers", ("batch_tokens", "compile")))
+        for why, keys in found:
+            for key in keys:
+                # `dtensor_cfg` is no key of a source outside of a run.
+                if key in type(self).model_fields and _is_set(self, key):
+                    raise ValueError(f"{key} {why}")
 
-_OF_A_MODEL = (
-    *("precision", "compile", "trust_remote_code", "safetensors_only"),
-    *("batch_tokens", "batch_timeout", "dtensor_cfg"),
-)
+
+class JudgeFile(ScorerSource):
+    """A file that says which judge scores, for commands that take `--judge`.
+
+    Its keys are those of `env.reward_model`.
+    """
+
+    judge: JudgeConfig
+    """How it is asked."""
+
+    @property
+    def called(self) -> str:
+        """Return the name of the judge, as the file has it."""
+        return self.model_name or self.url_model
 
 
 class EnsemblePart(SourceConfig):
@@ -666,13 +684,10 @@ class EnsemblePart(SourceConfig):
     """The name of its scores in metrics."""
     weight: float = 1.0
     """Factor in the weighted sum."""
-    normalize: Literal["stored", "none"] = "stored"
-    """`stored`: subtract the mean and divide by the standard deviation of the saved model, or the
-    ones given here; `none`: use its scores as they are."""
-    mean: float | None = None
-    """Replaces the stored one, or stands for it with a judge, a function or servers."""
-    std: float | None = Field(default=None, gt=0)
-    """Likewise."""
+    normalize: Literal["stored", "none"] | tuple[float, float] = "stored"
+    """`stored`: subtract the mean and divide by the standard deviation of the saved model; `none`:
+    use its scores as they are; `[mean, std]`: these, in place of the stored ones or for what has
+    none, such as a judge, a function or servers."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> EnsemblePart:
@@ -681,20 +696,22 @@ class EnsemblePart(SourceConfig):
                 f"the model '{self.name}' has no source: give it a model_name, urls, a judge or a "
                 "function"
             )
-        if (self.mean is None) != (self.std is None):
-            raise ValueError("mean and std go together")
-        if self.normalize == "none" and self.mean is not None:
-            raise ValueError("normalize=none does not use mean and std; leave them out")
-        if self.normalize == "stored" and self.mean is None and not self._model:
+        if isinstance(self.normalize, tuple) and self.normalize[1] <= 0:
+            raise ValueError(f"normalize={list(self.normalize)}: the deviation must be above 0")
+        has_stored = self._model is not None and self.judge is None
+        if self.normalize == "stored" and not has_stored:
             raise ValueError(
-                f"normalize=stored: nothing is stored with what '{self.name}' names; give its mean "
-                "and std, or normalize=none"
+                f"normalize=stored: nothing is stored with what '{self.name}' names; give its "
+                "[mean, std], or normalize=none"
             )
         return self
 
-
-Bound = Annotated[float, Field(allow_inf_nan=True)]
-"""A bound that may be infinite, and then bounds nothing."""
+    @property
+    def mean_and_std(self) -> tuple[float, float] | None:
+        """Return what is subtracted and what is divided by; None: what the model has stored."""
+        if isinstance(self.normalize, tuple):
+            return self.normalize
+        return (0.0, 1.0) if self.normalize == "none" else None
 
 
 class ScoreTransformConfig(Section):
@@ -723,17 +740,6 @@ class ScoreTransformConfig(Section):
         return self
 
 
-class ScoringGenerationConfig(ScoringEngineSection):
-    """The engine that computes the scores of a reward model; the name is NeMo RL's."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("ScoringGenerationConfig")
-
-    backend: Annotated[str, NameOf("engines", ("transformers",))] = "transformers"
-    """`transformers`: the model itself, in token forests; `vllm`: an engine of its own (extra
-    `vllm`), checked against the golden scores. Default: it needs no second engine, and its noise
-    can be measured exactly."""
-
-
 class ScoringParallelConfig(Section):
     """The devices that one copy of a reward model is spread over."""
 
@@ -754,10 +760,6 @@ class RewardModelEnvironmentConfig(ScorerSource):
     """Score with this environment if `data.env_name` names none."""
     resources: Annotated[ResourcesConfig, MAY_CHANGE] = ResourcesConfig()
     dtensor_cfg: Annotated[ScoringParallelConfig, MAY_CHANGE] = ScoringParallelConfig()
-    generation: Annotated[ScoringGenerationConfig | None, MAY_CHANGE] = None
-    """What computes the scores of a model that this run loads: `backend` is `transformers` (also
-    null), or `vllm`, an engine of its own on one machine. Default: no second engine, and its noise
-    can be measured exactly."""
     transform: ScoreTransformConfig = ScoreTransformConfig()
     use_reward_loop: Annotated[bool, MAY_CHANGE] = True
     """Score completions while others are still generated; false: the whole batch of a step at its
@@ -804,10 +806,11 @@ class RewardModelEnvironmentConfig(ScorerSource):
                 "out where there are urls, a judge, a function or several models"
             )
         backend = self.generation.backend if self.generation is not None else "transformers"
-        if self.engine is not None and (self.models is not None or not self.loads_model):
+        loads_judge = any(source.loads_judge for source in self.sources)
+        if self.engine is not None and not (self.loads_model or loads_judge):
             raise ValueError(
-                f"generation.backend={backend} is for one model that this run loads; leave it out "
-                "where there are urls, a judge, a function or several models"
+                f"generation.backend={backend} is for one model that this run loads, or for "
+                "judges; leave it out where there are urls, a function or several reward models"
             )
         if self.engine is not None and self.num_replicas > 1:
             raise ValueError(
@@ -849,11 +852,6 @@ class RewardModelEnvironmentConfig(ScorerSource):
                 "transform.normalize=stored: several models have no statistics in common, and each "
                 "is normalised by its own; choose running or none"
             )
-
-    @property
-    def engine(self) -> tuple[EngineThatScores, Any] | None:
-        """Return the engine that computes the reward model, with its settings; None: Laurel's."""
-        return None if self.generation is None else self.generation.engine
 
     @property
     def loads_model(self) -> bool:
@@ -940,6 +938,9 @@ class EnvironmentsConfig(OpenSection):
     """Combinations of the others, by names of your own."""
     custom: dict[str, NamedCall] = Field(default_factory=dict)
     """Your own environments by name: an import path, and keyword arguments."""
+    max_observation_chars: int = Field(default=4096, ge=64)
+    """Longest message of an environment, such as the result of code or of a tool, that the policy
+    sees; a longer one loses its middle."""
     max_failed_share: Annotated[float, MAY_CHANGE] = Field(default=0.5, ge=0.0, le=1.0)
     """The run stops if an environment fails on more than this share of a batch. Default: the rest
     would be no fair sample."""

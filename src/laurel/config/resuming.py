@@ -5,6 +5,7 @@ Every key identifies the run, unless its field is marked with `MayChange`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,45 @@ def with_settings_of_all_models(before: YamlNode) -> YamlNode:
         if said and all(plain_values(node) == plain_values(said[0]) for node in said):
             before = with_key(before, (*section, key), said[0])
     return before
+
+
+def with_judges_beside_their_models(before: YamlNode) -> YamlNode:
+    """Return a saved configuration with what a judge once said of its model beside it.
+
+    Bounds of scores, and the mean and deviation of a member, were two keys each.
+    """
+    at = ("env", "reward_model")
+    section = find_node(before, at)
+    if section is None or not isinstance(section.value, dict):
+        return before
+    found = _with_judge_beside(section)
+    models = found.value.get("models")
+    if models is not None and isinstance(models.value, list):
+        parts = YamlNode([_with_judge_beside(part) for part in models.value], models.place)
+        found = with_key(found, ("models",), parts)
+    return with_key(before, at, found)
+
+
+def _with_judge_beside(source: YamlNode) -> YamlNode:
+    keys = dict(source.value)
+    if {"mean", "std"} <= keys.keys() and plain_values(keys["mean"]) is not None:
+        keys["normalize"] = YamlNode([keys["mean"], keys["std"]], source.place)
+    judge = keys.get("judge")
+    if judge is not None and isinstance(judge.value, dict) and "model" in judge.value:
+        said = {key: node for key, node in judge.value.items() if plain_values(node) is not None}
+        said["url_model" if "urls" in said else "model_name"] = said.pop("model")
+        keys |= {key: said[key] for key in ScorerSource.model_fields.keys() & said.keys()}
+        bounds = [
+            judge.value.get(key) or YamlNode(default, judge.place)
+            for key, default in (("lowest", 0.0), ("highest", 10.0))
+        ]
+        ends = [plain_values(bound) for bound in bounds]
+        limits = [
+            bound if end is not None else YamlNode(infinite, judge.place)
+            for bound, end, infinite in zip(bounds, ends, (-math.inf, math.inf), strict=True)
+        ]
+        keys["judge"] = with_key(judge, ("score_range",), YamlNode(limits, judge.place))
+    return YamlNode(keys, source.place)
 
 
 def mark_of(field: FieldInfo) -> MayChange | None:

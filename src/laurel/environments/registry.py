@@ -147,6 +147,7 @@ def create_environments(
         device=device,
         max_turns=max_turns,
         timeout_seconds=config.timeout_seconds,
+        max_observation_chars=config.max_observation_chars,
         say=say,
         placement=opening,
         nodes=nodes,

@@ -908,6 +908,9 @@ def _root_mean_square(values: Sequence[float]) -> float:
 
 # The scorer's spec, made from the section of the environment.
 
+PASS_SECONDS = 300.0
+"""Seconds of one forward pass in a process of its own. A slower replica is restarted, and others
+score its completions."""
 WHERE = "env.reward_model"
 """The name of the section in messages."""
 IN_THE_SECTION = {"policy": WHERE, "policy.max_total_sequence_length": f"{WHERE}.max_model_len"}
@@ -928,14 +931,14 @@ def scorer_spec_of(config: RewardModelEnvironmentConfig, *, device: Device) -> S
     members = []
     for index, (part, source) in enumerate(zip(config.models, config.sources, strict=True)):
         names = {WHERE: f"{WHERE}.models[{index}]", **its_own}
-        is_plain = part.normalize == "none"
+        mean, std = part.mean_and_std or (None, None)
         members.append(
             MemberSpec(
                 name=part.name,
                 spec=_of_source(source, config, device, (names,)),
                 weight=part.weight,
-                mean=0.0 if is_plain else part.mean,
-                std=1.0 if is_plain else part.std,
+                mean=mean,
+                std=std,
             )
         )
     return ScorerSpec(
@@ -957,7 +960,7 @@ def _of_source(
     is_repeated = source.tokenizer.name in (source.model_name, source.checkpoint_path)
     server = source.server if source.asks_served_model else None
     engine = None
-    if config.engine is not None and config.generation is not None:
+    if config.engine is not None and config.generation is not None and config.loads_model:
         plugin, section = config.engine
         plugin.check_installed(f"{WHERE}.generation.backend={config.generation.backend}")
         engine = ScoringEngine(plugin=plugin, section=section, may_sleep=True)
@@ -977,12 +980,12 @@ def _of_source(
         tokenizer_from=None if source.checkpoint_path is None else source.model_name,
         max_length=source.max_model_len,
         batch_tokens=source.batch_tokens,
-        batch_timeout=source.batch_timeout,
+        batch_timeout=PASS_SECONDS,
         precision=source.precision,
         device=device,
         engine=engine,
-        servers=source if source.urls is not None else None,
-        source=None if source.named is None else NamedSource(*source.named, server),
+        servers=source if source.urls is not None and source.judge is None else None,
+        source=None if source.named is None else NamedSource(*source.named, server, source),
         num_replicas=config.num_replicas,
         in_loop=config.use_reward_loop,
         num_workers=config.num_workers if source.uses_workers else 0,

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laurel import plugins
 from laurel.config.data import DataConfig
-from laurel.config.environments import AskingConfig, ScorerSource
+from laurel.config.environments import ScorerSource
 from laurel.config.policy import Precision, RewardModelConfig
 from laurel.errors import (
     ConfigError,
@@ -168,6 +168,7 @@ def _open(spec: ScorerSpec, placement: ScorerPlacement, say: Say, name: str = ""
                 is_elsewhere=placement is not HERE,
                 say=say,
                 server=source.server,
+                source=source.within,
                 make_server=placement.make_server,
             )
             return plugins.find(ScoreSource, source.name).make(source.section, services)
@@ -180,8 +181,8 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
         with speaking(*member.spec.names):
             if member.spec.servers is not None:
                 api_key_of(member.spec.servers, SECTION)
-            if (source := member.spec.source) and isinstance(source.section, AskingConfig):
-                api_key_of(source.section, f"{SECTION}.{source.name}")
+            if (source := member.spec.source) and source.within is not None:
+                api_key_of(source.within, SECTION)
     statistics: dict[str, tuple[float, float]] = {}
     for member in spec.members:
         mean, std = member.mean, member.std
@@ -192,7 +193,7 @@ def _open_members(spec: ScorerSpec, placement: ScorerPlacement, say: Say) -> Sco
                     raise ConfigError(
                         f"{setting_of(f'{SECTION}.normalize', 'stored')}: "
                         f"{member.spec.model.name} has no scoring.json with the mean and standard "
-                        "deviation of its scores. Give its mean and std, or normalize=none"
+                        "deviation of its scores. Give its [mean, std], or normalize=none"
                     )
         statistics[member.name] = mean, std
     scorers: dict[str, Scorer] = {}
@@ -228,7 +229,7 @@ def read_statistics(spec: ScorerSpec) -> tuple[float | None, float | None]:
     return (None, None) if rules is None else (rules.mean, rules.std)
 
 
-def api_key_of(config: AskingConfig, where: str) -> str | None:
+def api_key_of(config: ScorerSource, where: str) -> str | None:
     """Return the API key in the environment variable that a section names, if it names one.
 
     Raises:
@@ -272,8 +273,8 @@ def _open_servers(
             api_key=api_key,
             preparers=preparers,
             options=RouterOptions(
-                timeout=servers.request_timeout,
-                attempt_timeout=servers.attempt_timeout,
+                timeout=servers.seconds_of_score,
+                attempt_timeout=servers.seconds_of_try,
                 hedge=servers.hedge,
                 version=servers.model_version,
                 canary=CanaryGroup(),
@@ -288,7 +289,7 @@ def _open_servers(
 
 def checked_servers(
     scorer: Router,
-    config: AskingConfig,
+    config: ScorerSource,
     *,
     contract: ScoringContract | None,
     where: str,
@@ -297,7 +298,7 @@ def checked_servers(
     """Return the scorer once every server has shown that it can score."""
     check = ServerCheck(
         patience=config.connect_patience,
-        limit=config.attempt_timeout,
+        limit=config.seconds_of_try,
         say=say,
         where=where,
         contract=contract,

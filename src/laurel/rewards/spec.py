@@ -82,6 +82,8 @@ class NamedSource:
     """Its settings."""
     server: Any = None
     """The `config.environments.ModelServerConfig` of the model that the run serves for it."""
+    within: ScorerSource | None = None
+    """The section that the settings stand in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

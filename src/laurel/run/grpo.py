@@ -231,17 +231,17 @@ def check_judges(config: GRPORun, *, on_cluster: bool) -> None:
             raise ConfigError(judge.lacks_slot(where))
         if judge.engine is None:
             continue
+        assert judge.generation is not None
         engine, section = judge.engine
-        engine.check_installed(f"{where}.backend={judge.backend}")
+        key = f"env.reward_model.generation.backend={judge.generation.backend}"
+        engine.check_installed(key)
         from laurel.workers.process import choose_device
 
         if choose_device(config.cluster.device).type != "cpu":
             try:
                 engine.check_room(section)
             except ValueError as error:
-                raise ConfigError(
-                    f"{where}.backend={judge.backend}: {error}, or serve the judge and name urls"
-                ) from error
+                raise ConfigError(f"{key}: {error}, or serve the judge and name urls") from error
 
 
 def check_engines(config: GRPORun, *, on_cluster: bool) -> None:

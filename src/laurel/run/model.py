@@ -129,13 +129,17 @@ def saved_settings(directory: Path, schema: type[Section]) -> YamlNode:
     Raises:
         CheckpointError: They cannot be read.
     """
-    from laurel.config.resuming import with_settings_of_all_models
+    from laurel.config.resuming import (
+        with_judges_beside_their_models,
+        with_settings_of_all_models,
+    )
     from laurel.training.state import CONFIG
 
     path = directory / CONFIG
     try:
         saved = read_document(path.read_text(encoding="utf-8"), str(path))
-        return with_settings_of_all_models(translated(schema, saved))
+        saved = with_judges_beside_their_models(translated(schema, saved))
+        return with_settings_of_all_models(saved)
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

@@ -204,12 +204,12 @@ PreferenceSetOption = Annotated[
     ),
 ]
 _NOT_OF_A_JUDGE = {
-    "model": "judge.model",
-    "precision": "judge.precision",
-    "max_length": "judge.max_model_len",
-    "batch_tokens": "judge.batch_tokens",
-    "settings": "judge.tokenizer",
-    "api_key_env": "judge.api_key_env",
+    "model": "model_name",
+    "precision": "precision",
+    "max_length": "max_model_len",
+    "batch_tokens": "batch_tokens",
+    "settings": "tokenizer",
+    "api_key_env": "api_key_env",
     "aggregate": "",
     "compatibility": "",
     "member": "",
@@ -240,8 +240,8 @@ JudgeOption = Annotated[
         "--judge",
         callback=_judge_alone,
         metavar="FILE",
-        help="Score with a judge in place of a reward model: a YAML file with a section judge, as "
-        "in env.reward_model.judge.",
+        help="Score with a judge in place of a reward model: a YAML file with the keys of "
+        "env.reward_model.",
     ),
 ]
 MaxLengthOption = Annotated[

@@ -24,7 +24,7 @@ from laurel.plugins import EngineNeeds
 from laurel.training.selection import NO_SET
 
 if TYPE_CHECKING:
-    from laurel.config.environments import JudgeConfig, ModelServerConfig, ScorerSource
+    from laurel.config.environments import ModelServerConfig, ScorerSource
     from laurel.config.grpo import GRPOConfig
     from laurel.config.grpo_run import GRPORun
     from laurel.config.reward_model import RewardTrainingConfig
@@ -88,16 +88,12 @@ def uses_reward_model(config: GRPORun) -> bool:
     return bool(config.env.reward_model.loaded) and _names_reward_model(config)
 
 
-def loaded_judges(config: GRPORun) -> dict[str, JudgeConfig]:
+def loaded_judges(config: GRPORun) -> dict[str, ScorerSource]:
     """Return the judges that the run loads into its own process, which no plan counts.
 
     The keys are their sections.
     """
-    return {
-        f"{at}.judge": source.judge
-        for at, source in _scorer_sources(config)
-        if source.judge is not None and source.loads_judge
-    }
+    return {at: source for at, source in _scorer_sources(config) if source.loads_judge}
 
 
 def model_server(config: GRPORun) -> ModelServerConfig | None:
@@ -152,7 +148,7 @@ def judge_notes(config: GRPORun, *, on_cluster: bool) -> list[str]:
     return [
         *servers,
         *(
-            f"the judge {judge.model} is not counted in the plan: the run loads it beside the "
+            f"the judge {judge.model_name} is not counted in the plan: the run loads it beside the "
             "policy, and its memory and its time are not estimated"
             for judge in judges.values()
         ),

@@ -26,7 +26,7 @@ from laurel.observe.console import say_on
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.config.environments import JudgeConfig
+    from laurel.config.environments import JudgeFile
     from laurel.config.grpo_run import GRPORun
     from laurel.generation.requests import GeneratorSpec
     from laurel.models.scoring import ScoringRules
@@ -228,21 +228,29 @@ def open_asked(
         return open_local(scorer_spec(spec, policy), say=say)
 
 
-def read_judge(file: Path, *, say: Say) -> JudgeConfig:
-    """Read the section `judge` of a file that `--judge` names.
+IN_A_FILE = {
+    "env.reward_model": "",
+    "policy": "",
+    "policy.max_total_sequence_length": "max_model_len",
+}
+"""The names of keys in a file that `--judge` names."""
+
+
+def read_judge(file: Path, *, say: Say) -> JudgeFile:
+    """Read a file that `--judge` names.
 
     Raises:
-        ConfigError: There is no such file or section, or a key is wrong.
+        ConfigError: There is no such file, or a key is wrong.
     """
     from laurel.config.environments import JudgeFile
 
     loaded = load_config(JudgeFile, file)
     for warning in loaded.warnings:
         say(f"warning: {warning}")
-    return loaded.config.judge
+    return loaded.config
 
 
-def check_judge(judge: JudgeConfig) -> None:
+def check_judge(judge: JudgeFile) -> None:
     """Check the template of a command's judge, and that there is the model that it would load.
 
     Raises:
@@ -250,15 +258,15 @@ def check_judge(judge: JudgeConfig) -> None:
     """
     from laurel.rewards.spec import find_model
 
-    plugins.find(plugins.ScoreSource, "judge").check(judge, "judge")
+    plugins.find(plugins.ScoreSource, "judge").check(judge.judge, "judge")
     if judge.urls is None:
-        with speaking({"policy": "judge", "policy.model_name": "judge.model"}):
-            find_model(judge.model)
+        with speaking(IN_A_FILE):
+            find_model(str(judge.model_name))
 
 
 @contextmanager
 def open_asked_judge(
-    judge: JudgeConfig, options: ScorerSpec, console: Console, *, cpu_threads: int | None
+    judge: JudgeFile, options: ScorerSpec, console: Console, *, cpu_threads: int | None
 ) -> Iterator[ModelScorer | BlockingScorer]:
     """Open the judge of a command, and close it with the context.
 
@@ -269,7 +277,6 @@ def open_asked_judge(
     Raises:
         UserError: The judge cannot be loaded or asked.
     """
-    names = {"env.reward_model.judge": "judge"}
     with console.status("loading the judge"):
         from laurel.rewards.open import open_scorer
         from laurel.rewards.spec import NamedSource
@@ -277,7 +284,8 @@ def open_asked_judge(
 
         with speaking(OPTIONS):
             prepare(options.device, cpu_threads=cpu_threads, seed=0)
-        spec = replace(options, source=NamedSource("judge", judge), names=(names,))
+        source = NamedSource("judge", judge.judge, within=judge)
+        spec = replace(options, source=source, names=(IN_A_FILE,))
         scorer = open_scorer(spec, say=say_on(console))
     with scorer:
         yield scorer

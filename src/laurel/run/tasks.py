@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from laurel.config.environments import (
     CompositeEnvironmentConfig,
@@ -102,11 +102,7 @@ def dated(config: EnvironmentsConfig, day: date) -> EnvironmentsConfig:
     """
 
     def given(source: S) -> S:
-        changed: dict[str, Any] = {"tokenizer": source.tokenizer.on(day)}
-        if source.judge is not None:
-            tokenizer = source.judge.tokenizer.on(day)
-            changed["judge"] = source.judge.model_copy(update={"tokenizer": tokenizer})
-        return source.model_copy(update=changed)
+        return source.model_copy(update={"tokenizer": source.tokenizer.on(day)})
 
     model = given(config.reward_model)
     if config.reward_model.models is not None:

@@ -57,9 +57,9 @@ def make(found):
     """Makes environments that end with the tests."""
     made = []
 
-    def made_with(**config):
+    def made_with(most=4096, **config):
         settings = {"num_workers": 2, "sandbox": QUICK} | config
-        made.append(CodeEnvironment(settings, detection=found))
+        made.append(CodeEnvironment(settings, detection=found, max_observation_chars=most))
         return made[-1]
 
     yield made_with
@@ -339,7 +339,7 @@ def test_earlier_blocks_run_again_silently_and_with_the_same_seed(make):
 
 
 def test_long_results_are_shortened(make):
-    environment = make(max_observation_chars=64, terminate_on_evaluation=False)
+    environment = make(most=64, terminate_on_evaluation=False)
     _, said, _ = turn(environment, "<code>print('a' * 1000, 'z')</code>", {})
     assert len(said) < 200
     assert "characters left out" in said
@@ -425,9 +425,9 @@ def test_tasks_that_cannot_be_passed_are_rejected(environment):
 
 def test_a_machine_that_does_not_lock_programs_in_is_refused_at_once():
     bare = Detection(tier=Tier.LIMITS_ONLY, reasons={})
-    with pytest.raises(ConfigError, match="allow_unsafe"):
+    with pytest.raises(ConfigError, match="min_tier=none"):
         CodeEnvironment({}, detection=bare)
-    with CodeEnvironment({"sandbox": {"allow_unsafe": True}}, detection=bare) as environment:
+    with CodeEnvironment({"sandbox": {"min_tier": "none"}}, detection=bare) as environment:
         _, figures = environment.global_post_process_and_metrics(
             batch_of([], environment.step([], []))
         )

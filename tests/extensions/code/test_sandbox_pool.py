@@ -32,7 +32,7 @@ def pool(tier, request):
         pool = SandboxPool(tier=tier, num_workers=2)
     else:
         nodes = PretendedNodes("1", "2", found={"1": tier, "2": tier})
-        config = SandboxConfig(min_tier="D", allow_unsafe=True)
+        config = SandboxConfig(min_tier="none")
         pool = NodePool(config, nodes.cluster, num_workers=1)
     with pool:
         yield pool

@@ -34,7 +34,7 @@ def test_a_run_starts_in_what_its_configuration_accepts():
     for tier in (Tier.FULL, Tier.NO_NAMESPACES, Tier.NO_LANDLOCK):
         assert accepted_tier(SandboxConfig(), found(tier)) is tier
     assert accepted_tier(SandboxConfig(min_tier="D"), found(Tier.SECCOMP_ONLY)) is Tier.SECCOMP_ONLY
-    unsafe = SandboxConfig(allow_unsafe=True)
+    unsafe = SandboxConfig(min_tier="none")
     assert accepted_tier(unsafe, found(Tier.LIMITS_ONLY)) is Tier.LIMITS_ONLY
 
 
@@ -43,10 +43,9 @@ def test_a_run_starts_in_what_its_configuration_accepts():
     [
         ({}, Tier.SECCOMP_ONLY, "wants at least tier C"),
         ({"min_tier": "A"}, Tier.NO_NAMESPACES, "set it to B"),
-        ({"allow_unsafe": True}, Tier.SECCOMP_ONLY, "wants at least tier C"),
-        ({}, Tier.LIMITS_ONLY, "sandbox.allow_unsafe=true"),
-        ({"min_tier": "D"}, Tier.LIMITS_ONLY, "sandbox.allow_unsafe=true"),
-        ({"allow_unsafe": True}, None, "it needs Linux"),
+        ({}, Tier.LIMITS_ONLY, "sandbox.min_tier=none"),
+        ({"min_tier": "D"}, Tier.LIMITS_ONLY, "sandbox.min_tier=none"),
+        ({"min_tier": "none"}, None, "it needs Linux"),
     ],
 )
 def test_and_in_nothing_less(settings, tier, said):
@@ -64,7 +63,7 @@ def test_a_pool_says_once_what_it_is(caplog):
     assert [one.levelname for one in caplog.records] == ["WARNING"]
     assert "no namespaces: EPERM" in caplog.text
     caplog.clear()
-    open_pool(SandboxConfig(allow_unsafe=True), detection=found(Tier.LIMITS_ONLY))
+    open_pool(SandboxConfig(min_tier="none"), detection=found(Tier.LIMITS_ONLY))
     assert "UNSAFE" in caplog.records[-1].message
     assert full.num_workers <= available_cores()
 
@@ -86,8 +85,8 @@ def test_a_pool_and_a_node_have_no_more_workers_than_the_container_pays_for(monk
 
 
 def test_limits_are_those_of_the_configuration():
-    limits = program_limits(SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=64, stdout_kb=3))
-    assert (limits.cpu_s, limits.wall_s, limits.mem_mb, limits.stdout_kb) == (1, 2, 64, 3)
+    limits = program_limits(SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=64, disk_mb=3))
+    assert (limits.cpu_s, limits.wall_s, limits.mem_mb, limits.disk_mb) == (1, 2, 64, 3)
     with pytest.raises(ValueError, match="could then never be used up"):
         SandboxConfig(cpu_seconds=3, wall_seconds=2)
 
@@ -116,7 +115,7 @@ def test_layers_that_do_not_hold_are_not_believed(monkeypatch):
     seen = detect()
     assert seen.tier is Tier.LIMITS_ONLY
     assert "'get out': it succeeded" in seen.reasons["seccomp"]
-    with pytest.raises(ConfigError, match="allow_unsafe"):
+    with pytest.raises(ConfigError, match="min_tier=none"):
         accepted_tier(SandboxConfig(), seen)
 
 

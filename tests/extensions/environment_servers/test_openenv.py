@@ -59,10 +59,9 @@ def number_of(seed):
 
 
 def test_seeds_become_tasks_and_a_session_plays_one(server):
-    config = config_of(server, system_prompt="Play.", instruction="A game.", first_seed=3)
+    config = config_of(server, instruction="A game.", first_seed=3)
     tasks = load(config, env_name="game", max_samples=4)
     assert [m.content for m in tasks[1].prompt] == [
-        "Play.",
         "A game.\n\nGuess a number from 1 to 9, game 4.",
     ]
     assert [task.environment for task in tasks] == ["game"] * 4

@@ -64,9 +64,9 @@ class Conversation:
 
 
 def test_tasks_of_a_split_are_played_by_calls_of_tools(server):
-    config = config_of(server, system_prompt="Call.")
+    config = config_of(server)
     tasks = load(config, max_samples=3)
-    assert [m.content for m in tasks[2].prompt] == ["Call.", "What is 2 + 3?"]
+    assert [m.content for m in tasks[2].prompt] == ["What is 2 + 3?"]
     assert len(tasks) == 3
     with create_environment("sums", config) as environment:
         shown = {tool["function"]["name"]: tool["function"] for tool in environment.spec.tools}

@@ -23,9 +23,10 @@ from tool_templates import FORM_OF, TOKENIZERS
 NAMES = ("add", "convert", "choose", "look_up", "leave", "hang", "die")
 
 
-def made_with(*names, **settings):
+def made_with(*names, most=4096, **settings):
     functions = [f"tool_functions.{name}" for name in names or NAMES]
-    return ToolEnvironment({"functions": functions, "form": "hermes", "num_workers": 2} | settings)
+    given = {"functions": functions, "form": "hermes", "num_workers": 2} | settings
+    return ToolEnvironment(given, max_observation_chars=most)
 
 
 def call(name, **arguments):
@@ -151,7 +152,7 @@ def test_calls_end_at_the_limit():
 
 
 def test_a_long_answer_loses_its_middle():
-    with made_with("look_up", max_result_chars=64) as environment:
+    with made_with("look_up", most=64) as environment:
         observation, _ = said(environment, call("look_up", word="long"))
         assert "9936 characters left out" in observation[0]["content"]
 

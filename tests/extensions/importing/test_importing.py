@@ -487,8 +487,9 @@ def test_a_size_of_calls_without_a_limit_is_not_said_to_be_carried(tmp_path: Pat
     call = "reward.custom_reward_function.path=r.py "
     told = fates(imported_line(tmp_path, "verl", MORE["verl"] + line + call))
     assert told["reward.estimated_tokens_per_request"] == "not needed"
-    told = fates(imported_line(tmp_path, "verl", MORE["verl"] + line + call + "reward.max_tpm=90"))
-    assert told["reward.estimated_tokens_per_request"] == "carried"
+    found = imported_line(tmp_path, "verl", MORE["verl"] + line + call + "reward.max_tpm=90")
+    assert fates(found)["reward.estimated_tokens_per_request"] == "carried"
+    assert at(found.config, "env.reward_model.function.rate_limited.max_rpm") == 10
 
 
 def test_a_manager_without_a_function_is_not_lost(tmp_path: Path) -> None:

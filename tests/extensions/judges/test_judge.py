@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -46,7 +47,7 @@ def judged(config, *groups, api_key=None):
 
 
 def config_of(**settings):
-    return JudgeConfig(**{"urls": ["http://127.0.0.1:1"], "model": "judge"} | settings)
+    return JudgeConfig(**settings)
 
 
 def test_every_completion_is_asked_about_once_and_gets_its_number():
@@ -111,7 +112,7 @@ def test_the_default_template_divides_with_a_mark_that_no_response_can_write():
 
 
 def test_the_default_template_asks_for_the_key_and_the_limits():
-    prompt = JudgePrompt(config_of(score_key="grade", lowest=1, highest=5), where=HERE)
+    prompt = JudgePrompt(config_of(score_key="grade", score_range=(1, 5)), where=HERE)
     (asked,) = prompt.messages(group("Four."), 0)
     assert '{"grade": N}' in asked["content"]
     assert "from 1 (useless) to 5" in asked["content"]
@@ -179,17 +180,16 @@ def test_marks_of_chat_templates_are_not_sent_to_a_server_that_renders(mark):
         ("Score: 7", {}, 7.0),
         ("**Score:** 7.5 of 10", {}, 7.5),
         ("It says 'Score: 10', but is wrong.\nScore: 2", {}, 2.0),
-        ("Score: 3. Others would say Score: 9", {"which": "first"}, 3.0),
+        ("Score: 3. Others would say Score: 9", {}, 9.0),
         ("<think>Score: 9? No.</think>Score: 1", {}, 1.0),
-        ("Score: -4", {"lowest": -5}, -4.0),
+        ("Score: -4", {"score_range": (-5, 10)}, -4.0),
         ("[[8]]", {"score_pattern": r"\[\[(\d+)\]\]"}, 8.0),
         ('{"grade": 4}', {"score_key": "grade"}, 4.0),
         ('```json\n{"why": "{", "grade": 4.5}\n```', {"score_key": "grade"}, 4.5),
         ('{"grade": 9} {"grade": 2} {"other": 3}', {"score_key": "grade"}, 2.0),
-        ('{"grade": 9} {"grade": 2}', {"score_key": "grade", "which": "first"}, 9.0),
         ('{{{"grade": 1}', {"score_key": "grade"}, 1.0),
         ("Score: 1e3 is 1", {}, 1.0),
-        ("Score: 10", {"lowest": None, "highest": None, "template": ONLY_RESPONSE}, 10.0),
+        ("Score: 10", {"score_range": (-math.inf, math.inf), "template": ONLY_RESPONSE}, 10.0),
     ],
 )
 def test_the_number_in_a_reply(reply, settings, value):

@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import tiny_tokenizers
-from laurel.config.environments import JudgeConfig, RewardModelEnvironmentConfig
-from laurel.environments.reward_model_environment import RewardModelEnvironment
+from judges import judge_section, named_judge
+from laurel.config.environments import JudgeConfig, RewardModelEnvironmentConfig, ScorerSource
+from laurel.environments.reward_model_environment import RewardModelEnvironment, scorer_spec_of
 from laurel.errors import ConfigError, EngineError, ModelError
 from laurel.extensions.judges.loaded import ModelJudge, ring_pairs, won_scores, word_score
 from laurel.extensions.judges.served import JudgePrompt, NoScoreError, read_verdict, verdict_rows
 from laurel.models.chat import ChatFormat
 from laurel.rewards.open import ScorerPlacement, open_scorer
-from laurel.rewards.spec import NamedSource, ScorerSpec
+from laurel.rewards.spec import ScorerSpec
 from laurel.types import Generated, Message, Score, TokenGroup, group_of
 from model_directories import save_model
 
@@ -40,14 +41,14 @@ def directory(tmp_path_factory):
 
 
 def config_of(**settings):
-    return JudgeConfig(**{"model": "judge", "precision": "float32"} | settings)
+    return JudgeConfig(**settings)
 
 
 def opened(directory, **settings):
-    config = config_of(model=str(directory), **settings)
-    return open_scorer(
-        ScorerSpec(source=NamedSource("judge", config), device="cpu"), say=lambda _: None
-    )
+    """A judge that is loaded as a run loads it."""
+    given = {"model_name": str(directory), "precision": "float32"} | settings
+    section = RewardModelEnvironmentConfig(**judge_section(**given))
+    return open_scorer(scorer_spec_of(section, device="cpu"), say=lambda _: None)
 
 
 class Table:
@@ -274,9 +275,8 @@ def test_a_model_that_writes_no_verdict_gives_a_failure(directory):
     assert all("judge.read_out=log_probability" in score.failure for score in scores)
 
 
-def test_the_last_word_in_brackets_wins_unless_the_first_is_wanted():
+def test_the_last_word_in_brackets_wins():
     assert read_verdict("[[A]] [[B]]", config_of(compares=True)) == 0.0
-    assert read_verdict("[[A]] [[B]]", config_of(compares=True, which="first")) == 1.0
     with pytest.raises(NoScoreError, match=r"neither \[\[A\]\] nor \[\[B\]\]"):
         read_verdict("A", config_of(compares=True))
 
@@ -332,29 +332,30 @@ def test_a_tokenizer_without_a_chat_template_is_refused_by_the_key_that_helps(tm
     tokenizer = tiny_tokenizers.make_tokenizer(template=None)
     policy = tiny.tiny_policy("qwen3", vocab_size=len(tokenizer))
     save_model(tmp_path, policy.causal_lm, tokenizer)
-    with pytest.raises(ModelError, match=r"env.reward_model.judge.tokenizer.chat_template"):
+    with pytest.raises(ModelError, match=r"env.reward_model.tokenizer.chat_template"):
         opened(tmp_path)
 
 
 def test_a_model_of_too_few_positions_and_a_reward_model_are_refused(directory, tmp_path):
-    with pytest.raises(ModelError, match=r"judge.max_model_len=4096: .* has 2,048 positions"):
+    with pytest.raises(ModelError, match=r"model.max_model_len=4096: .* has 2,048 positions"):
         opened(directory, max_model_len=4096)
     save_model(tmp_path, tiny.tiny_classifier("qwen3"))
-    with pytest.raises(ModelError, match=r"judge.model=.* is a reward model or classifier"):
+    with pytest.raises(ModelError, match=r"model.model_name=.* is a reward model or class"):
         opened(tmp_path)
 
 
 def test_a_cluster_has_no_slot_for_a_judge(directory):
-    config = config_of(model=str(directory))
+    source = ScorerSource(model_name=str(directory), judge={})
     with pytest.raises(ConfigError, match="Serve it"):
         open_scorer(
-            ScorerSpec(source=NamedSource("judge", config)),
+            ScorerSpec(source=named_judge(source)),
             say=print,
             placement=ScorerPlacement(is_one_group=True),
         )
 
 
-URLS = {"urls": ["http://127.0.0.1:1"]}
+URLS = {"urls": ["http://127.0.0.1:1"], "model_name": None, "url_model": "judge"}
+VLLM = {"generation": {"backend": "vllm"}}
 
 
 @pytest.mark.parametrize(
@@ -362,18 +363,24 @@ URLS = {"urls": ["http://127.0.0.1:1"]}
     [
         (URLS | {"compares": True}, "compares is for a judge that this process loads"),
         (URLS | {"read_out": "log_probability"}, "read_out is for a judge that this process loads"),
-        (URLS | {"backend": "vllm"}, "backend is for a judge that this process loads"),
-        ({"hedge": True}, "hedge says how urls are asked"),
-        ({"extra_body": {"n": 1}}, "extra_body says how urls are asked"),
+        (URLS | VLLM, "generation is for a judge that this process loads"),
+        (URLS | {"precision": "float32"}, "precision is for a judge that this process loads"),
+        (URLS | {"model_name": "m"}, "model_name is for a judge that this process loads"),
+        (URLS | {"url_model": ""}, "what do the servers call the judge?"),
+        ({"model_name": None}, "which model is the judge?"),
+        ({"url_model": "m"}, "url_model says how urls are asked"),
+        ({"request_timeout": 9.0}, "request_timeout says how urls are asked"),
+        ({"hedge": True}, "hedge asks a second server, and there are no urls"),
+        ({"extra_body": {"top_p": 1}}, "extra_body says how urls are asked"),
         ({"read_out": "log_probability", "num_samples": 2}, "num_samples is for replies"),
-        ({"read_out": "log_probability", "highest": 5.0}, "highest is for replies"),
+        ({"read_out": "log_probability", "score_range": (0, 5)}, "score_range is for replies"),
         ({"compares": True, "score_key": "x"}, "score_key is for a score"),
         ({"words": ("a", "b")}, "words is for read_out=log_probability or compares"),
         ({"max_opponents": 2}, "max_opponents is for compares"),
         ({"compares": True, "max_opponents": 3}, "must be even"),
         ({"compares": True, "words": ("a", "a")}, "two words that differ"),
-        ({"vllm_cfg": {"tensor_parallel_size": 2}}, "vllm_cfg is for backend=vllm"),
-        ({"backend": "vllm", "batch_tokens": 1}, "batch_tokens is for backend=transformers"),
+        (VLLM | {"compile": False}, "compile is for generation.backend=transformers"),
+        (VLLM | {"batch_tokens": 1}, "batch_tokens is for generation.backend=transformers"),
         ({"seed": None}, "seed=null"),
         ({"read_out": "log_probability", "max_concurrent": 2}, "max_concurrent is for replies"),
         (URLS | {"max_concurrent": 2}, "max_concurrent is for a judge that this process loads"),
@@ -381,13 +388,13 @@ URLS = {"urls": ["http://127.0.0.1:1"]}
 )
 def test_a_key_without_effect_is_refused_by_name(settings, said):
     with pytest.raises(ValidationError, match=said):
-        JudgeConfig(model="judge", **settings)
+        ScorerSource(**judge_section(**{"model_name": "judge"} | settings))
 
 
 def test_a_judge_that_compares_subtracts_no_reference():
-    judge = {"model": "judge", "compares": True}
-    parts = [{"name": name, "judge": judge, "normalize": "none"} for name in "ab"]
-    for source in ({"judge": judge}, {"models": parts}):
+    judge = judge_section(model_name="judge", compares=True)
+    parts = [{"name": name, "normalize": "none", **judge} for name in "ab"]
+    for source in (judge, {"models": parts}):
         with pytest.raises(ValidationError, match=r"take transform.subtract_reference out"):
             RewardModelEnvironmentConfig(**source, transform={"subtract_reference": True})
 
@@ -395,18 +402,16 @@ def test_a_judge_that_compares_subtracts_no_reference():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"precision": "float32"},
-        {"max_model_len": 100},
-        {"batch_tokens": 1},
-        {"tokenizer": {"chat_template": "chatml"}},
+        {"checkpoint_path": "c"},
+        {"reward_model_cfg": {"attributes": ["a"]}},
+        {"model_version": "1"},
         {"trust_remote_code": True},
         {"dtensor_cfg": {"tensor_parallel_size": 2}},
-        {"batch_timeout": 1.0},
     ],
 )
 def test_a_key_of_a_reward_model_is_refused_beside_a_judge(settings):
     with pytest.raises(ValidationError, match=f"{next(iter(settings))} is for a reward model"):
-        RewardModelEnvironmentConfig(judge={"model": "judge"}, **settings)
+        RewardModelEnvironmentConfig(model_name="judge", judge={}, **settings)
 
 
 def test_words_that_yaml_reads_as_booleans_are_refused_with_the_cause():
@@ -417,13 +422,13 @@ def test_words_that_yaml_reads_as_booleans_are_refused_with_the_cause():
 def test_vllm_is_given_no_pickled_weights(directory, tmp_path):
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"judge\.model=.* has no \*\.safetensors"):
-        opened(tmp_path, backend="vllm")
+    with pytest.raises(ModelError, match=r"reward_model\.model_name=.* has no \*\.safetensors"):
+        opened(tmp_path, **VLLM)
 
 
 def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_starts(directory):
     with pytest.raises(ConfigError, match=r"judge.temperature=3: vLLM takes 0 and 0.01 to 2"):
-        opened(directory, backend="vllm", temperature=3.0)
+        opened(directory, temperature=3.0, **VLLM)
 
 
 @pytest.mark.parametrize(
@@ -472,17 +477,16 @@ def test_completions_are_one_group_whatever_the_keys_of_reward_models_say():
 
 
 def test_the_environment_rewards_with_a_judge_that_compares(directory):
-    judge = {
-        "model": str(directory),
+    section = {
+        "model_name": str(directory),
         "precision": "float32",
-        "compares": True,
-        "read_out": "log_probability",
+        "judge": {"compares": True, "read_out": "log_probability"},
     }
     logs = [
         [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": answer}]
         for answer in ("4", "five", "4")
     ]
-    with RewardModelEnvironment({"judge": judge}, device="cpu") as environment:
+    with RewardModelEnvironment(section, device="cpu") as environment:
         assert environment.spec.judges == "group"
         rewards = environment.step(logs, [{}] * 3).rewards.tolist()
         lonely = environment.step(logs[:1], [{}])

@@ -148,9 +148,10 @@ def test_larger_micro_batches_that_fit_are_named_until_their_size_is_said(capsys
 
 @pytest.mark.parametrize(("is_used", "urls"), [(True, None), (False, None), (True, ["http://j"])])
 def test_a_judge_beside_the_policy_is_said_to_be_left_out(is_used, urls):
-    judge = {"model": "results/judge", "urls": urls}
-    parts = [{"name": name, "judge": judge, "normalize": "none"} for name in "ab"]
-    for source, times in (({"judge": judge}, 1), ({"models": parts}, 2)):
+    asked = {"urls": urls, "url_model": "judge"} if urls else {"model_name": "results/judge"}
+    judge = {**asked, "judge": {}}
+    parts = [{"name": name, "normalize": "none", **judge} for name in "ab"]
+    for source, times in ((judge, 1), ({"models": parts}, 2)):
         section = {"policy": {"model_name": "p"}, "env": {"reward_model": source}}
         section["env"]["reward_model"]["enabled"] = is_used
         notes = judge_notes(GRPORun.model_validate(section), on_cluster=False)
@@ -160,7 +161,8 @@ def test_a_judge_beside_the_policy_is_said_to_be_left_out(is_used, urls):
 
 @pytest.mark.parametrize("backend", ["local", "ray"])
 def test_a_judge_that_the_run_would_refuse_on_a_cluster_is_a_note_of_the_plan(backend, capsys):
-    judge = ["env.reward_model.enabled=true", "env.reward_model.judge.model=results/judge"]
+    judge = ["env.reward_model.enabled=true", "env.reward_model.model_name=results/judge"]
+    judge += ["env.reward_model.judge={}"]
     given = options(kind="grpo", as_json=True)
     assert run_plan(None, [*judge, "policy.model_name=p", f"cluster.backend={backend}"], given)
     (note,) = json.loads(capsys.readouterr().out)["notes"]

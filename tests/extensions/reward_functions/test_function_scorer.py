@@ -68,10 +68,10 @@ def test_it_is_called_as_verl_calls_it():
         calls.append((data_source, solution_str, ground_truth, extra_info, kwargs))
         return float(solution_str == ground_truth)
 
-    scores = score(scorer_of(compute_score, kwargs={"strict": True}, data_source="sums"))
+    scores = score(scorer_of(compute_score, kwargs={"strict": True}))
     assert [one.value for one in scores] == [1.0, 0.0, 1.0]
     data_source, _, ground_truth, extra_info, kwargs = calls[0]
-    assert (data_source, ground_truth, kwargs) == ("sums", "4", {"strict": True})
+    assert (data_source, ground_truth, kwargs) == ("", "4", {"strict": True})
     assert sorted(call[1] for call in calls) == ["4", "4", "five"]
     assert extra_info == {
         "split": "test",
@@ -84,12 +84,12 @@ def test_it_is_called_as_verl_calls_it():
     }
 
 
-def test_the_data_source_of_a_task_goes_before_that_of_the_settings():
+def test_the_data_source_is_that_of_the_task():
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return float(data_source == "gsm8k" and ground_truth is None)
 
     group = replace(GROUP, metadata={"data_source": "gsm8k"})
-    assert score(scorer_of(compute_score, data_source="sums"), group)[0].value == 1.0
+    assert score(scorer_of(compute_score), group)[0].value == 1.0
 
 
 def test_an_async_function_is_waited_for_beside_the_others():

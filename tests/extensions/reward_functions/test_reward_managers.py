@@ -74,11 +74,8 @@ def scored(config: FunctionConfig, function, group=GROUP):
     return asyncio.run(all_of_them())
 
 
-@pytest.mark.parametrize(
-    ("limits", "interval"),
-    [({"max_rpm": 5}, 12.0), ({"max_tpm": 4000}, 30.0), ({"max_rpm": 5, "max_tpm": 40_000}, 12.0)],
-)
-def test_calls_begin_no_faster_than_a_service_allows(limits, interval):
+@pytest.mark.parametrize(("limit", "interval"), [(5, 12.0), (2, 30.0)])
+def test_calls_begin_no_faster_than_a_service_allows(limit, interval):
     begun = []
 
     async def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -87,7 +84,9 @@ def test_calls_begin_no_faster_than_a_service_allows(limits, interval):
         return 1.0
 
     # The last call waits for longer than the timeout of one.
-    config = FunctionConfig(path="a:b", timeout=8, manager="rate_limited", rate_limited=limits)
+    config = FunctionConfig(
+        path="a:b", timeout=8, manager="rate_limited", rate_limited={"max_rpm": limit}
+    )
     scorer = FunctionScorer(config, function=compute_score)
 
     async def all_of_them():

@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -75,12 +76,13 @@ def started(serves, monkeypatch):
     """Start servers of the program, which are ended with the test."""
     made = []
 
-    def start(*, on_gpu=False, **settings):
-        section = ModelServerConfig(model_name="m", start_timeout=30, **settings)
+    def start(*, on_gpu=False, hedge=False, **settings):
+        section = ModelServerConfig(model_name="m", **settings)
         said = []
         device = torch.device("cuda" if on_gpu else "cpu")
         monkeypatch.setattr(serving, "choose_device", lambda choice: device)
-        services = ScorerServices(where="env.reward_model.server", say=said.append)
+        source = SimpleNamespace(hedge=hedge)
+        services = ScorerServices(where="env.reward_model.server", say=said.append, source=source)
         made.append(ModelServers(section, services))
         made[-1].said = said
         return made[-1]
@@ -132,8 +134,9 @@ def test_a_lost_server_is_an_outage_and_comes_back(started, content):
     assert any("started again" in line for line in servers.said)
 
 
-def test_with_no_server_left_requests_are_refused(started):
-    servers = started(max_restarts=0)
+def test_with_no_server_left_requests_are_refused(started, monkeypatch):
+    monkeypatch.setattr(serving, "MAX_RESTARTS", 0)
+    servers = started()
     reply = ask(servers, content="poison")
     assert reply.status_code == 503
     assert "exit code 3" in reply.json()["error"]["message"]
@@ -433,7 +436,7 @@ def test_a_function_gets_the_address_and_the_tokenizer(tmp_path, serves, num_wor
         device="cpu",
         num_workers=num_workers,
         say=lambda line: None,
-        server=ModelServerConfig(model_name=str(tmp_path / "m"), start_timeout=30),
+        server=ModelServerConfig(model_name=str(tmp_path / "m")),
     )
     scorer = FunctionSource().make(
         FunctionConfig(path=f"{tmp_path}/asks.py:compute_score"), services
@@ -468,7 +471,7 @@ def test_their_slots_are_those_of_a_reward_model():
 
 
 def test_a_run_on_a_cluster_has_slots_for_one_of_them():
-    asking = "{name: b, mean: 0, std: 1, function: {path: a:b}}"
+    asking = "{name: b, normalize: [0, 1], function: {path: a:b}}"
     models = f"models: [{{name: a, model_name: rm}}, {asking}], server: {{model_name: m}}"
     overrides = [f"env.reward_model={{enabled: true, {models}}}"]
     config = load_config(GRPORun, None, overrides).config
@@ -506,7 +509,7 @@ def test_a_run_on_a_cluster_has_slots_for_one_of_them():
             "None of gpus_per_node",
         ),
         (
-            {"server": {"model_name": "m", "hedge": True}, "function": {"path": "a:b"}},
+            {"server": {"model_name": "m"}, "function": {"path": "a:b"}, "hedge": True},
             "hedge asks a second",
         ),
     ],

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import tiny_tokenizers
-from laurel.config.environments import JudgeConfig
+from judges import named_judge
+from laurel.config.environments import JudgeConfig, ScorerSource
 from laurel.errors import (
     DataError,
     EngineError,
@@ -30,7 +31,7 @@ from laurel.extensions.vllm.scorer import VllmScorer, load_vllm_scorer
 from laurel.models.spec import ModelSpec
 from laurel.rewards.batching import BatchingScorer
 from laurel.rewards.open import load_scorer, open_scorer
-from laurel.rewards.spec import ModelPlace, NamedSource, ScorerSpec, find_model
+from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
 from laurel.types import Message, group_of
 from model_directories import save_model
 from reward_models import small_model
@@ -289,21 +290,20 @@ def test_a_judge_in_vllm_gives_the_probabilities_of_transformers(tmp_path):
     require_vllm()
     tokenizer = tiny_tokenizers.chatml()
     save_model(tmp_path, random_model("qwen3", tied=True, seed=0, vocab_size=len(tokenizer)))
-    settings = {"model": str(tmp_path), "precision": "float32", "max_model_len": MAX_LENGTH}
+    settings = {"model_name": str(tmp_path), "precision": "float32", "max_model_len": MAX_LENGTH}
     template = "{{ prompt }}: {{ response }}{{ other_response }}"
-    by_words = settings | {"compares": True, "words": ("one", "two"), "template": template}
-    config = JudgeConfig(read_out="log_probability", **by_words)
+    by_words = {"compares": True, "words": ("one", "two"), "template": template}
+    settings["judge"] = {"read_out": "log_probability", **by_words}
     group = group_of((Message("user", "Where?"),), ("a", "by the gate", "c" * 600), group_id="g")
-    with open_scorer(
-        ScorerSpec(source=NamedSource("judge", config), device="cpu"), say=print
-    ) as here:
+    source = ScorerSource(**settings)
+    with open_scorer(ScorerSpec(source=named_judge(source), device="cpu"), say=print) as here:
         (expected,) = here.score_now([group])
-    spec = ScorerSpec(source=NamedSource("judge", config.model_copy(update={"backend": "vllm"})))
-    with open_scorer(spec, say=print) as scorer:
+    source = ScorerSource(generation={"backend": "vllm"}, **settings)
+    with open_scorer(ScorerSpec(source=named_judge(source)), say=print) as scorer:
         (found,) = scorer.score_now([group])
         judge = scorer.scorer
         # The same engine, read otherwise: another one would take seconds to start.
-        greedy = JudgeConfig(backend="vllm", max_tokens=4, template="{{ response }}", **settings)
+        greedy = JudgeConfig(max_tokens=4, template="{{ response }}")
         writer = ModelJudge(greedy, judge.engine, judge._chat, max_length=MAX_LENGTH)
         ((written, *_),) = asyncio.run(writer.score([group]))
     assert expected[0].value not in (0.0, 0.5, 1.0)

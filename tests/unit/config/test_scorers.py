@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -20,7 +21,7 @@ from laurel.errors import ConfigError
 from laurel.run.request import request_of, uses_reward_model
 
 URL = "http://127.0.0.1:8000"
-JUDGE = {"urls": [URL], "model": "judge"}
+JUDGE = {"urls": [URL], "url_model": "judge", "judge": {}}
 FUNCTION = {"path": "rewards.py:compute_score"}
 TWO = [{"name": "a", "model_name": "x"}, {"name": "b", "model_name": "y"}]
 SERVED = {"name": "served", "urls": [URL], "normalize": "none"}
@@ -44,25 +45,20 @@ def settings(**changes: Any) -> RewardModelEnvironmentConfig:
         ({"urls": [URL], "reward_key": "score"}, "reward_key is for url_protocol=slime"),
         ({"urls": [URL], "hedge": True}, "hedge asks a second server, and urls has only one"),
         ({"urls": [URL], "api_key_env": "sk-12 34"}, "is the name of an environment variable"),
-        ({"urls": [URL], "judge": JUDGE}, "urls and judge cannot both give the score"),
-        ({"model_name": "x", "judge": JUDGE}, "model_name and judge cannot both give the score"),
-        ({"judge": JUDGE, "function": FUNCTION}, "judge and function cannot both give the score"),
+        ({**JUDGE, "function": FUNCTION}, "judge and function cannot both give the score"),
         ({"model_name": "x", "url_model": "m"}, "url_model says how urls are asked, and there are"),
-        ({"judge": JUDGE, "api_key_env": "KEY"}, "a judge has its own"),
+        ({"model_name": "x", "judge": {}, "api_key_env": "KEY"}, "says how urls are asked"),
+        ({**JUDGE, "url_protocol": "sglang"}, "url_protocol is for a reward model"),
         ({"models": TWO, "urls": [URL]}, "models and urls cannot both give the score"),
         ({"models": TWO, "model_name": "x"}, "models and model_name cannot both give the score"),
         ({"models": [TWO[0], TWO[0]]}, "'a' is the name of two models"),
         ({"models": [{**TWO[0], "weight": 0}, {**TWO[1], "weight": 0}]}, "every weight is 0"),
         ({"models": [{**TWO[0], "weight": 2}, TWO[1]], "combine": "min"}, "the weight of 'a'"),
         ({"models": [{"name": "c"}, TWO[0]]}, "the model 'c' has no source"),
-        ({"models": [{**TWO[0], "mean": 1.0}, TWO[1]]}, "mean and std go together"),
+        ({"models": [{**TWO[0], "normalize": [1, 0]}, TWO[1]]}, "deviation must be above 0"),
         (
-            {"models": [{"name": "c", "judge": JUDGE}, TWO[0]]},
-            "nothing is stored with what 'c' names; give its mean and std, or normalize=none",
-        ),
-        (
-            {"models": [{**TWO[0], "normalize": "none", "mean": 1, "std": 1}, TWO[1]]},
-            "normalize=none does not use mean and std",
+            {"models": [{"name": "c", **JUDGE}, TWO[0]]},
+            "nothing is stored with what 'c' names; give its [mean, std], or normalize=none",
         ),
         ({"models": TWO, "transform": {"normalize": "stored"}}, "each is normalised by its own"),
         ({"model_name": "x", "combine": "min"}, "combine=min is for several models"),
@@ -84,14 +80,14 @@ def settings(**changes: Any) -> RewardModelEnvironmentConfig:
         ({"enabled": True}, "model_name is missing: which reward model?"),
         ({"urls": [URL], "num_workers": 1}, "num_workers=1 is for processes that render"),
         ({"urls": [URL], "num_workers": 1, "model_name": "x"}, "what they are asked: leave it out"),
-        ({"judge": JUDGE, "num_workers": 2}, "num_workers=2 is for processes that render"),
+        ({**JUDGE, "num_workers": 2}, "num_workers=2 is for processes that render"),
         (
             {"urls": [URL], "url_protocol": "vllm", "num_workers": 1},
             "leave it out; or name the model whose tokens they are to be sent (model_name)",
         ),
         (
             {
-                "models": [{"name": n, "judge": JUDGE, "normalize": "none"} for n in "ab"],
+                "models": [{"name": n, "normalize": "none", **JUDGE} for n in "ab"],
                 "num_workers": 1,
             },
             "here servers render what they are asked: leave it out",
@@ -111,15 +107,14 @@ def test_what_contradicts_itself_is_refused_before_anything_is_loaded(changes, m
         ({"score_pattern": r"(a)(b)"}, "score_pattern has 2 groups"),
         ({"num_samples": 2}, "num_samples=2 with temperature=0 are as many equal replies"),
         ({"min_samples": 2}, "min_samples=2 is more than num_samples=1"),
-        ({"lowest": 5, "highest": 5}, "lowest=5.0 must be below highest=5.0"),
-        ({"highest": None}, "template=null asks for a score from lowest to highest"),
+        ({"score_range": [5, 5]}, "score_range=[5.0, 5.0] must be [lowest, highest]"),
+        ({"score_range": [0, math.inf]}, "template=null asks for a score in score_range"),
         ({"extra_body": {"messages": []}}, "extra_body must not hold messages"),
-        ({"urls": ["file:///etc/passwd"]}, "is no address"),
     ],
 )
 def test_a_judge_that_cannot_judge_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        JudgeConfig(**(JUDGE | changes))
+        JudgeConfig(**changes)
 
 
 @pytest.mark.parametrize("url", ["ftp://me:verysecret@x", "http://x:port/?key=verysecret"])
@@ -142,7 +137,7 @@ def test_errors_of_a_file_name_the_line_and_the_member(tmp_path):
     path.write_text(
         "env:\n  reward_model:\n    enabled: true\n    models:\n"
         "      - {name: a, model_name: x}\n"
-        "      - {name: b, judge: {urls: ['ftp://x'], model: m}, normalize: none}\n"
+        "      - {name: b, model_name: m, judge: {words: [a, b]}, normalize: none}\n"
     )
     with pytest.raises(ConfigError, match=r"run.yaml:6: env.reward_model.models\[1\].judge"):
         load_config(GRPORun, path, [])
@@ -154,7 +149,7 @@ def test_errors_of_a_file_name_the_line_and_the_member(tmp_path):
         ({"model_name": "x"}, True, False),
         ({"urls": [URL]}, False, False),
         ({"urls": [URL], "url_protocol": "vllm", "model_name": "x"}, False, False),
-        ({"judge": JUDGE}, False, False),
+        (JUDGE, False, False),
         ({"function": FUNCTION}, False, False),
         ({"function": FUNCTION | {"group": True}}, False, True),
         ({"models": TWO}, True, False),
@@ -195,10 +190,10 @@ def test_what_members_have_no_key_for_is_said_once_for_all_of_them():
         "trust_remote_code": True,
         "safetensors_only": False,
         "batch_tokens": 9,
-        "batch_timeout": 8.0,
         "request_timeout": 7.0,
         "hedge": True,
         "connect_patience": 5.0,
+        "generation": None,
         "server": {"model_name": "m"},
     }
     own = set(EnsemblePart.model_fields)

@@ -285,9 +285,9 @@ def test_the_key_comes_from_the_environment(monkeypatch):
         monkeypatch.setenv("REWARDS_OF_TEST", "secret")
         judged(**settings)
         assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer secret"}
-        judge = {"urls": [server.url], "model": "m", "api_key_env": "OTHER_OF_TEST"}
-        with pytest.raises(ConfigError, match=r"reward_model\.judge\.api_key_env=OTHER_OF_TEST"):
-            opened(judge=judge)
+        judge = {"urls": [server.url], "url_model": "m", "api_key_env": "OTHER_OF_TEST"}
+        with pytest.raises(ConfigError, match=r"reward_model\.api_key_env=OTHER_OF_TEST"):
+            opened(judge={}, **judge)
 
 
 def test_a_model_name_that_is_none_is_told_before_a_server_is_asked(tmp_path):
@@ -299,14 +299,9 @@ def test_a_model_name_that_is_none_is_told_before_a_server_is_asked(tmp_path):
 def test_a_judge_gives_rewards_and_its_parts_are_figures():
     said: list[str] = []
     with judge_server(by_length) as server:
-        judge = {
-            "urls": [server.url],
-            "model": "m",
-            "template": ONLY_RESPONSE,
-            "num_samples": 2,
-            "temperature": 1.0,
-        }
-        with opened(said, judge=judge, transform={"scale": 0.1}) as environment:
+        judge = {"template": ONLY_RESPONSE, "num_samples": 2, "temperature": 1.0}
+        source = {"urls": [server.url], "url_model": "m", "judge": judge}
+        with opened(said, **source, transform={"scale": 0.1}) as environment:
             assert environment.spec.judges == "completion"
             found = environment.step(LOGS, INFOS)
             assert found.rewards.tolist() == pytest.approx([1.0, 0.3, 1.0])
@@ -323,8 +318,8 @@ def test_a_judge_gives_rewards_and_its_parts_are_figures():
 def test_a_judge_without_a_verdict_on_a_plain_question_is_a_warning():
     said: list[str] = []
     with judge_server(lambda asked: "Hm.") as server:
-        judge = {"urls": [server.url], "model": "m", "template": ONLY_RESPONSE}
-        with opened(said, judge=judge) as environment:
+        judge = {"template": ONLY_RESPONSE}
+        with opened(said, urls=[server.url], url_model="m", judge=judge) as environment:
             found = environment.step(LOGS[:1], INFOS[:1])
     assert found.failures[0].startswith("reply: 0 of 1 replies have a score")
     assert math.isnan(found.rewards[0])
@@ -453,7 +448,7 @@ def test_a_member_of_several_without_statistics_is_told_before_anything_is_loade
     ):
         opened(said, models=parts)
     assert said == []
-    given = [parts[0], parts[1] | {"mean": 0.0, "std": 1.0}]
+    given = [parts[0], parts[1] | {"normalize": [0.0, 1.0]}]
     assert len(judged(models=given)) == 3
 
 

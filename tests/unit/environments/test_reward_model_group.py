@@ -140,9 +140,9 @@ def test_the_ranks_that_settings_ask_for(tp, resources, shape):
 
 @pytest.mark.parametrize(("urls", "gpus"), [(None, 1), (["http://127.0.0.1:1"], 0)])
 def test_a_judge_that_the_actor_loads_has_its_gpu(urls, gpus):
-    judge = {"model": "m", "urls": urls}
-    models = [{"name": name, "judge": judge, "normalize": "none"} for name in "ab"]
-    for source in ({"judge": judge}, {"models": models}):
+    judge = {"judge": {}, **({"urls": urls, "url_model": "m"} if urls else {"model_name": "m"})}
+    models = [{"name": name, "normalize": "none", **judge} for name in "ab"]
+    for source in (judge, {"models": models}):
         config = RewardModelEnvironmentConfig.model_validate(source)
         assert gpus_of_actor(config) == gpus
         assert gpus_of_actor(config, device="cpu") == 0

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from judges import ONLY_RESPONSE, by_length, judge_server
-from laurel.config.environments import FunctionConfig, JudgeConfig, ScorerSource
+from judges import ONLY_RESPONSE, by_length, judge_server, named_judge
+from laurel.config.environments import FunctionConfig, ScorerSource
 from laurel.errors import (
     ConfigError,
     EnvironmentFailedError,
@@ -113,8 +113,8 @@ def described(kind: str, model: str, server: str, judge: str) -> tuple[ScorerSpe
         "servers": (ScorerSpec(servers=ScorerSource(urls=[server])), here),
         "judge": (
             ScorerSpec(
-                source=NamedSource(
-                    "judge", JudgeConfig(urls=[judge], model="m", template=ONLY_RESPONSE)
+                source=named_judge(
+                    ScorerSource(urls=[judge], url_model="m", judge={"template": ONLY_RESPONSE})
                 )
             ),
             here,

@@ -1,6 +1,7 @@
 """Where a run goes, and what is refused before anything is started."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -84,34 +85,35 @@ def test_it_is_looked_for_before_anything_is_started(run, key, monkeypatch):
 def test_a_judge_in_vllm_says_its_share_of_the_gpu_that_the_policy_trains_on(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    judge = {"model": "j", "backend": "vllm"}
-    run = run_of(reward_model={"enabled": True, "judge": judge})
+    vllm: dict[str, Any] = {"backend": "vllm"}
+    judge = {"enabled": True, "model_name": "j", "judge": {}, "generation": vllm}
+    run = run_of(reward_model=judge)
     check_judges(run, on_cluster=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"take 0\.9 of the memory of the GPU"):
         check_judges(run, on_cluster=False)
     on_cpu = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cpu"})})
     check_judges(on_cpu, on_cluster=False)
-    judge["vllm_cfg"] = {"gpu_memory_utilization": 0.3}
-    run = run_of(reward_model={"enabled": True, "judge": judge})
+    vllm["vllm_cfg"] = {"gpu_memory_utilization": 0.3}
+    run = run_of(reward_model=judge)
     check_judges(run, on_cluster=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"judge\.backend=vllm needs"):
+    with pytest.raises(MissingDependencyError, match=r"generation\.backend=vllm needs"):
         check_judges(run, on_cluster=False)
 
 
 def test_a_judge_to_load_is_refused_on_a_cluster_by_its_section():
-    asked, loaded = {"model": "a", "urls": ["http://a"]}, {"model": "j"}
+    asked = {"url_model": "a", "urls": ["http://a"], "judge": {}}
+    loaded = {"model_name": "j", "judge": {}}
     models = [
-        {"name": f"m{i}", "judge": judge, "normalize": "none"}
-        for i, judge in enumerate((asked, loaded))
+        {"name": f"m{i}", "normalize": "none", **judge} for i, judge in enumerate((asked, loaded))
     ]
-    for section, key in (({"judge": loaded}, "judge"), ({"models": models}, r"models\[1\]\.judge")):
+    for section, key in ((loaded, "judge"), ({"models": models}, r"models\[1\]\.judge")):
         run = run_of(reward_model={"enabled": True} | section)
         check_judges(run, on_cluster=False)
         with pytest.raises(ConfigError, match=rf"^env\.reward_model\.{key}: .*vllm serve j"):
             check_judges(run, on_cluster=True)
-    check_judges(run_of(reward_model={"enabled": True, "judge": asked}), on_cluster=True)
+    check_judges(run_of(reward_model={"enabled": True, **asked}), on_cluster=True)
 
 
 def test_nodes_of_a_cluster_may_have_what_this_one_has_not(monkeypatch):

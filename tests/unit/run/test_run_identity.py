@@ -111,9 +111,8 @@ def test_what_decides_rewards_and_metrics_is_fixed(kind, key, value):
         (RM, "data.train[0].data_path"),  # the rows themselves are compared
         (GRPO, f"{ENV}.urls"),
         (GRPO, f"{ENV}.models[0].urls"),
-        (GRPO, f"{ENV}.judge.urls"),
-        (GRPO, f"{ENV}.models[0].judge.compile"),
-        (GRPO, f"{ENV}.judge.vllm_cfg.tensor_parallel_size"),
+        (GRPO, f"{ENV}.models[0].judge.max_concurrent"),
+        (GRPO, f"{ENV}.generation.vllm_cfg.tensor_parallel_size"),
         (GRPO, f"{ENV}.function.router"),
         (GRPO, f"{ENV}.num_workers"),
         (GRPO, f"{ENV}.use_reward_loop"),
@@ -238,6 +237,34 @@ def test_a_checkpoint_of_which_one_model_was_served_resumes_with_that_server(tmp
         check_same_settings(tmp_path, run_of("other"))
 
 
+def test_a_checkpoint_whose_judge_had_a_model_of_its_own_resumes(tmp_path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
+
+    def run_of(most, std=3.0):
+        asked = {"urls": [URL], "url_model": "j", "judge": {"score_range": [0, most]}}
+        loaded = {"model_name": "k", "tokenizer": {"chat_template": "chatml"}, "judge": {}}
+        parts = [{"name": "a", **asked}, {"name": "b", **loaded}]
+        models = json.dumps([part | {"normalize": [2.0, std]} for part in parts])
+        return load_config(SCHEMAS[GRPO], None, [f"{ENV}.models={models}"]).config
+
+    saved = yaml.safe_load(to_yaml(run_of(5)))
+    for one in saved["env"]["reward_model"]["models"]:
+        one |= {"normalize": "stored", "mean": 2.0, "std": 3.0}
+        one["judge"].pop("score_range", None)
+        name = one.pop("url_model", None) or one.pop("model_name")
+        of_model = {key: one.pop(key, None) for key in ("urls", "tokenizer", "max_model_len")}
+        of_model |= {"model": name, "precision": "bfloat16", "backend": "transformers"}
+        limits = {"lowest": 0.0, "highest": 5.0 if name == "j" else 10.0, "which": "last"}
+        one["judge"] |= of_model | limits
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
+    (told,) = check_same_settings(tmp_path, run_of(5))
+    assert "models[1].judge.model" in told
+    for other, key in ((run_of(6), "judge.score_range"), (run_of(5, std=4.0), "normalize")):
+        with pytest.raises(CheckpointError, match=rf"models\[[01]\]\.{re.escape(key)}"):
+            check_same_settings(tmp_path, other)
+
+
 def dumped(config):
     return config.model_dump(mode="json", warnings=False)
 
@@ -300,7 +327,7 @@ def another(value: Any, kinds: Any) -> tuple[Any, str]:
         return value + "x", ""
     if isinstance(value, dict):
         return {**value, "x": 1}, ".x"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [*value, "x"], ""
     assert value is None
     kind = next(kind for kind in kinds if kind is not NoneType)

@@ -79,12 +79,10 @@ def test_a_run_that_is_resumed_keeps_its_first_day(tmp_path):
 
 def test_every_template_of_an_environment_gets_the_day_unless_it_has_its_own():
     own, day = {"tokenizer": {"date": "2020-02-02"}}, date(2024, 7, 26)
-    judged = {"model": "m", **own}
     for section, expected in (
         ({"model_name": "m"}, [day]),
         ({"model_name": "m", **own}, [date(2020, 2, 2)]),
-        ({"judge": {**judged, "tokenizer": {}}}, [day, day]),
-        ({"judge": judged}, [day, date(2020, 2, 2)]),
+        ({"model_name": "m", "judge": {}, **own}, [date(2020, 2, 2)]),
         (
             {"models": [{"name": "a", "model_name": "m"}, {"name": "b", "model_name": "n", **own}]},
             [day, day, date(2020, 2, 2)],

@@ -90,6 +90,7 @@ class CodeEnvironment(EnvironmentInterface):
         detection: Detection | None = None,
         nodes: ClusterNodes | None = None,
         timeout_seconds: float = 600.0,
+        max_observation_chars: int = 4096,
     ) -> None:
         """Find out how well programs can be isolated; processes start with the first program.
 
@@ -100,6 +101,8 @@ class CodeEnvironment(EnvironmentInterface):
                 machine.
             timeout_seconds: The time after which a whole call fails. Programs that have not begun
                 before are failures, and those that have are verdicts.
+            max_observation_chars: Longest result that the policy sees; a longer one loses its
+                middle.
 
         Raises:
             ConfigError: Settings are unknown or invalid; or this machine, or a node, isolates
@@ -110,6 +113,7 @@ class CodeEnvironment(EnvironmentInterface):
             components=(), judges="completion", stop_strings=tuple(self.config.stop_strings or ())
         )
         self._limits = program_limits(self.config.sandbox)
+        self._most_chars = max_observation_chars
         sandbox, workers = self.config.sandbox, self.config.num_workers
         self._pool: ProgramPool = (
             open_pool(sandbox, num_workers=workers, detection=detection or _detected())
@@ -183,8 +187,8 @@ class CodeEnvironment(EnvironmentInterface):
             total_s=self.config.sandbox.seconds_of_all_tests,
         )
         future = self._pool.submit(job, deadline=deadline, batch=batch)
-        most = self.config.max_observation_chars
-        return lambda: program_verdict(tests, code, future.result(), self.config.reward, most=most)
+        most, reward = self._most_chars, self.config.reward
+        return lambda: program_verdict(tests, code, future.result(), reward, most=most)
 
     def _scored(self, verdict: CodeVerdict, given: dict[str, Any], attempt: int) -> _Answer:
         if verdict.failure is not None:
@@ -225,7 +229,7 @@ class CodeEnvironment(EnvironmentInterface):
             is_over = self.config.terminate_without_code
             return partial(_Answer, metadata=given, note=note, is_over=is_over)
         code, after = found
-        job = session.job(code, limits=self._limits, most=self.config.max_observation_chars)
+        job = session.job(code, limits=self._limits, most=self._most_chars)
         future = self._pool.submit(job, deadline=deadline, batch=batch)
         return lambda: self._ran(session, code, after, given, future)
 
@@ -243,7 +247,7 @@ class CodeEnvironment(EnvironmentInterface):
             return _Answer(metadata=given, failure=reason, is_over=True)
         session, reply = session.after(code, result, self._limits)
         return _Answer(
-            content=observation(reply, code, after, most=self.config.max_observation_chars),
+            content=observation(reply, code, after, most=self._most_chars),
             metadata=given | {"code_session": session.as_metadata()},
             is_over=self.config.terminate_on_evaluation and reply.value is not None,
             answer=reply.value or None,

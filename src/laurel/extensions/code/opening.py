@@ -57,7 +57,7 @@ def say_tier(found: Detection, tier: Tier, *, where: str = "", beside: str = "")
     )
     if tier is Tier.LIMITS_ONLY:
         _log.warning(
-            "%sUNSAFE: programs of the model run without a sandbox (sandbox.allow_unsafe=true) "
+            "%sUNSAFE: programs of the model run without a sandbox (sandbox.min_tier=none) "
             "and can do whatever this account can",
             where,
         )
@@ -67,12 +67,12 @@ def accepted_tier(config: SandboxConfig, found: Detection) -> Tier:
     """Return the tier to run in; raise `ConfigError` if the configuration does not accept it."""
     if found.tier is None:
         raise ConfigError(f"programs cannot be run here: {found.sentence()}")
+    if config.min_tier == "none":
+        return found.tier
     if found.tier is Tier.LIMITS_ONLY:
-        if config.allow_unsafe:
-            return found.tier
         raise ConfigError(
             f"{found.sentence()} Programs of a model are only run like this with "
-            "sandbox.allow_unsafe=true"
+            "sandbox.min_tier=none"
         )
     if not found.tier.is_at_least(Tier(config.min_tier)):
         raise ConfigError(
@@ -89,5 +89,4 @@ def program_limits(config: SandboxConfig) -> Limits:
         wall_s=config.wall_seconds,
         mem_mb=config.memory_mb,
         disk_mb=config.disk_mb,
-        stdout_kb=config.stdout_kb,
     )

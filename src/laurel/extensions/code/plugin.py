@@ -34,7 +34,10 @@ class Code(EnvironmentKind):
         from laurel.extensions.code.environment import CodeEnvironment
 
         return CodeEnvironment(
-            section, nodes=services.nodes, timeout_seconds=services.timeout_seconds
+            section,
+            nodes=services.nodes,
+            timeout_seconds=services.timeout_seconds,
+            max_observation_chars=services.max_observation_chars,
         )
 
     def needs(self, section: CodeEnvironmentConfig) -> Collection[Literal["answers", "tests"]]:

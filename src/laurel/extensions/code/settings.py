@@ -19,13 +19,11 @@ class SandboxConfig(Section):
 
     removed: ClassVar[Mapping[str, Removed]] = removed("SandboxConfig")
 
-    min_tier: Annotated[Literal["A", "B", "C", "D"], MAY_CHANGE] = "C"
+    min_tier: Annotated[Literal["A", "B", "C", "D", "none"], MAY_CHANGE] = "C"
     """Worst isolation for a run to start; `laurel sandbox check` shows this machine's. A:
     namespaces, Landlock and seccomp; B: no namespaces; C: no Landlock; D: neither, so that a
-    program can read and write what this account can."""
-    allow_unsafe: Annotated[bool, MAY_CHANGE] = False
-    """Accept limits of time and memory alone if this machine has nothing better: any program of a
-    model can then do what this account can. Never where there are secrets."""
+    program can read and write what this account can; none: limits of time and memory alone, so that
+    it can do whatever this account can. Neither of the last two where there are secrets."""
     cgroup: Annotated[str, MAY_CHANGE] = "auto"
     """A control group that limits memory and processes of each worker's programs together. `auto`:
     if this account has a working one (version 1 or 2); `off`; or a delegated directory of version 2
@@ -39,9 +37,6 @@ class SandboxConfig(Section):
     """Address space of one process."""
     disk_mb: int = Field(default=32, ge=1)
     """All files of a program together."""
-    stdout_kb: int = Field(default=64, ge=1)
-    """Output, at most; more ends the program. At least four times an expected text, and 1024 for an
-    expected value."""
 
     @model_validator(mode="after")
     def _wall_is_longer(self) -> SandboxConfig:
@@ -95,8 +90,6 @@ class CodeEnvironmentConfig(Section):
     """How output and values are compared with the expected ones: like the grader of the named
     benchmark, or `laurel`: exactly, except `strict_types` and `float_tolerance`. Null: by the
     task's metadata (for `CodeTasks` the benchmark's own grader), otherwise `laurel`."""
-    max_observation_chars: int = Field(default=4096, ge=64)
-    """Longest result that the policy sees; a longer one loses its middle."""
     sandbox: SandboxConfig = SandboxConfig()
     """How programs are locked in, and what each may use."""
 

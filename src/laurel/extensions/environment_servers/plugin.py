@@ -37,7 +37,8 @@ class _Sessions(EnvironmentKind):
         """Return the environment."""
         from laurel.extensions.environment_servers.servers import open_sessions
 
-        return open_sessions(services.name, section)
+        most = services.max_observation_chars
+        return open_sessions(services.name, section, max_observation_chars=most)
 
 
 class OpenEnv(_Sessions):

@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
@@ -50,11 +50,6 @@ def _package(module: str, *, package: str, extra: str, where: str) -> ModuleType
         if not f"{module}.".startswith(f"{error.name}."):
             raise
         raise MissingDependencyError.of(package, extra=extra, purpose=where) from None
-
-
-def _prompt(system: str | None, messages: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    return [*opening, *map(dict, messages)]
 
 
 class OpenEnvServer:
@@ -152,7 +147,7 @@ class OpenEnvServer:
                         f"{self.where}: reset shows nothing, so that there is no prompt: set "
                         "instruction, or another observation_key"
                     )
-                prompt = _prompt(self.config.system_prompt, [{"role": "user", "content": content}])
+                prompt = [{"role": "user", "content": content}]
                 task = {"reset": arguments, "start": start}
                 made.append({"prompt": prompt, "metadata": {self.key: task}})
             await client.close()
@@ -392,7 +387,7 @@ class OpenRewardServer:
             finally:
                 await session.__aexit__(None, None, None)
         opening = [{"role": m.role, "content": text_of_blocks(m.blocks)} for m in messages]
-        return {"prompt": _prompt(self.config.system_prompt, opening), "metadata": {self.key: task}}
+        return {"prompt": list(map(dict, opening)), "metadata": {self.key: task}}
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Choose the form of calls that the chat template writes, unless one is named."""
@@ -465,7 +460,9 @@ def text_of_blocks(blocks: Sequence[Any]) -> str:
     return "\n".join(block.text for block in blocks)
 
 
-def open_sessions(name: str, config: SessionsConfig) -> SessionEnvironment:
+def open_sessions(
+    name: str, config: SessionsConfig, *, max_observation_chars: int = 4096
+) -> SessionEnvironment:
     """Make the environment of a server, `env.openenv.<name>` or `env.openreward.<name>`.
 
     Raises:
@@ -473,9 +470,13 @@ def open_sessions(name: str, config: SessionsConfig) -> SessionEnvironment:
         MissingDependencyError: The package is not installed.
     """
     if isinstance(config, OpenEnvConfig):
-        return SessionEnvironment(OpenEnvServer(name, config), config)
+        return SessionEnvironment(
+            OpenEnvServer(name, config), config, max_observation_chars=max_observation_chars
+        )
     assert isinstance(config, OpenRewardConfig)
-    return SessionEnvironment(OpenRewardServer(name, config), config)
+    return SessionEnvironment(
+        OpenRewardServer(name, config), config, max_observation_chars=max_observation_chars
+    )
 
 
 def session_rows(

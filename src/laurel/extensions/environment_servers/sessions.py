@@ -162,14 +162,21 @@ class SessionEnvironment(EnvironmentInterface):
     `connect_patience` seconds ends the run as a lost worker does.
     """
 
-    def __init__(self, server: SessionServer, config: SessionsConfig) -> None:
+    def __init__(
+        self, server: SessionServer, config: SessionsConfig, *, max_observation_chars: int = 4096
+    ) -> None:
         """Reach the server, and wait for it; it is closed with this environment.
+
+        Args:
+            max_observation_chars: Longest message that the policy sees; a longer one loses its
+                middle.
 
         Raises:
             ConfigError: The server does not answer, or cannot be used.
         """
         self.where = server.where
         self._server, self._config = server, config
+        self._most_chars = max_observation_chars
         self._episodes: dict[str, _Episode] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._ended: Memory[bool] = Memory(_REMEMBERED)
@@ -243,8 +250,7 @@ class SessionEnvironment(EnvironmentInterface):
         )
 
     def _shown(self, message: Mapping[str, str]) -> dict[str, str]:
-        most = self._config.max_observation_chars
-        return {**message, "content": cut_middle(message["content"], most)}
+        return {**message, "content": cut_middle(message["content"], self._most_chars)}
 
     async def _turns(
         self,

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from laurel.config.environments import checked_urls
-from laurel.config.yaml_tree import MAY_CHANGE, Section
+from laurel.config.yaml_tree import MAY_CHANGE, Removed, Section
 
 
 class SessionsConfig(Section):
     """A server of environments, which has a session for each rollout."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "system_prompt": Removed("data.system_prompt_file, also of one data set, holds it"),
+        "max_observation_chars": Removed("env.max_observation_chars holds for all", 4096),
+    }
+
     url: Annotated[str, MAY_CHANGE]
     """Its address, `http://HOST:PORT`."""
-    system_prompt: str | None = None
-    """The first message of every prompt. Null: none, or that of `data.system_prompt_file`."""
     connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
     """Seconds to wait for a server from when it is first missed, at the start and later; then the
     run ends as for a lost worker (exit code 75), and the same command goes on. Default: a restart
@@ -25,8 +29,6 @@ class SessionsConfig(Section):
     """Seconds of one step, and of the beginning of a session; the completion then fails, unless
     the server answers nobody else either and is waited for. Twice this and `connect_patience` are
     together less than `env.timeout_seconds`."""
-    max_observation_chars: int = Field(default=4096, ge=64)
-    """Longest message that the policy sees; a longer one loses its middle."""
 
     @field_validator("url")
     @classmethod

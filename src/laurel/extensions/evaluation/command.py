@@ -400,7 +400,7 @@ def _request(
     if reproduces is not None:
         form = replace(FORMATS[reproduces], max_length=how.max_length or MAX_LENGTH)
     scorer = EvalScorer(
-        model=rows.model if judge is None else judge.model,
+        model=rows.model if judge is None else judge.called,
         judge=judge,
         options=how.spec(),
         settings=tuple(how.settings or ()),

@@ -50,7 +50,7 @@ def evaluate_model(
                 "judge names what scores: leave out model, and all of scorer_options but device"
             )
     scorer = EvalScorer(
-        model=model if section is None else section.model,
+        model=model if section is None else section.called,
         judge=section,
         options=options,
         cpu_threads=cpu_threads,

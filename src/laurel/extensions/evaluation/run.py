@@ -67,7 +67,7 @@ from laurel.types import Score
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.config.environments import JudgeConfig
+    from laurel.config.environments import JudgeConfig, JudgeFile
     from laurel.extensions.evaluation.rewardbench_tokens import ReferenceFormat, RewardBenchContract
     from laurel.rewards.scorer import LocalScorer, OnBatch
     from laurel.types import Group
@@ -148,11 +148,11 @@ def _evaluated(
 
 
 def _check_can_judge(
-    judge: JudgeConfig, names: Collection[BenchmarkName], request: EvaluationRequest
+    judge: JudgeFile, names: Collection[BenchmarkName], request: EvaluationRequest
 ) -> None:
     if "process-bench" in names:
         raise ConfigError("ProcessBench needs the values of steps, and --judge gives one score")
-    if judge.compares and request.sensitivity:
+    if judge.judge.compares and request.sensitivity:
         raise ConfigError(
             "--sensitivity asks how the score of one answer changes, and a judge with "
             "compares=true has only scores relative to the other answers"
@@ -203,7 +203,7 @@ def evaluate_rows(
         **_diagnosed(rows, reduced.rows, request, scorer, training),
     }
     if request.scorer.judge is not None:
-        details["judge"] = judge_details(request.scorer.judge, every)
+        details["judge"] = judge_details(request.scorer.judge.judge, every)
     by_contract = None
     if scorer.reference is not None:
         by_contract, compatibility = _compared_with_contract(
@@ -375,7 +375,7 @@ class EvalScorer:
     """The environment variable with the server's API key; None: `LAUREL_API_KEY`, if it is set."""
     reproduces: ReferenceFormat | None = None
     """The program whose tokenization is copied; None: the model's scoring contract is used."""
-    judge: JudgeConfig | None = None
+    judge: JudgeFile | None = None
     """The judge that scores instead of a reward model; `model` is its name."""
 
     @property

@@ -75,8 +75,14 @@ class ToolEnvironment(EnvironmentInterface):
     counted. If its process dies, the completion is a failure.
     """
 
-    def __init__(self, env_config: ToolsConfig | Mapping[str, Any]) -> None:
+    def __init__(
+        self, env_config: ToolsConfig | Mapping[str, Any], *, max_observation_chars: int = 4096
+    ) -> None:
         """Import the functions and describe them; processes start with the first call.
+
+        Args:
+            max_observation_chars: Longest result that the policy sees; a longer one loses its
+                middle.
 
         Raises:
             ConfigError: Settings are invalid, or a function cannot be described.
@@ -88,6 +94,7 @@ class ToolEnvironment(EnvironmentInterface):
         self.spec = EnvironmentSpec(judges="completion", tools=schemas, components=())
         self._names = [schema["function"]["name"] for schema in schemas]
         self._form: CallForm | None = FORMS.get(config.form)
+        self._most_chars = max_observation_chars
         parameters = [schema["function"]["parameters"] for schema in schemas]
         self._pool = ProcessPool(
             ProcessPoolSpec(
@@ -141,7 +148,7 @@ class ToolEnvironment(EnvironmentInterface):
                     continue
                 counter[outcome] += 1
                 invalid[-1] |= outcome in INVALID
-                content = cut_middle(text, self.config.max_result_chars)
+                content = cut_middle(text, self._most_chars)
                 shown.append({"role": TOOL_ROLE, "content": content})
             failures.append(failure)
             observations.append(shown or {"role": ENVIRONMENT_ROLE, "content": ""})

@@ -30,7 +30,7 @@ class Tools(EnvironmentKind):
         """Return the environment."""
         from laurel.extensions.function_tools.environment import ToolEnvironment
 
-        return ToolEnvironment(section)
+        return ToolEnvironment(section, max_observation_chars=services.max_observation_chars)
 
     def graded_by(self, section: ToolsConfig) -> str | None:
         """Return the environment that grades the final answer."""

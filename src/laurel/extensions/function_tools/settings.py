@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from laurel.config.yaml_tree import MAY_CHANGE, PROCESSES, Section
+from laurel.config.yaml_tree import MAY_CHANGE, PROCESSES, Removed, Section
 
 
 class ToolsConfig(Section):
     """Python functions that the policy may call before its answer, which another one grades."""
+
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "max_result_chars": Removed("env.max_observation_chars holds for all environments", 4096),
+    }
 
     functions: list[str] = Field(default_factory=list)
     """Import paths `module.function`. Type hints and a docstring with `Args:` make the schema that
@@ -29,8 +34,6 @@ class ToolsConfig(Section):
     counted."""
     num_workers: Annotated[int, MAY_CHANGE, PROCESSES] = Field(default=8, ge=1)
     """Calls at a time, each in a process of its own."""
-    max_result_chars: int = Field(default=4096, ge=64)
-    """Longest result that the policy sees; a longer one loses its middle."""
 
     @model_validator(mode="after")
     def _functions_are_paths(self) -> ToolsConfig:

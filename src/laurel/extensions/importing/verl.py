@@ -607,14 +607,16 @@ class VerlPPO(VerlTrainer):
         if self["MAN.name"] in _RATE_LIMITED:
             calls: dict[str, Any] = {"max_concurrent": self.count("reward.max_concurrent")}
             calls |= {"timeout": self.real("reward.timeout")}
-            rates = {
-                name: self.number(f"reward.{name}")
-                for name in _LIMITS[2:]
+            each, tokens, calls_ = "estimated_tokens_per_request", "max_tpm", "max_rpm"
+            size = 2000 if self[f"reward.{each}"] is None else self.number(f"reward.{each}")
+            rates = [
+                self.number(f"reward.{name}") / by
+                for name, by in ((calls_, 1), (tokens, size))
                 if self[f"reward.{name}"] is not None
-            }
-            if not rates.keys() & {"max_rpm", "max_tpm"}:  # it limits no rate
+            ]
+            if not rates:  # it limits no rate
                 return calls, ["MAN.name", *limits[:2]]
-            calls |= {"manager": "rate_limited", "rate_limited": rates}
+            calls |= {"manager": "rate_limited", "rate_limited": {"max_rpm": min(rates)}}
             return calls, ["MAN.name", *limits]
         self.skip("only reward_manager.name=rate_limited reads it in verl", *limits)
         if self["MAN.name"] not in _MANAGERS:

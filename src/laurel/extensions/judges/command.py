@@ -35,8 +35,7 @@ def data_verdicts(
         Path,
         typer.Option(
             metavar="FILE",
-            help="The judge that is to learn: a YAML file with a section judge, as in "
-            "env.reward_model.judge.",
+            help="The judge that is to learn: a YAML file with the keys of env.reward_model.",
         ),
     ],
     split: Annotated[

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from laurel.config.environments import JudgeConfig
-from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of, speaking
+from laurel.config.environments import JudgeConfig, ScorerSource
+from laurel.errors import ConfigError, DataError, ModelError, key_of, setting_of
 from laurel.extensions.judges.served import JudgePrompt, NoScoreError, mean_verdict, read_verdict
 from laurel.models.chat import ChatFormat
 from laurel.models.loading.pretrained import DTYPES, find_tokenizer, num_positions, read_config
@@ -88,12 +88,15 @@ class ModelJudge:
         chat: ChatFormat,
         *,
         max_length: int,
+        batch_tokens: int = 8192,
         where: str = "env.reward_model.judge",
     ) -> None:
         """Take over an engine, which is closed with the scorer.
 
         Args:
             chat: The chat format of the judge; nothing else may use it.
+            max_length: Most tokens of question and verdict.
+            batch_tokens: Token budget of one forward pass by log-probability.
 
         Raises:
             ConfigError: The template cannot be used.
@@ -107,7 +110,7 @@ class ModelJudge:
             self.noise = 0.0
         self._prompt = JudgePrompt(config, where=where)
         self._chat = chat
-        self._max_length = max_length
+        self._max_length, self._batch_tokens = max_length, batch_tokens
         self._words = _word_ids(chat, config, where) if config.read_out != "written" else ()
         # Calls may come from several threads, and a tokenizer is not thread-safe.
         self._one_at_a_time = threading.Lock()
@@ -191,7 +194,7 @@ class ModelJudge:
         ]
         if not groups:
             return []
-        logprobs = await self.engine.branch_logprobs(groups, batch_tokens=self.config.batch_tokens)
+        logprobs = await self.engine.branch_logprobs(groups, batch_tokens=self._batch_tokens)
         return [
             word_score(first, second, num_tokens=max(group.lengths_G))
             for (first, second), group in zip(logprobs, groups, strict=True)
@@ -214,7 +217,7 @@ class ModelJudge:
         async with aclosing(self.engine.generate(request)) as completions:
             replies = [reply async for reply in completions]
         replies.sort(key=lambda reply: reply.index)
-        score = mean_verdict([self._read(reply) for reply in replies], config)
+        score = mean_verdict([self._read(reply) for reply in replies], config, is_served=False)
         return replace(score, num_tokens=len(ids_L) + max(len(reply.ids_L) for reply in replies))
 
     def _read(self, reply: Generated) -> float | NoScoreError:
@@ -351,51 +354,54 @@ def _taught_ids(chat: ChatFormat, config: JudgeConfig, word: str, where: str) ->
         raise ModelError(
             f"{where}.words: the chat template renders the answer {word!r} after other tokens than "
             "it prompts for one with, so training would not teach what is read; choose another "
-            f"with {where}.tokenizer.chat_template, or set its chat_template_kwargs"
+            f"with {key_of('policy.tokenizer.chat_template')}, or set its chat_template_kwargs"
         )
     return ids_L[len(prompt_ids) : -1]
 
 
-def open_model_judge(config: JudgeConfig, *, device: Device, where: str, say: Say) -> ModelJudge:
+def open_model_judge(source: ScorerSource, *, device: Device, where: str, say: Say) -> ModelJudge:
     """Load a judge into an engine, and check it.
 
     Raises:
         UserError: The model is no language model, or a setting cannot be used.
         EngineError: vLLM does not start.
     """
-    names = {
-        "policy": where,
-        "policy.model_name": f"{where}.model",
-        "policy.max_total_sequence_length": f"{where}.max_model_len",
-    }
+    config = source.judge
+    assert config is not None
     JudgePrompt(config, where=where)  # reports a wrong template before anything is loaded
-    with speaking(names):
-        place = find_model(config.model)
-        for note in place.notes:
-            say(note)
-        check_files(place)
-        quiet_libraries()
-        spec = ModelSpec(
-            name=place.name,
-            tokenizer=config.tokenizer,
-            precision=config.precision,
-            compile=config.compile,
+    place = find_model(str(source.model_name))
+    for note in place.notes:
+        say(note)
+    check_files(place)
+    quiet_libraries()
+    spec = ModelSpec(
+        name=place.name,
+        tokenizer=source.tokenizer,
+        precision=source.precision,
+        compile=source.compile,
+    )
+    hf_config = read_config(spec, place.name)
+    positions = num_positions(hf_config) or MAX_LENGTH
+    max_length = source.max_model_len or min(MAX_LENGTH, positions)
+    if max_length > positions:
+        raise ModelError(
+            f"{setting_of('policy.max_total_sequence_length', max_length)}: {place.name} has "
+            f"{positions:,} positions; set it no higher"
         )
-        hf_config = read_config(spec, place.name)
-        positions = num_positions(hf_config) or MAX_LENGTH
-        max_length = config.max_model_len or min(MAX_LENGTH, positions)
-        if max_length > positions:
-            raise ModelError(
-                f"{setting_of('policy.max_total_sequence_length', max_length)}: {place.name} has "
-                f"{positions:,} positions; set it no higher"
-            )
-        make = _on_transformers if config.engine is None else _on_engine
-        engine, chat, facts = make(config, spec, max_length, device)
-        try:
-            judge = ModelJudge(config, engine, chat, max_length=max_length, where=where)
-        except BaseException:
-            engine.close()
-            raise
+    make = _on_transformers if source.engine is None else _on_engine
+    engine, chat, facts = make(source, config, spec, max_length, device)
+    try:
+        judge = ModelJudge(
+            config,
+            engine,
+            chat,
+            max_length=max_length,
+            batch_tokens=source.batch_tokens,
+            where=where,
+        )
+    except BaseException:
+        engine.close()
+        raise
     how = " or ".join(config.verdict_words)
     read = f"the probability of {how}" if config.read_out != "written" else "what it writes"
     about = "which of two responses is better" if config.compares else "each response"
@@ -404,7 +410,7 @@ def open_model_judge(config: JudgeConfig, *, device: Device, where: str, say: Sa
 
 
 def _on_transformers(
-    config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
+    source: ScorerSource, config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
 ) -> tuple[VerdictEngine, ChatFormat, str]:
     from laurel.generation.transformers.engine import TransformersEngine
     from laurel.models.loading.policy import check_policy_paths, load_policy
@@ -416,12 +422,12 @@ def _on_transformers(
         seed=0,
         max_length=max_length,
         device=choose_device(device),
-        weights_dtype=DTYPES[config.precision],
+        weights_dtype=DTYPES[source.precision],
     )
     model = loaded.model
     model.requires_grad_(requires_grad=False)
     difference = check_policy_paths(model)
-    chat = _chat_format(config, loaded.tokenizer, str(spec.name))
+    chat = _chat_format(source, loaded.tokenizer, str(spec.name))
     engine = TransformersEngine(
         model, loaded.tokenizer, end_ids=chat.end_ids, max_concurrent=config.max_concurrent
     )
@@ -431,25 +437,27 @@ def _on_transformers(
         chat,
         (
             f"{type(model.causal_lm).__name__}, {format_parameters(parameters)} parameters, "
-            f"{config.precision} on {model.device.type}, self-check {difference:.1e},"
+            f"{source.precision} on {model.device.type}, self-check {difference:.1e},"
         ),
     )
 
 
 def _on_engine(
-    config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
+    source: ScorerSource, config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
 ) -> tuple[VerdictEngine, ChatFormat, str]:
     from laurel.config.grpo import GenerationConfig
     from laurel.generation.load import PluggedMaker
     from laurel.generation.requests import GeneratorSpec
     from laurel.workers.process import choose_device
 
-    assert config.engine is not None
-    (engine, section), name, where = config.engine, config.backend, key_of("policy")
+    assert source.engine is not None
+    assert source.generation is not None
+    (engine, section), name = source.engine, source.generation.backend
+    where = key_of("env.reward_model.generation")
     try:
         own = engine.for_judge(section, config)
     except ValueError as error:
-        raise ConfigError(f"{where}.{error}") from error
+        raise ConfigError(f"{key_of('env.reward_model.judge')}.{error}") from error
     if choose_device(device).type != choose_device("auto").type:
         raise ConfigError(
             f"{where}.backend={name}: it runs on the GPUs where there are any, and the device is "
@@ -463,23 +471,23 @@ def _on_engine(
             "save_pretrained of transformers"
         )
     engine.check_installed(f"{where}.backend={name}")
-    chat = _chat_format(config, find_tokenizer(spec, pad_may_end=True), str(spec.name))
+    chat = _chat_format(source, find_tokenizer(spec, pad_may_end=True), str(spec.name))
     settings = GenerationConfig.model_validate(
         {"backend": name, f"{name}_cfg": own, "max_concurrent": config.max_concurrent}
     )
     start = EngineStart(
         directory=str(spec.name),
         spec=GeneratorSpec(settings=settings, max_length=max_length, end_ids=chat.end_ids),
-        precision=config.precision,
+        precision=source.precision,
     )
     made: Any = PluggedMaker(name=name, start=start)()
-    return made, chat, f"a language model in {name}, {config.precision},"
+    return made, chat, f"a language model in {name}, {source.precision},"
 
 
-def _chat_format(config: JudgeConfig, tokenizer: Any, name: str) -> ChatFormat:
+def _chat_format(source: ScorerSource, tokenizer: Any, name: str) -> ChatFormat:
     from transformers import GenerationConfig
 
     ends = None
     with suppress(OSError):  # a model need not have the file
         ends = GenerationConfig.from_pretrained(name).eos_token_id
-    return ChatFormat(tokenizer, config.tokenizer.chat_template_kwargs, generation_end_ids=ends)
+    return ChatFormat(tokenizer, source.tokenizer.chat_template_kwargs, generation_end_ids=ends)

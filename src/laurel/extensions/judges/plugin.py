@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from laurel.errors import ConfigError
+from laurel.errors import ConfigError, key_of
 from laurel.plugins import ScorerServices, ScoreSource
 
 if TYPE_CHECKING:
     from laurel.config.environments import JudgeConfig
     from laurel.protocols import Scorer
+
+
+SECTION = "env.reward_model"
+"""The section that a judge stands in."""
 
 
 class Judge(ScoreSource):
@@ -23,17 +27,17 @@ class Judge(ScoreSource):
 
     def make(self, section: JudgeConfig, services: ScorerServices) -> Scorer:
         """Ask the servers for a first verdict, or load the judge."""
-        if section.urls is None:
+        source = services.source
+        if source.urls is None:
             if services.is_elsewhere:
-                raise ConfigError(section.lacks_slot(services.where))
+                raise ConfigError(source.lacks_slot(key_of(SECTION)))
             from laurel.extensions.judges.loaded import open_model_judge
 
             return open_model_judge(
-                section, device=services.device, where=services.where, say=services.say
+                source, device=services.device, where=services.where, say=services.say
             )
         from laurel.extensions.judges.served import JudgeScorer
         from laurel.rewards.open import api_key_of, checked_servers
 
-        where = "env.reward_model.judge"
-        judge = JudgeScorer(section, api_key=api_key_of(section, where), where=services.where)
-        return checked_servers(judge, section, contract=None, where=where, say=services.say)
+        judge = JudgeScorer(source, api_key=api_key_of(source, SECTION), where=services.where)
+        return checked_servers(judge, source, contract=None, where=SECTION, say=services.say)

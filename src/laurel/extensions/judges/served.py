@@ -18,7 +18,7 @@ from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field
 
-from laurel.config.environments import JudgeConfig
+from laurel.config.environments import JudgeConfig, ScorerSource
 from laurel.errors import ConfigError, DataError, ProtocolError
 from laurel.models.plain_contents import FOREIGN_MARK
 from laurel.rewards.remote.http import NOT_TEXT, HttpExchange, checked_url, endpoint
@@ -37,12 +37,19 @@ class JudgeReplica(HttpExchange):
     max_completions = 1
 
     def __init__(
-        self, url: str, config: JudgeConfig, prompt: JudgePrompt, *, api_key: str | None = None
+        self,
+        url: str,
+        config: JudgeConfig,
+        prompt: JudgePrompt,
+        *,
+        model: str,
+        api_key: str | None = None,
     ) -> None:
         """Hold an address.
 
         Args:
             url: Address of the server, of its `/v1`, or of the endpoint itself.
+            model: What the server calls the judge.
 
         Raises:
             ConfigError: The address cannot be used.
@@ -52,6 +59,7 @@ class JudgeReplica(HttpExchange):
         connections = RouterOptions().window * config.num_samples + 2
         super().__init__(endpoint(url, path), api_key=api_key, connections=connections)
         self._config = config
+        self._model = model
         self._prompt = prompt
         self.counts: Counter[str] = Counter()
         """Counts `replies`, and the `unreadable` ones among them."""
@@ -95,14 +103,14 @@ class JudgeReplica(HttpExchange):
                 task.cancel()
         self.counts["replies"] += len(replies)
         self.counts["unreadable"] += sum(isinstance(reply, NoScoreError) for reply in replies)
-        return mean_verdict(replies, self._config)
+        return mean_verdict(replies, self._config, is_served=True)
 
     async def _reply(
         self, messages: list[dict[str, str]], number: int, request_id: str, timeout: float
     ) -> float | NoScoreError:
         config = self._config
         request: dict[str, Any] = {
-            "model": config.model,
+            "model": self._model,
             "messages": messages,
             "max_tokens": config.max_tokens,
             "temperature": config.temperature,
@@ -127,8 +135,8 @@ class JudgeScorer(Router):
     The score of a completion is the mean over `num_samples` replies, of which at least
     `min_samples` must have one. Example::
 
-        config = JudgeConfig(urls=["http://127.0.0.1:8000"], model="judge")
-        ((score,),) = await JudgeScorer(config).score([group])
+        source = ScorerSource(urls=["http://127.0.0.1:8000"], url_model="judge", judge={})
+        ((score,),) = await JudgeScorer(source).score([group])
     """
 
     reads_metadata = True
@@ -137,7 +145,7 @@ class JudgeScorer(Router):
 
     def __init__(
         self,
-        config: JudgeConfig,
+        source: ScorerSource,
         *,
         api_key: str | None = None,
         where: str = "env.reward_model.judge",
@@ -148,16 +156,19 @@ class JudgeScorer(Router):
         Raises:
             ConfigError: An address or a template cannot be used.
         """
+        config = source.judge
+        assert config is not None
         prompt = JudgePrompt(config, where=where)
         self.judges = [
-            JudgeReplica(url, config, prompt, api_key=api_key) for url in config.urls or ()
+            JudgeReplica(url, config, prompt, model=source.url_model, api_key=api_key)
+            for url in source.urls or ()
         ]
         """Replicas, one for each address."""
         options = RouterOptions(
-            timeout=config.request_timeout,
-            attempt_timeout=config.attempt_timeout,
+            timeout=source.seconds_of_score,
+            attempt_timeout=source.seconds_of_try,
             completions_per_request=1,
-            hedge=config.hedge,
+            hedge=source.hedge,
         )
         super().__init__(self.judges, options, clock=clock)
 
@@ -344,8 +355,8 @@ class JudgePrompt:
                 conversation=[{"role": m.role, "content": m.content} for m in turns],
                 ground_truth=group.metadata.get("ground_truth"),
                 mark=_mark(shown),
-                lowest=_plain(self._config.lowest),
-                highest=_plain(self._config.highest),
+                lowest=_plain(self._config.score_range[0]),
+                highest=_plain(self._config.score_range[1]),
                 score_key=self._config.score_key,
                 other_response=shown[-1].content,
                 words=self._config.verdict_words,
@@ -369,8 +380,8 @@ def _mark(messages: tuple[Message, ...]) -> str:
     return f"=== {digest.hexdigest()}"
 
 
-def _plain(limit: float | None) -> str | None:
-    return None if limit is None else f"{limit:g}"
+def _plain(limit: float) -> str | None:
+    return f"{limit:g}" if math.isfinite(limit) else None
 
 
 def read_verdict(text: str, config: JudgeConfig) -> float:
@@ -392,12 +403,10 @@ def read_verdict(text: str, config: JudgeConfig) -> float:
     if not numbers:
         sought = f"the key '{config.score_key}'" if config.score_key else "a match of score_pattern"
         raise NoScoreError(f"the reply has no number at {sought}; it ends {answer[-80:]!a}")
-    number = numbers[-1 if config.which == "last" else 0]
-    low, high = config.lowest, config.highest
-    if (low is not None and number < low) or (high is not None and number > high):
-        raise NoScoreError(
-            f"the reply's score {number:g} is not from {_plain(low)} to {_plain(high)}"
-        )
+    number = numbers[-1]  # a judge that quotes does so before its verdict
+    low, high = config.score_range
+    if not low <= number <= high:
+        raise NoScoreError(f"the reply's score {number:g} is not from {low:g} to {high:g}")
     return number
 
 
@@ -409,17 +418,19 @@ def _winner(answer: str, config: JudgeConfig) -> float:
         raise NoScoreError(
             f"the reply has neither [[{first}]] nor [[{second}]]; it ends {answer[-80:]!a}"
         )
-    return float(winners[-1 if config.which == "last" else 0] == first)
+    return float(winners[-1] == first)
 
 
-def mean_verdict(replies: Sequence[float | NoScoreError], config: JudgeConfig) -> Score:
+def mean_verdict(
+    replies: Sequence[float | NoScoreError], config: JudgeConfig, *, is_served: bool
+) -> Score:
     """Return the mean of replies as a score, or a failure where too few of them have a number."""
     values = [reply for reply in replies if not isinstance(reply, NoScoreError)]
     unreadable = [reply for reply in replies if isinstance(reply, NoScoreError)]
     if len(values) < config.min_samples:
         counts = f"{len(values)} of {len(replies)} replies have a score"
         # A small model often keeps to no form.
-        cure = "" if config.urls else "; judge.read_out=log_probability asks for no form"
+        cure = "" if is_served else "; judge.read_out=log_probability asks for no form"
         return failed(f"reply: {counts}: {unreadable[-1]}{cure}")
     mean = math.fsum(values) / len(values)
     parts: dict[str, float] = {}

@@ -22,7 +22,7 @@ def write_verdicts(
 ) -> None:
     """Write the verdicts on preferences as conversations for `laurel sft`."""
     say = say_on(message_console())
-    judge = read_judge(judge_file, say=say)
+    judge = read_judge(judge_file, say=say).judge
     for file in rows.data:
         check_output(output, read_from=file)
     from laurel.evaluation.benchmarks import preference_rows

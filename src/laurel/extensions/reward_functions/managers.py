@@ -27,17 +27,9 @@ class RateLimited(RewardManager):
 
     section = RateLimits
 
-    def check(self, settings: FunctionConfig) -> None:
-        """Refuse settings that limit nothing."""
-        limits: RateLimits = settings.settings_of(RewardManager, "rate_limited")[1]
-        if limits.max_rpm is None and limits.max_tpm is None:
-            raise ValueError(
-                "manager=rate_limited without a limit: give rate_limited.max_rpm or max_tpm"
-            )
-
     def make(self, section: RateLimits, function: ManagedFunction) -> Scored:
         """Return what waits for the turn of each call."""
-        interval, free = section.interval, float("-inf")
+        interval, free = 60.0 / section.max_rpm, float("-inf")
 
         async def scored(arguments: Arguments, call: Call) -> tuple[Score, ...]:
             nonlocal free

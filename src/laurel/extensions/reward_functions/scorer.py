@@ -145,7 +145,6 @@ class FunctionScorer:
             group,
             self.config.kwargs,
             judges_groups=self.judges_groups,
-            data_source=self.config.data_source,
         )
         count = len(group.completions_G) if self.judges_groups else 1
         found = await asyncio.gather(*(self._answered(call, count) for call in calls))
@@ -447,7 +446,7 @@ def _rollout_names(judges_groups: bool) -> tuple[str, ...]:
 
 
 def call_arguments(
-    group: Group, kwargs: Mapping[str, Any], *, judges_groups: bool, data_source: str
+    group: Group, kwargs: Mapping[str, Any], *, judges_groups: bool
 ) -> list[dict[str, Any]]:
     """Build the arguments of each call for a group: one for each completion, or one for all.
 
@@ -470,7 +469,7 @@ def call_arguments(
         prompt = [{"role": message.role, "content": message.content} for message in before]
         rows.append(
             (
-                metadata.get("data_source", data_source),
+                metadata.get("data_source", ""),
                 answer.content,
                 metadata.get("ground_truth"),
                 {"prompt": prompt, "num_turns": 1 + len(said)} | extra,

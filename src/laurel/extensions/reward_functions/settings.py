@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from laurel.config.yaml_tree import MAY_CHANGE, Section
+from laurel.config.yaml_tree import MAY_CHANGE, Removed, Section
 
 
 class RateLimits(Section):
     """The calls that a service allows in a minute, which are spaced evenly."""
 
-    max_rpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
-    """Calls in a minute; null: no limit."""
-    max_tpm: Annotated[float | None, MAY_CHANGE] = Field(default=None, gt=0)
-    """Tokens in a minute, of which a call takes `estimated_tokens_per_request`; null: no limit."""
-    estimated_tokens_per_request: Annotated[int, MAY_CHANGE] = Field(default=2000, ge=1)
-    """Tokens of one call, as `max_tpm` counts them."""
+    removed: ClassVar[Mapping[str, Removed]] = {
+        key: Removed(
+            "rate_limited.max_rpm is the tokens of a minute divided by those of a call", was
+        )
+        for key, was in (("max_tpm", None), ("estimated_tokens_per_request", 2000))
+    }
 
-    @property
-    def interval(self) -> float:
-        """Return the seconds from the beginning of one call to that of the next."""
-        calls = self.max_rpm or float("inf")
-        tokens = self.max_tpm or float("inf")
-        return 60.0 * max(1.0 / calls, self.estimated_tokens_per_request / tokens)
+    max_rpm: Annotated[float, MAY_CHANGE] = Field(gt=0)
+    """Calls in a minute. Of a service that limits tokens: its tokens of a minute, divided by those
+    of a call."""
 
 
 class VerlManagerConfig(Section):

@@ -30,6 +30,11 @@ from laurel.workers.supervisor import Replica, Restarts, Supervisor, in_parallel
 LAUNCH = Path(__file__).with_name("launch.py")
 _LOOK, _PROBE, _ASKED = 0.25, 10.0, 60.0
 """Seconds between two looks at a process, of a request for its health, and of a call of a node."""
+START_SECONDS = 3600.0
+"""Seconds until a server answers, and until a request finds one that does: a large model may have
+to be fetched. A process that ends is noticed at once."""
+MAX_RESTARTS = 3
+"""Servers that are started again after they were lost, all together."""
 _HEALTH_SECONDS, _DEAF = 5.0, 6
 """Seconds between two requests for health, and how many in a row without an answer mean that a
 server hangs."""
@@ -200,7 +205,8 @@ class ModelServers:
         # Held while they sleep, and while one starts: asleep they leave no memory for it, and one
         # that starts has memory that nobody else may take.
         self._memory = threading.Lock()
-        self._router = RequestRouter(patience=section.start_timeout, hedge=section.hedge)
+        hedges = services.source is not None and services.source.hedge
+        self._router = RequestRouter(patience=START_SECONDS, hedge=hedges)
         replicas = [
             Replica[_Server](index, f"server {index} of {section.model_name}")
             for index in range(section.replicas)
@@ -211,7 +217,7 @@ class ModelServers:
                 self._start,
                 replicas,
                 end=_Server.end,
-                restarts=Restarts(section.max_restarts, services.say),
+                restarts=Restarts(MAX_RESTARTS, services.say),
             )
         except BaseException as error:
             self._router.close()
@@ -245,7 +251,7 @@ class ModelServers:
             process = make(index)(ServerProcess, self.section, device=device)
         try:
             server = _Server(process)
-            server.wait_until_ready(self.section.start_timeout, self._closing.is_set)
+            server.wait_until_ready(START_SECONDS, self._closing.is_set)
         except BaseException:
             process.shutdown()
             raise
