@@ -464,8 +464,8 @@ class LoggerConfig(OpenSection):
     @classmethod
     def keys_of_plugins(cls) -> list[str]:
         """Return the keys that loggers may bring: `<name>_enabled`, and their settings."""
-        names = [name for name in super().keys_of_plugins() if name != ALWAYS_LOGS]
-        return [key for name in names for key in (f"{name}_enabled", name)]
+        found = [key for name in super().keys_of_plugins() for key in (f"{name}_enabled", name)]
+        return [key for key in found if key != f"{ALWAYS_LOGS}_enabled"]
 
     @classmethod
     def plugged_in(cls, key: str) -> FieldInfo | None:
