@@ -32,7 +32,7 @@ from material import (
 )
 from rounds import machine, table, write_json
 
-from laurel.evaluation.statistics import interval_of_share
+from laurel.extensions.evaluation.accuracy import interval_of_share
 
 HERE = Path(__file__).parent
 BETAS, EPS, CLIP = (0.9, 0.98), 1e-5, 1.0

@@ -17,10 +17,11 @@ import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest
 from laurel.errors import ModelError
+from laurel.models.forest.compiled import compile_layers
 from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.outputs import VocabularyShare, all_logits, token_logprobs
 from laurel.models.loading.adapters import add_adapters
-from laurel.models.loading.pretrained import compile_layers, recompute_activations
+from laurel.models.loading.pretrained import recompute_activations
 from laurel.models.parallel.mesh import (
     AcrossRanks,
     ParallelShape,

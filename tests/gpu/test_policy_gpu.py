@@ -8,11 +8,11 @@ import torch
 
 import tiny
 from laurel.data.forest import to_forest
+from laurel.models.forest.compiled import compile_layers
 from laurel.models.forest.lockstep import BACKWARD, FORWARD, idle_pass
 from laurel.models.forest.outputs import all_logits, token_logprobs
 from laurel.models.forest.parts import backward_in_parts
 from laurel.models.loading.policy import check_policy_paths
-from laurel.models.loading.pretrained import compile_layers
 
 pytestmark = [
     pytest.mark.gpu,
