@@ -1,4 +1,7 @@
-"""The programs of benchmarks/ go with what they measure: what they take from Laurel is there."""
+"""The programs of benchmarks/ go with what they measure: what they take from Laurel is there.
+
+So do the tests that need a GPU, which are collected only where there is one.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,11 @@ def test_the_readme_lists_every_program() -> None:
     assert [name for name in names if f"| `{name}" not in listed] == []
 
 
-@pytest.mark.parametrize("program", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "program",
+    sorted([*FOLDER.rglob("*.py"), *(Path(__file__).parent / "gpu").glob("*.py")]),
+    ids=lambda path: path.stem,
+)
 def test_names_that_functions_import_are_there(program: Path) -> None:
     for node in ast.walk(ast.parse(program.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("laurel"):
