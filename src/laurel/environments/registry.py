@@ -1,11 +1,11 @@
-"""Creates environments by their names."""
+"""Creates environments by their names; the core's own kind is that of reward models."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from laurel import plugins
 from laurel.config.environments import (
@@ -13,6 +13,7 @@ from laurel.config.environments import (
     CompositePart,
     EnvironmentsConfig,
     FoundEnvironment,
+    RewardModelEnvironmentConfig,
 )
 from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
@@ -28,6 +29,29 @@ if TYPE_CHECKING:
     from laurel.data.tasks import RowSource
     from laurel.rewards.open import ScorerPlacement
     from laurel.workers.reservations import ClusterNodes
+
+
+class ScoredByModel(EnvironmentKind):
+    """Conversations scored by reward models, servers, a judge or a function."""
+
+    section = RewardModelEnvironmentConfig
+
+    def make(
+        self, section: RewardModelEnvironmentConfig, services: EnvironmentServices
+    ) -> Environment:
+        """Return the environment."""
+        from laurel.environments.reward_model_environment import RewardModelEnvironment
+
+        return RewardModelEnvironment(
+            section, device=services.device, opening=services.placement, say=services.say
+        )
+
+    def needs(
+        self, section: RewardModelEnvironmentConfig
+    ) -> Collection[Literal["answers", "tests"]]:
+        """Return that tasks have answers, if the answer's score is subtracted."""
+        return ["answers"] if section.transform.subtract_reference else []
+
 
 OTHER_NAMES = {"math_default": "math"}
 """Further names of environments, as NeMo RL's files have them."""
