@@ -2,7 +2,7 @@
 
     python benchmarks/driver.py
 
-The loop's own step (`GRPO.step`) with rollouts of 4,096 tokens, the default loss (reference
+The loop's own step (`GRPO.take_step`) with rollouts of 4,096 tokens, the default loss (reference
 log-probabilities, so that two calls go to the learner) and all its metrics; with `--write` also
 the file of the completions (`logger.write_completions`), most of which is its compression.
 
@@ -246,14 +246,14 @@ def measure(num_completions: int, mesh: Sequence[int], *, writes: bool) -> dict[
         first = loop_of(
             4, group, shape, Path(directory), writes=writes
         )  # imports what a step needs
-        first.step(Position())
+        first.take_step(Position())
         first.parts.source.close()
         before = peak_bytes()
         loop = loop_of(num_completions // GROUP, group, shape, Path(directory), writes=writes)
         group.num_sent = group.sent_bytes = 0
         with long_lived_objects():
             started, wall = time.process_time(), time.perf_counter()
-            loop.step(Position())
+            loop.take_step(Position())
             gc.collect(1)  # as the loop does after each step
             seconds, wall = time.process_time() - started, time.perf_counter() - wall
         loop.parts.source.close()

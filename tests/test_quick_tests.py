@@ -25,7 +25,7 @@ COMMANDS = {
     "report": "extensions/report/test_report_command.py::test_report",
     "rm": "end_to_end/test_reward_training.py::test_the_form_of_the_seeds",
     "sandbox": "extensions/code/test_sandbox_tiers.py::test_the_command_says_what_holds",
-    "score": "unit/cli/test_score.py::",
+    "score": "extensions/score/test_score.py::",
     "serve": "extensions/server/test_serve.py::test_a_model_its_scores_and_another_one",
     "sft": "end_to_end/test_sft.py::test_it_learns_to_answer_and_to_stop",
     "sweep": "extensions/sweep/test_sweep_runs.py::test_a_grid_over_folds_names_the_better_rate",

@@ -104,7 +104,7 @@ class Steps:
         self._log = training.state.run_dir / "metrics.jsonl"
 
     def take(self) -> None:
-        self._position = self._training.step(self._position)
+        self._position = self._training.take_step(self._position)
 
     def latest(self) -> dict[str, float]:
         """What the run logged of its latest step."""

@@ -595,9 +595,11 @@ class TaskForm(Plugin):
     hub: ClassVar[str] = ""
     """The data set's name on the hub; empty: its rows stand in files alone."""
     processor: ClassVar[str] = ""
-    """The name by which `data.processor` chooses it for any data set; empty: none."""
+    """The name by which `data.processor` chooses it for any data set, of Laurel's own forms alone;
+    empty: none."""
     has_tests: ClassVar[bool] = False
-    """Whether its rows hold tests in other forms than the metadata keys of an environment."""
+    """Whether its rows hold tests in other forms than the metadata keys of an environment, which
+    messages then name; of Laurel's own forms alone."""
     otherwise: ClassVar[Collection[str]] = ()
     """Columns that it reads and whose texts do not come up in the task as they are."""
 

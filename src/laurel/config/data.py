@@ -7,7 +7,9 @@ its own: `data.input_key`. `data.train_data_path`, `data.val_data_path`, `data.t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 from laurel import plugins
 from laurel.config.plugged import NameOf
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of
-from laurel.config.yaml_tree import BY_NAME, IN_LIST, MAY_CHANGE, Section, foreign
+from laurel.config.yaml_tree import BY_NAME, IN_LIST, MAY_CHANGE, Section, YamlNode, foreign
 
 
 class SetConfig(Section):
@@ -113,11 +115,11 @@ class SetsConfig(Section):
         of_all = {key: value for key, value in said.items() if key not in SHORT}
         if values.get("env_name") is not None:
             of_all["env_name"] = values["env_name"]
-        marks: tuple[tuple[str, Any], ...] = (("train", IN_LIST), ("validation", BY_NAME))
-        for block, mark in marks:
+        forms: dict[str, Any] = {"train": IN_LIST.func, "validation": BY_NAME.func}
+        for block, form in forms.items():
             named = {key: meant for key, (its, meant) in SHORT.items() if its == block}
             own = {meant: said[key] for key, meant in named.items() if key in said}
-            sets = mark.func(found.get(block))
+            sets = form(found.get(block))
             if sets and "data_path" in own:
                 (key, *_) = named
                 raise ValueError(
@@ -125,8 +127,8 @@ class SetsConfig(Section):
                 )
             if block == "validation":
                 of_all.pop("split_validation_size", None)  # nothing is held out of it
-                if own and not sets and "train_data_path" in said:
-                    own = {"data_path": said["train_data_path"], **own}
+                if own and not sets:
+                    own = _beside(forms["train"](found.get("train")), own)
             base = of_all | own
             if isinstance(sets, list) and base:
                 found[block] = [_filled(one, base) for one in sets]
@@ -135,6 +137,21 @@ class SetsConfig(Section):
             elif base and not sets and (own or block == "train"):
                 found[block] = [base] if block == "train" else {"default": base}
         return found
+
+    @classmethod
+    def place_of_short(cls, block: YamlNode, key: str) -> tuple[YamlNode, tuple[str, ...]]:
+        """Return where an override sets a key of sets, and the section's block made ready for it.
+
+        A path or a split is that of the only set there is. Another key is set for all sets, and
+        none keeps its own.
+        """
+        if key in SHORT:
+            name, meant = SHORT[key]
+            sets = _sets_in(block, name)
+            return block, (*sets[0], meant) if len(sets) == 1 else (key,)
+        for path in [*_sets_in(block, "train"), *_sets_in(block, "validation")]:
+            block = _without(block, (*path, key))
+        return block, (key,)
 
     @model_validator(mode="before")
     @classmethod
@@ -151,6 +168,50 @@ class SetsConfig(Section):
             if isinstance(one, SetConfig) and share in one.model_fields_set and one.get(share)
             if not is_endless(one)
         }
+
+
+def _beside(train: Sequence[Any] | None, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a validation set of which a path or a split is said, as the only training set is."""
+    if train is None or len(train) != 1:
+        return dict(own)
+    (one,) = train
+    said = one.model_dump(exclude_unset=True) if isinstance(one, SetConfig) else dict(one)
+    if "data_path" in own and said.get("data_path") is None:
+        return dict(own)  # the rows of the training set are no file's
+    return {key: value for key, value in said.items() if key not in _OF_TRAINING} | dict(own)
+
+
+_OF_TRAINING = ("split", "split_validation_size", "max_samples", "task_name")
+
+
+def _sets_in(data: YamlNode, block: str) -> list[tuple[str, ...]]:
+    """Return the paths of the sets that a block of `data` has, without benchmarks."""
+    node = data.value.get(block)
+    if node is None or not isinstance(node.value, dict | list) or not node.value:
+        return []
+    entries = node.value
+    if isinstance(entries, list):
+        named = {str(place): one for place, one in enumerate(entries)}
+    elif block == "train" or not all(isinstance(one.value, dict) for one in entries.values()):
+        return [] if "benchmark" in entries else [(block,)]
+    else:
+        named = entries
+    return [
+        (block, name)
+        for name, one in named.items()
+        if isinstance(one.value, dict) and "benchmark" not in one.value
+    ]
+
+
+def _without(node: YamlNode, path: Sequence[str]) -> YamlNode:
+    """Return a copy of a block without the key at a path."""
+    key: Any = int(path[0]) if isinstance(node.value, list) else path[0]
+    children = copy(node.value)
+    if len(path) > 1:
+        children[key] = _without(children[key], path[1:])
+    else:
+        children.pop(key, None)
+    return replace(node, value=children)
 
 
 def _filled(one: Any, base: Mapping[str, Any]) -> Any:
@@ -310,9 +371,18 @@ class DataConfig(SetsConfig):
         return sets
 
     def validation_sets(self) -> dict[str, DatasetConfig]:
-        """Return the preference sets used for validation by name; empty if none is configured."""
+        """Return the preference sets used for validation by name; empty if none is configured.
+
+        A split of a set that is not named is one of HelpSteer3.
+        """
         named = self.validation or {}
-        return {k: v for k, v in named.items() if not isinstance(v, BenchmarkSetConfig)}
+        return {
+            name: one.model_copy(update={"dataset_name": DEFAULT_DATASET})
+            if one.split is not None and one.dataset_name is None and one.data_path is None
+            else one
+            for name, one in named.items()
+            if not isinstance(one, BenchmarkSetConfig)
+        }
 
     def benchmark_sets(self) -> dict[str, BenchmarkSetConfig]:
         """Return the benchmarks among the validation sets, by name."""

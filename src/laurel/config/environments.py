@@ -108,7 +108,7 @@ def _is_set(section: Section, key: str) -> bool:
 class JudgeConfig(Section):
     """How a language model is asked for a verdict: at an OpenAI-compatible endpoint, or here.
 
-    Which model, and where and how it computes or is asked, the keys beside `judge` say.
+    The keys beside `judge` say which model it is, and where and how it is loaded or asked.
     What it is shown was written by the policy, which learns to persuade it. The default template
     puts the response between marks that the policy cannot write; a template of your own should too.
     """

@@ -613,7 +613,7 @@ def _fill_sets(work: Adapted, schema: type[Section], values: _Values, problems: 
         return  # flat keys name no set, and would be settings of the run that nothing reads
     flat, of_sets = step_into((schema,), "data").kinds, _kinds_of_sets(schema, "train")
     for key, value in default.value.items():
-        is_of_all = key in ("max_samples", "split_validation_size")  # of all rows together
+        is_of_all = key in ("max_samples", "split_validation_size")  # not of a validation set
         is_field = step_into(flat, key).standing == "field"
         is_unknown = step_into(of_sets, key).standing == "unknown"  # reported where it is put
         if (is_field or is_unknown) and not is_of_all and _at(work.tree, f"data.{key}") is None:

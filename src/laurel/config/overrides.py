@@ -72,10 +72,26 @@ def apply_overrides(
             override = parse_override(said) if isinstance(said, str) else said
             key = ".".join(override.keys)
             keys = tuple(schema.other_names.get(key, key).split("."))
+            tree, keys = _at_short_keys(schema, tree, override, keys)
             tree = _changed(schema, tree, replace(override, keys=keys))
         except ConfigError as error:
             problems.append(str(error))
     return tree
+
+
+def _at_short_keys(
+    schema: type[Section], tree: YamlNode, override: Override, keys: tuple[str, ...]
+) -> tuple[YamlNode, tuple[str, ...]]:
+    """Return where a short key is set in the tree, and the tree without what would outdo it."""
+    *above, last = keys
+    block = find_node(tree, above)
+    if len(above) != 1 or override.value is None or block is None:
+        return tree, keys
+    section = sole_section(step_into((schema,), above[0]).kinds)
+    if section is None or last not in section.short_keys() or not isinstance(block.value, dict):
+        return tree, keys
+    block, below = section.place_of_short(block, last)
+    return with_key(tree, above, block), (*above, *below)
 
 
 def parse_override(text: str, *, place: str | None = None) -> Override:

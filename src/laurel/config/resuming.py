@@ -100,15 +100,19 @@ def with_judges_beside_their_models(before: YamlNode) -> YamlNode:
     section = find_node(before, at)
     if section is None or not isinstance(section.value, dict):
         return before
-    found = _with_judge_beside(section)
+    found = _with_judge_beside(section, ScorerSource)
     models = found.value.get("models")
     if models is not None and isinstance(models.value, list):
-        parts = YamlNode([_with_judge_beside(part) for part in models.value], models.place)
+        # Beside reward models, what a judge said of how it is computed held for it alone.
+        are_judges = all(find_node(part, ("judge", "model")) for part in models.value)
+        of_member = ScorerSource if are_judges else SourceConfig
+        members = [_with_judge_beside(part, of_member) for part in models.value]
+        parts = YamlNode(members, models.place)
         found = with_key(found, ("models",), parts)
     return with_key(before, at, found)
 
 
-def _with_judge_beside(source: YamlNode) -> YamlNode:
+def _with_judge_beside(source: YamlNode, of_source: type[Section]) -> YamlNode:
     keys = dict(source.value)
     if {"mean", "std"} <= keys.keys() and plain_values(keys["mean"]) is not None:
         keys["normalize"] = YamlNode([keys["mean"], keys["std"]], source.place)
@@ -116,7 +120,7 @@ def _with_judge_beside(source: YamlNode) -> YamlNode:
     if judge is not None and isinstance(judge.value, dict) and "model" in judge.value:
         said = {key: node for key, node in judge.value.items() if plain_values(node) is not None}
         said["url_model" if "urls" in said else "model_name"] = said.pop("model")
-        keys |= {key: said[key] for key in ScorerSource.model_fields.keys() & said.keys()}
+        keys |= {key: said[key] for key in of_source.model_fields.keys() & said.keys()}
         bounds = [
             judge.value.get(key) or YamlNode(default, judge.place)
             for key, default in (("lowest", 0.0), ("highest", 10.0))
@@ -160,7 +164,7 @@ def _entries(kinds: Kinds, before: Any, now: Any) -> Iterator[tuple[str | int, K
             yield i, step_into(kinds, i), one, other
         return
     for section in sections_of(kinds):
-        before = section.in_blocks(before)
+        before = section.in_blocks(_without_twice(before) if section.short_keys() else before)
     keys = dict.fromkeys((*before, *now))
     # Of a union those sections that have all of the keys.
     fitting = tuple(one for one in sections_of(kinds) if keys.keys() <= one.model_fields.keys())
@@ -172,7 +176,21 @@ def _entries(kinds: Kinds, before: Any, now: Any) -> Iterator[tuple[str | int, K
             for mark in info.field.metadata if info.field else ():
                 if mark in (IN_LIST, BY_NAME):
                     one, other = mark.func(one), mark.func(other)
+                # An earlier version wrote the defaults of a set that nothing was said of.
+                if mark == IN_LIST:
+                    one = one or ([{}] if _is_alone(other) else one)
+                    other = other or ([{}] if _is_alone(one) else other)
             yield key, info, one, other
+
+
+def _is_alone(sets: Any) -> bool:
+    return isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict)
+
+
+def _without_twice(data: Any) -> Any:
+    """Return a saved `data` without the paths beside blocks of sets, which were once ignored."""
+    blocks = {"train_data_path": "train", "val_data_path": "validation"}
+    return {k: v for k, v in data.items() if k not in blocks or not data.get(blocks[k])}
 
 
 def _default(info: KeyInfo) -> Any:

@@ -311,3 +311,5 @@ def _all_paths(schema: type[Section], prefix: tuple[str, ...]) -> Iterator[tuple
         section = sole_section(kinds_of(field.annotation))
         if section is not None:
             yield from _all_paths(section, (*prefix, name))
+    for name in schema.short_keys():
+        yield (*prefix, name)

@@ -511,6 +511,11 @@ class Section(BaseModel):
         """Return the values of a section with its short keys put where they are read."""
         return values
 
+    @classmethod
+    def place_of_short(cls, block: YamlNode, key: str) -> tuple[YamlNode, tuple[str, ...]]:
+        """Return where an override sets a short key, and the section's block made ready for it."""
+        return block, (key,)
+
     def without_effect(self) -> dict[str, str]:
         """Return the keys that are set but have no effect beside other keys, with the reasons.
 

@@ -90,13 +90,16 @@ class TaskNeeds:
     """The environments that compare with a known answer, so that every task needs one."""
     tests: frozenset[str] = frozenset()
     """The environments that reward a task without tests with 0, so that every task needs tests."""
+    keys_of_tests: Mapping[str, str] = field(default_factory=dict)
+    """The metadata keys of tests that environments of packages run, too, with the environments."""
     guess: str | None = "math"
     """The default environment, used if the configuration and the rows name none."""
 
 
-def tests_in(metadata: Mapping[str, Any]) -> dict[str, str]:
+def tests_in(metadata: Mapping[str, Any], needs: TaskNeeds) -> dict[str, str]:
     """Return the metadata keys with tests of a task, each with the environment that runs them."""
-    return {key: name for key, name in keys_of_tests().items() if metadata.get(key) is not None}
+    keys = {**keys_of_tests(), **needs.keys_of_tests}
+    return {key: name for key, name in keys.items() if metadata.get(key) is not None}
 
 
 @cache
@@ -151,7 +154,7 @@ class NeedsCheck:
         Raises:
             UnusableRow: The task lacks the answer or the tests that its environment needs.
         """
-        tests = tests_in(metadata)
+        tests = tests_in(metadata, self.needs)
         if parts.answer is None and self.environment in self.needs.answers:
             runs = next(iter(tests.values()), None)
             by_tests = f", or data.env_name={runs}: the row brings tests" if runs else ""
@@ -164,10 +167,11 @@ class NeedsCheck:
             )
         if not tests and self.environment in self.needs.tests:
             *others, last = [name for name, form in own_forms().items() if form.has_tests]
+            looked_for = {**keys_of_tests(), **self.needs.keys_of_tests}
             raise UnusableRow(
                 "no tests",
                 f"the row brings no tests, and the environment '{self.environment}' gives nothing "
-                f"but 0 without: it looks for {', '.join(keys_of_tests())}",
+                f"but 0 without: it looks for {', '.join(looked_for)}",
                 remedy=f"Set data.dataset_name to {', '.join(others)} or {last}, which read tests "
                 "in other forms, or data.env_name to an environment that needs none",
             )
@@ -831,7 +835,7 @@ class _Reading:
         self.columns.look(source, row, prompt, others=texts_in(metadata), read=read)
 
     def _read_otherwise(self, metadata: Mapping[str, Any]) -> Iterable[str]:
-        if tests_in(metadata):
+        if tests_in(metadata, NO_NEEDS):
             forms = [form for form in own_forms().values() if form.has_tests]
             return [key for form in forms for key in form.otherwise]
         name = self.config.dataset_name

@@ -352,7 +352,7 @@ class GRPO(TrainingLoop[TakenStep]):
     def summarize(
         self, position: Position, taken: TakenStep, timing: Mapping[str, float]
     ) -> StepSummary:
-        """Return the metrics of a step, update the alarms, and write the completions to a file."""
+        """Return the metrics of a step, and update the alarms."""
         batch, advantages, updates = taken.batch, taken.advantages, taken.updates
         step, groups = position.step + 1, batch.groups
         bad_steps = self._bad_steps(updates, step, batch, position.bad_steps)
@@ -395,14 +395,6 @@ class GRPO(TrainingLoop[TakenStep]):
         divided = _over_updates([update.performance for update in updates])
         logged |= {f"performance/{name}": value for name, value in divided.items()}
         logged |= self.health.step(step, groups, logged)
-        if self.settings.logging.write_completions:
-            path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
-            rows = completion_rows(groups, step=step, advantages_BG=advantages.values_BG)
-            try:
-                write_completions(path, rows)
-            except OSError as error:  # a full disk must not cost the step that was taken
-                said = f"step {step}: its completions could not be written: {error}"
-                self.services.progress.message(said)
         return StepSummary(
             metrics=logged,
             kept={f"train_{name}": value for name, value in train.items()},
@@ -410,6 +402,19 @@ class GRPO(TrainingLoop[TakenStep]):
             num_rows=sum(len(group.rollouts_G) for group in groups),
             num_tokens=int(num_tokens),
         )
+
+    def after_logging(self, step: int, taken: TakenStep) -> None:
+        """Write the completions to a file."""
+        if not self.settings.logging.write_completions:
+            return
+        path = self.state.run_dir / "completions" / f"step_{step:06d}.parquet"
+        advantages_BG = taken.advantages.values_BG
+        rows = completion_rows(taken.batch.groups, step=step, advantages_BG=advantages_BG)
+        try:
+            write_completions(path, rows)
+        except OSError as error:  # a full disk must not cost the step that was taken
+            said = f"step {step}: its completions could not be written: {error}"
+            self.services.progress.message(said)
 
     def _bad_steps(self, updates: Sequence[Update], step: int, batch: Batch, before: int) -> int:
         reasons = [u.failure for u in updates if u.failure is not None]

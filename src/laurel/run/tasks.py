@@ -47,12 +47,15 @@ def needs_of(config: EnvironmentsConfig, *named: str) -> TaskNeeds:
     Those are asked that have settings, are among the `named`, or are parts of composites.
     """
     answers, tests, composites = set[str](), set[str](), dict(config.composite)
+    keys_of_tests: dict[str, str] = {}
     asked, known = [*config.configured(), *named], set[str]()
     asked += [part.env for composite in composites.values() for part in composite.parts]
     for name in asked:  # which gets longer
+        name = OTHER_NAMES.get(name, name)
         if name in known or (found := config.found(name)) is None:
             continue
         known.add(name)
+        keys_of_tests |= dict.fromkeys(found.kind.tests, name)
         needs = found.kind.needs(found.section)
         answers |= {name} if "answers" in needs else set()
         tests |= {name} if "tests" in needs else set()
@@ -70,7 +73,9 @@ def needs_of(config: EnvironmentsConfig, *named: str) -> TaskNeeds:
             shut = {part.env for part in composite.parts if part.gate is not None and part.gate > 0}
             if tests & shut or (adding and tests.issuperset(adding)):
                 tests.add(name)
-    return TaskNeeds(answers=frozenset(answers), tests=frozenset(tests))
+    return TaskNeeds(
+        answers=frozenset(answers), tests=frozenset(tests), keys_of_tests=keys_of_tests
+    )
 
 
 def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, Environment]:

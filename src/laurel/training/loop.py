@@ -177,6 +177,9 @@ class TrainingLoop(ABC, Generic[Taken]):
             NonFiniteError: Too many steps in a row were not applied (`bad_steps`).
         """
 
+    def after_logging(self, step: int, taken: Taken) -> None:
+        """Write what a step leaves besides its metrics, which are logged by then."""
+
     @abstractmethod
     def measure(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
         """Validate; return metrics by their names in logs, and in `metric_name`.
@@ -230,7 +233,7 @@ class TrainingLoop(ABC, Generic[Taken]):
             ended: Ending = "finished" if self.services.stop.signal is None else "signal"
             while position.step < self.schedule.total_steps and ended == "finished":
                 try:
-                    position = self._take_step(position)
+                    position = self.take_step(position)
                     gc.collect(1)  # the cycles of this step, among no older objects
                 except Interrupted:
                     ended = "signal"
@@ -251,7 +254,13 @@ class TrainingLoop(ABC, Generic[Taken]):
             ended = "alarm"
         return position, ended
 
-    def _take_step(self, position: Position) -> Position:
+    def take_step(self, position: Position) -> Position:
+        """Take a step, log and show its metrics, and return the position after it.
+
+        Raises:
+            Interrupted, NothingLeft: Nothing was changed.
+            NonFiniteError: Too many steps in a row were not applied.
+        """
         with self.timers.time("total_step_time"):
             taken = self.step(position)
         timing = self.timers.collect()
@@ -261,6 +270,7 @@ class TrainingLoop(ABC, Generic[Taken]):
         self.services.progress.step(
             step, summary.metrics, pairs=summary.num_rows, tokens=summary.num_tokens
         )
+        self.after_logging(step, taken)
         return position.stepped(bad_steps=summary.bad_steps, metrics=summary.kept)
 
     def check_stop(self) -> None:

@@ -111,6 +111,40 @@ def test_sets_may_be_written_alone_and_in_a_list(
     assert {name: one.split for name, one in data.validation.items()} == {"default": "x"}
 
 
+IN_BLOCKS = {
+    "one set": "train: {data_path: t.jsonl, split_validation_size: 0.2, KEY: q}",
+    "a list": "train: [{data_path: t.jsonl, split_validation_size: 0.2, KEY: q}]",
+}
+
+
+@pytest.mark.parametrize("kind", ["rm", "sft", "grpo"])
+@pytest.mark.parametrize("text", IN_BLOCKS.values(), ids=IN_BLOCKS)
+def test_an_override_of_a_key_of_sets_holds_where_the_file_has_blocks(tmp_path, kind, text):
+    """As `laurel init` and saved configurations have them: the messages name these keys."""
+    key = "prompt_key" if kind == "rm" else "input_key"
+    path = written(tmp_path, f"data:\n  {text.replace('KEY', key)}\n")
+
+    def data(*overrides):
+        return load_config(SCHEMAS[kind], path, overrides).config.data
+
+    (one,) = data("data.split_validation_size=0", f"data.{key}=p").train
+    assert (one.split_validation_size, one[key], one.data_path) == (0, "p", "t.jsonl")
+    (one,) = data("data.train_data_path=u.jsonl", "data.train_split=x").train
+    assert (one.data_path, one.split, one.split_validation_size) == ("u.jsonl", "x", 0.2)
+    ((name, held),) = data(f"data.{key}=p", "data.val_data_path=v.jsonl").validation.items()
+    assert (name, held.data_path, held[key]) == ("default", "v.jsonl", "p")
+    named = "+data.validation={A: {data_path: a.jsonl, split: z}}"
+    assert data(named, "data.val_data_path=b.jsonl").validation["A"].data_path == "b.jsonl"
+
+
+def test_a_split_alone_is_one_of_the_training_set():
+    data = DataConfig(train={"data_path": "hub/x", "subset": "s"}, val_split="v")
+    (held,) = data.validation.values()
+    assert (held.data_path, held.subset, held.split) == ("hub/x", "s", "v")
+    ((_, held),) = DataConfig(val_split="validation").validation_sets().items()
+    assert (held.dataset_name, held.split) == ("HelpSteer3", "validation")
+
+
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 @pytest.mark.parametrize(
     ("flat", "block"), [("train_data_path", "train"), ("val_data_path", "validation")]

@@ -6,7 +6,9 @@ from chat_rows import assistant, user
 from laurel.config.data import TaskDataConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.data.tasks import NOT_WHAT_IS_RIGHT, TaskNeeds, load_task_data
+from laurel.data.sources import UnusableRow
+from laurel.data.task_formats import TaskParts
+from laurel.data.tasks import NOT_WHAT_IS_RIGHT, NeedsCheck, TaskNeeds, load_task_data
 from laurel.errors import ConfigError, DataError
 from laurel.run.tasks import needs_of
 
@@ -85,6 +87,15 @@ def test_a_program_without_tests_is_a_malformed_row(load):
         load([tested], dataset_name="CodeTasks", env_name="math")
 
 
+def test_tests_of_an_environment_of_a_package_are_looked_for():
+    needs = TaskNeeds(tests=frozenset({"mine"}), keys_of_tests={"my_tests": "mine"})
+    check = NeedsCheck(needs=needs, environment="mine", is_named=True)
+    row = TaskParts(prompt=(user("Add."),))
+    check.check_row(row, {"my_tests": ["t"]})
+    with pytest.raises(UnusableRow, match=r"it looks for .*my_tests"):
+        check.check_row(row, {"other": ["t"]})
+
+
 def test_what_a_combination_needs_follows_from_its_parts():
     parts = {
         "judged": "[{env: code}, {env: reward_model}]",
@@ -97,5 +108,6 @@ def test_what_a_combination_needs_follows_from_its_parts():
     needs = needs_of(load_config(GRPORun, None, changes).config.env)
     assert needs.tests == {"code", "measured", "gated", "nested"}
     assert needs.answers == {"math", "math_default", "measured", "nested"}
+    assert needs_of(GRPORun().env, "math_default").answers == {"math", "math_default"}
     referring = ["env.reward_model.transform.subtract_reference=true"]
     assert "reward_model" in needs_of(load_config(GRPORun, None, referring).config.env).answers

@@ -170,6 +170,48 @@ def test_a_run_that_began_with_a_key_that_is_translated_now_goes_on(tmp_path, ke
         check_same_settings(tmp_path, now(json.loads(json.dumps(said).replace('"q"', '"z"'))))
 
 
+@pytest.mark.parametrize("kind", [RM, GRPO, "sft"])
+@pytest.mark.parametrize("twice", [False, True], ids=["no set", "a path beside the block"])
+def test_a_run_that_began_with_flat_defaults_goes_on(tmp_path, kind, twice):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
+    section = kinds_of(SCHEMAS[kind].model_fields["data"].annotation)[0]
+    flat = {
+        key: there.model_fields[name].get_default(call_default_factory=True)
+        for key, (there, name) in section.short_keys().items()
+    }
+    data = {"train": {"data_path": "t.jsonl"}} if twice else {}
+    more = {"train_data_path": "ignored.jsonl"} if twice else {}
+    (tmp_path / "config.yaml").write_text(
+        json.dumps({"data": flat | data | more}), encoding="utf-8"
+    )
+
+    def now(*overrides):
+        given = f"data={json.dumps(data)}"
+        return load_config(SCHEMAS[kind], None, [given, *overrides]).config
+
+    assert check_same_settings(tmp_path, now()) == []
+    with pytest.raises(CheckpointError, match=r"data\.train.*subset"):
+        check_same_settings(tmp_path, now("data.subset=s"))
+
+
+def test_a_judge_among_reward_models_leaves_their_settings_alone(tmp_path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
+    models = [
+        {"name": "a", "model_name": "m"},
+        {"name": "b", "urls": [URL], "url_model": "j", "judge": {}, "normalize": "none"},
+    ]
+    given = [f"{ENV}.models={json.dumps(models)}", f"{ENV}.precision=float32"]
+    config = load_config(SCHEMAS[GRPO], None, given).config
+    saved = yaml.safe_load(to_yaml(config))
+    member = saved["env"]["reward_model"]["models"][1]
+    of_judge = {"urls": member.pop("urls"), "model": member.pop("url_model")}
+    member["judge"] |= of_judge | {"precision": "bfloat16", "request_timeout": 600.0}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
+    check_same_settings(tmp_path, config)
+
+
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")

@@ -269,7 +269,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
     counts = {
         "math": sum("ground_truth" in task.metadata for task in tasks.train),
         **{
-            name: sum(name in tests_in(task.metadata).values() for task in tasks.train)
+            name: sum(name in tests_in(task.metadata, NO_NEEDS).values() for task in tasks.train)
             for name in keys_of_tests().values()
         },
         "reward_model": len(tasks.train),
@@ -760,7 +760,7 @@ def _about_task(row: Task) -> list[str]:
     facts = []
     if "ground_truth" in row.metadata:
         facts.append(f"the known answer is {str(row.metadata['ground_truth'])!r:.200}")
-    tests = tests_in(row.metadata)
+    tests = tests_in(row.metadata, NO_NEEDS)
     if tests:
         by = row.metadata.get("comparison")
         compared = f", compared as {by}" if by is not None else ""

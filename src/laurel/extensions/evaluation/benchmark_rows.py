@@ -35,7 +35,9 @@ _RM_BENCH_FILE = re.compile(r"(?P<domain>chat|code|math|safety-re(fuse|sponse))_
 
 
 def is_best_of_n(row: Row) -> bool:
-    """Report whether a row has the form of best of n."""
+    """Report whether a row has the form of best of n, and of no other benchmark."""
+    if is_process_bench(row) or is_judge_bench(row):
+        return False
     if any(is_list(row.get(k)) for k in ANSWER_LISTS) and any(
         is_list(row.get(k)) for k in VERDICTS
     ):

@@ -144,7 +144,7 @@ def _sets(config: GRPORun, options: EvalPolicyOptions) -> list[TaskSetConfig]:
             "which tasks? Name them with --dataset (and --data-path for a file), or with --config"
         )
     if any(map(is_endless, sets)):
-        # As the validation of a run, whose keys fill the block.
+        # As the validation of a run.
         block = data.model_copy(update={"validation": dict(enumerate(sets))})
         sets = sets_of_run(block)[1]
     environment = options.environment or data.env_name

@@ -607,11 +607,13 @@ class VerlPPO(VerlTrainer):
         if self["MAN.name"] in _RATE_LIMITED:
             calls: dict[str, Any] = {"max_concurrent": self.count("reward.max_concurrent")}
             calls |= {"timeout": self.real("reward.timeout")}
-            each, tokens, calls_ = "estimated_tokens_per_request", "max_tpm", "max_rpm"
-            size = 2000 if self[f"reward.{each}"] is None else self.number(f"reward.{each}")
+            each = "reward.estimated_tokens_per_request"
+            tokens_of_call = 2000 if self[each] is None else self.number(each)
+            if tokens_of_call <= 0:
+                raise self.problem(each, "it must be above 0")
             rates = [
                 self.number(f"reward.{name}") / by
-                for name, by in ((calls_, 1), (tokens, size))
+                for name, by in (("max_rpm", 1), ("max_tpm", tokens_of_call))
                 if self[f"reward.{name}"] is not None
             ]
             if not rates:  # it limits no rate

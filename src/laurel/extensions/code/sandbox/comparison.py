@@ -120,7 +120,7 @@ def _lines(text: str) -> list[str]:
 
 #
 # Each follows its own grader, even where that is odd, so that verdicts here and published results
-# mean the same. `tests/unit/environments/test_code_graders.py` holds verdicts of those graders.
+# mean the same. `tests/extensions/code/test_code_graders.py` holds verdicts of those graders.
 
 
 def same_output_as(comparison: Comparison, expected: str, given: str) -> bool:
