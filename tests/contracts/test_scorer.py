@@ -20,6 +20,7 @@ from laurel.extensions.judges.served import JudgeScorer
 from laurel.extensions.reward_functions.scorer import FunctionScorer
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.rewards.ensemble import EnsembleScorer, Member
+from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpScorer
 from laurel.rewards.remote.router import Router
 from laurel.types import Completion, Group, Message, group_of
@@ -81,7 +82,7 @@ def contract():
 
 def served_in(protocol, **fault):
     servers = [foreign_server(protocol, contract(), **fault) for _ in range(2)]
-    return Served(servers, protocol=protocol, contract=contract())
+    return Served(servers, dialect=dialect_of(protocol, contract=contract()))
 
 
 def judged(**fault):
