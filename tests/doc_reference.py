@@ -86,6 +86,12 @@ class _Options:
                 self.lines.append(line)
             self.lines += inside
         self.lines += [f"- As in `{place}`: {', '.join(those)}" for place, those in known.items()]
+        if short := [key for key, (_, meant) in section.short_keys().items() if key != meant]:
+            names = ", ".join(f"`{key}`" for key in short)
+            self.lines.append(
+                f"- {names} Short for the path and the split of a set. The other keys of "
+                f"`{path}.train[]` may stand here, too, for all sets without their own."
+            )
         if shared:
             of_like = next(self.keys[one] for one, place in self.places.items() if place == like)
             self.lines.append(_others(shared, like, keys, of_like))

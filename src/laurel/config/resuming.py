@@ -91,6 +91,29 @@ def with_settings_of_all_models(before: YamlNode) -> YamlNode:
     return before
 
 
+_MOVED: tuple[tuple[KeyPath, KeyPath], ...] = (
+    (("grpo", "tree", "length"), ("grpo", "tree", "segment")),
+    (("grpo", "tree", "separator"), ("grpo", "tree", "segment")),
+    (
+        ("policy", "scratch", "num_kv_heads"),
+        ("policy", "scratch", "config_overrides", "num_key_value_heads"),
+    ),
+    (
+        ("policy", "scratch", "intermediate_size"),
+        ("policy", "scratch", "config_overrides", "intermediate_size"),
+    ),
+)
+
+
+def with_values_where_they_are_now(before: YamlNode) -> YamlNode:
+    """Return a saved configuration with values of keys that are gone under those that have them."""
+    for key, place in _MOVED:
+        node = find_node(before, key)
+        if node is not None and node.value is not None:
+            before = with_key(before, [str(part) for part in place], node)
+    return before
+
+
 def with_judges_beside_their_models(before: YamlNode) -> YamlNode:
     """Return a saved configuration with what a judge once said of its model beside it.
 

@@ -132,13 +132,15 @@ def saved_settings(directory: Path, schema: type[Section]) -> YamlNode:
     from laurel.config.resuming import (
         with_judges_beside_their_models,
         with_settings_of_all_models,
+        with_values_where_they_are_now,
     )
     from laurel.training.state import CONFIG
 
     path = directory / CONFIG
     try:
         saved = read_document(path.read_text(encoding="utf-8"), str(path))
-        saved = with_judges_beside_their_models(translated(schema, saved))
+        saved = with_values_where_they_are_now(translated(schema, saved))
+        saved = with_judges_beside_their_models(saved)
         return with_settings_of_all_models(saved)
     except (OSError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -195,6 +195,28 @@ def test_a_run_that_began_with_flat_defaults_goes_on(tmp_path, kind, twice):
         check_same_settings(tmp_path, now("data.subset=s"))
 
 
+MOVED = {
+    "length": ("grpo.tree.segment=16", {"grpo": {"tree": {"length": 16, "separator": None}}}),
+    "separator": ("grpo.tree.segment=x", {"grpo": {"tree": {"length": 32, "separator": "x"}}}),
+    "num_kv_heads": (
+        "policy.scratch.config_overrides={num_key_value_heads: 2}",
+        {"policy": {"scratch": {"num_kv_heads": 2, "config_overrides": {}}}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("now", "before"), MOVED.values(), ids=MOVED)
+def test_values_of_keys_that_are_gone_are_compared_where_they_are_now(tmp_path, now, before):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(json.dumps(before), encoding="utf-8")
+    tree = [] if "policy" in before else ["grpo.num_generations_per_prompt=16"]
+    (told,) = check_same_settings(tmp_path, load_config(SCHEMAS[GRPO], None, [now, *tree]).config)
+    assert next(iter(next(iter(before.values())))) in told
+    with pytest.raises(CheckpointError, match=r"segment|config_overrides"):
+        check_same_settings(tmp_path, load_config(SCHEMAS[GRPO], None, tree).config)
+
+
 def test_a_judge_among_reward_models_leaves_their_settings_alone(tmp_path):
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "run.json").write_text('{"identity": {}}', encoding="utf-8")
