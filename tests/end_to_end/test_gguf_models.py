@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from eval_rows import pair_rows, write
 from gguf_files import write_tiny
 from laurel.cli.main import app
+from laurel.config.environments import JudgeFile
 from laurel.config.schemas import SCHEMAS
 from laurel.errors import ModelError, UserError
 from laurel.models.checkpoint.card import CardFacts
@@ -155,8 +156,8 @@ def _keys(kind, seen):
 def test_the_list_is_complete():
     seen: set[type] = set()
     names = {*_options(), "plan", "TokenizerConfig.name"}
-    for schema in SCHEMAS.values():
-        names |= {*_keys(schema, seen)}
+    for section in (*SCHEMAS.values(), JudgeFile):
+        names |= {*_keys(section, seen)}
     assert names == READ.keys() | REFUSED.keys() | ELSEWHERE.keys()
 
 
