@@ -124,6 +124,7 @@ REFUSED = {
 
 ELSEWHERE = {
     "export --model": "test_an_export_says_what_the_weights_are",
+    "JudgeFile.checkpoint_path": "refused: it is for a reward model",
     "TokenizerConfig.name": "test_a_tokenizer_of_a_file",
     "init --reward-model": "written down, and read by laurel grpo",
     "ModelServerConfig.model_name": "given to vLLM, which reads such files in its own way",

@@ -335,7 +335,7 @@ def test_sigterm_ends_the_command_well_and_ctrl_c_with_130(tmp_path, model, caps
     ("change", "named"),
     [
         ("grpo.seed=7", "grpo.seed: 42 then, 7 now"),
-        ("data.split_validation_size=0.5", "data.split_validation_size: "),
+        ("data.split_validation_size=0.5", "data.train[0].split_validation_size: "),
     ],
 )
 def test_another_run_is_refused_and_the_change_is_named(tmp_path_factory, model, change, named):
