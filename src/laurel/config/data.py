@@ -142,15 +142,16 @@ class SetsConfig(Section):
     def place_of_short(cls, block: YamlNode, key: str) -> tuple[YamlNode, tuple[str, ...]]:
         """Return where an override sets a key of sets, and the section's block made ready for it.
 
-        A path or a split is that of the only set there is. Another key is set for all sets, and
-        none keeps its own.
+        A path or a split is that of the only set there is. Another key is that of the only training
+        set, even where it has one; of several sets each keeps its own.
         """
         if key in SHORT:
             name, meant = SHORT[key]
             sets = _sets_in(block, name)
             return block, (*sets[0], meant) if len(sets) == 1 else (key,)
-        for path in [*_sets_in(block, "train"), *_sets_in(block, "validation")]:
-            block = _without(block, (*path, key))
+        training = _sets_in(block, "train")
+        if len(training) == 1:
+            block = _without(block, (*training[0], key))
         return block, (key,)
 
     @model_validator(mode="before")
