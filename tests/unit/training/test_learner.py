@@ -219,7 +219,7 @@ def assert_same(found, expected):
 def warmed_up():
     """A learner whose optimizer and schedule have a state that a step would change."""
     schedule = NamedCall(name="torch.optim.lr_scheduler.ExponentialLR", kwargs={"gamma": 0.5})
-    learner = LocalLearner(weights_only(1.0, 2.0), optimizer=ADAMW, scheduler=schedule)
+    learner = LocalLearner(weights_only(1.0, 2.0), optimizer=ADAMW, scheduler=[schedule])
     learner.update([batch_of((1.0, 3.0))], Mean())
     return learner
 
@@ -350,7 +350,7 @@ WARMED_UP = [
     ("schedule", "rates"),
     [
         (None, [1.0, 1.0, 1.0]),
-        (scheduler("StepLR", step_size=2, gamma=0.1), [1.0, 1.0, 0.1, 0.1, 0.01]),
+        ([scheduler("StepLR", step_size=2, gamma=0.1)], [1.0, 1.0, 0.1, 0.1, 0.01]),
         ([HALVING], [1.0, 0.5, 0.25]),
         ([HALVING, Milestones(milestones=[])], [1.0, 0.5, 0.25]),
         (WARMED_UP, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.25]),
@@ -366,10 +366,13 @@ def test_rates_of_schedules(schedule, rates):
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (scheduler("CosinAnnealingLR"), r"Did you mean torch\.optim\.lr_scheduler\.CosineAnn"),
-        (scheduler("CosineAnnealingLR"), "refuses these kwargs .*T_max.*It takes: T_max, eta_min"),
-        (scheduler("StepLR", step_size=2, gama=1), "refuses these kwargs .*gama"),
-        (scheduler("ReduceLROnPlateau"), "needs a metric at every step"),
+        ([scheduler("CosinAnnealingLR")], r"Did you mean torch\.optim\.lr_scheduler\.CosineAnn"),
+        (
+            [scheduler("CosineAnnealingLR")],
+            "refuses these kwargs .*T_max.*It takes: T_max, eta_min",
+        ),
+        ([scheduler("StepLR", step_size=2, gama=1)], "refuses these kwargs .*gama"),
+        ([scheduler("ReduceLROnPlateau")], "needs a metric at every step"),
         (NamedCall(name="torch.optim.AdamW"), "is not a"),
         (
             [*[scheduler("ConstantLR")] * 2, Milestones(milestones=[1, 2])],
