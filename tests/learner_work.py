@@ -42,7 +42,7 @@ LIMIT = 0.05
 TRAINING: dict[str, Any] = {
     # The change of a weight is the gradient, so comparing weights compares gradients.
     "optimizer": NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0, "momentum": 0.5}),
-    "scheduler": NamedCall(name="torch.optim.lr_scheduler.ExponentialLR", kwargs={"gamma": 0.5}),
+    "scheduler": [NamedCall(name="torch.optim.lr_scheduler.ExponentialLR", kwargs={"gamma": 0.5})],
     "max_grad_norm": LIMIT,
 }
 CPU = ClusterConfig(device="cpu", cpu_threads=1)

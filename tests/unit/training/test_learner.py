@@ -373,7 +373,7 @@ def test_rates_of_schedules(schedule, rates):
         ),
         ([scheduler("StepLR", step_size=2, gama=1)], "refuses these kwargs .*gama"),
         ([scheduler("ReduceLROnPlateau")], "needs a metric at every step"),
-        (NamedCall(name="torch.optim.AdamW"), "is not a"),
+        ([NamedCall(name="torch.optim.AdamW")], "is not a"),
         (
             [*[scheduler("ConstantLR")] * 2, Milestones(milestones=[1, 2])],
             "a list of 2 schedulers needs one entry `milestones` with 1 step",
