@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -80,7 +81,7 @@ def measure(
     *,
     options: argparse.Namespace,
     clock: Callable[[], float],
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Seconds of every repeat, and the largest relative difference of output and gradients."""
     heads, kv_heads, width = options.heads
     starts = range(prompt, prompt + group * completion, completion)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from laurel.config.grpo import GRPOPolicyConfig
 from laurel.data.forest import to_forest
+from laurel.models.checkpoint.card import CardFacts
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer
@@ -99,7 +100,7 @@ class Run:
         self.learner = LocalLearner(
             loaded.model, optimizer=policy.optimizer, tokenizer=loaded.tokenizer
         )
-        card = {"title": "a benchmark", "base_model": "", "data": {}, "settings": {}}
+        card = CardFacts()
         self.state = PolicyRunState(
             self.learner, CheckpointParts(card=card, run_dir=place), rows={}
         )

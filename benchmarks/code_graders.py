@@ -3,8 +3,8 @@
     python benchmarks/code_graders.py [--peer-checkouts DIR]
 
 `code_grader_rows.yaml` holds answers to 60 rows and which graders accept each of them. Each
-difference to that is printed. With checkouts (see `peers/code_graders.py`) the graders are run as
-well, and what they say is compared with what is written down: without a sandbox.
+difference to that is printed. With checkouts (see `peers/peer_code_graders.py`) the graders are
+run as well, and what they say is compared with what is written down: without a sandbox.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from laurel.extensions.code.environment import CodeEnvironment
 from laurel.extensions.code.formats import code_task
 
 ROWS = Path(__file__).parent / "code_grader_rows.yaml"
-WORKER = Path(__file__).parent / "peers" / "code_graders.py"
+WORKER = Path(__file__).parent / "peers" / "peer_code_graders.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

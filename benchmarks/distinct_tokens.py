@@ -44,7 +44,8 @@ def main() -> None:
         "lists of four solutions (GSM8K)": ranked(),
         "groups of code samples (HumanEval)": code_samples(),
     }
-    rows, lengths = [], []
+    rows: list[dict[str, Any]] = []
+    lengths: list[dict[str, Any]] = []
     for what, preferences in kinds.items():
         samples = [
             PreferenceSample(preference=one, tokens=encoded(tokenizer, one.group))

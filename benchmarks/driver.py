@@ -33,7 +33,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -47,9 +47,11 @@ from laurel.environments.interface import EnvironmentInterface
 from laurel.grpo.loop import GRPO, GRPOSettings, PolicyParts
 from laurel.grpo.rollouts import RolloutLimits, Rollouts
 from laurel.grpo.source import RolloutSource
+from laurel.models.chat import ChatFormat
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.parallel.mesh import ParallelShape
 from laurel.observe.health import Alarms
+from laurel.protocols import Generator
 from laurel.training.batches import Batcher
 from laurel.training.learner import StepReport
 from laurel.training.learner_group import LearnerGroup
@@ -172,6 +174,9 @@ class StubGroup(GroupCalls):
         report = StepReport(sums=sums, learning_rate=1e-6, grad_norm=1.0)
         return (report if speaks else None), 1e-6
 
+    def alive(self) -> list[bool]:
+        return [True] * self.size
+
     def shutdown(self) -> None: ...
 
 
@@ -193,11 +198,12 @@ def loop_of(
 ) -> GRPO:
     """The loop of a run, with everything that is no driver replaced."""
     config = GRPOConfig(num_prompts_per_step=num_groups, num_generations_per_prompt=GROUP)
-    environment = Chance()
+    environment, generator = Chance(), cast(Generator, Answers(num_groups))
+    prompts = cast(ChatFormat, Prompts())
     rollouts = Rollouts(
-        Answers(num_groups),
+        generator,
         {"chance": environment},
-        Prompts(),
+        prompts,
         RolloutLimits(max_turns=1, max_length=PROMPT + LENGTH),
         seed=0,
     )

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -58,7 +58,12 @@ WORKLOADS = ("8x8:512+512", "8x16:1024+256", "2x16:8192+512")
 TINY = ("2x4:32+16",)
 PHASES = ("head", "training", "scoring", "log-probs", "generation")
 WAYS = ("forest", "copies", "padded", "static", "dynamic")
-LAYERS = {"auto": "auto", "compiled": True, "eager": False, "liger": False}
+LAYERS: dict[str, Literal["auto"] | bool] = {
+    "auto": "auto",
+    "compiled": True,
+    "eager": False,
+    "liger": False,
+}
 """What `StepPhases.compiles` is, by the option."""
 HEADS = ((151_936, 1024), (151_936, 4096))
 """The vocabulary and the width of Qwen3-0.6B and Qwen3-8B."""

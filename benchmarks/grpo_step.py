@@ -79,7 +79,7 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine(), "options": vars(options), "cases": {}}
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as scratch_dir:
         scratch = Path(scratch_dir)
-        settings, lengths = prepare(scratch, options)
+        settings, lengths = prepare(scratch, options, options.model)
         shape = shape_of(scratch / "policy")
         result |= {"prompt_tokens": lengths, "linear_parameters": shape.linear_parameters}
         clock = TimeLeft(options)
@@ -127,16 +127,18 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-def prepare(scratch: Path, options: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
+def prepare(
+    scratch: Path, options: argparse.Namespace, model: str | None = None
+) -> tuple[dict[str, Any], list[int]]:
     """Both models and the prompts on disk: the settings of every worker, and lengths of prompts."""
     from transformers import AutoTokenizer
 
     from laurel.models.loading.pretrained import train_tokenizer
 
     solved = read_problems()
-    if options.model:
-        save_endless_policy(options.model, scratch / "policy", solved[:8])
-        save_pretrained_classifier(options.model, scratch / "reward")
+    if model:
+        save_endless_policy(model, scratch / "policy", solved[:8])
+        save_pretrained_classifier(model, scratch / "reward")
     else:
         shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
         trained = train_tokenizer(solved, vocab_size=shape.vocabulary)

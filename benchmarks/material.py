@@ -117,8 +117,13 @@ def qwen3_config(shape: Shape, **special: Any) -> Any:
         intermediate_size=shape.feed_forward,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
-        num_labels=1,
-        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, **special},
+        **{
+            "num_labels": 1,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **special,
+        },
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from grpo_step import PARTS, check_same_problem, prepare
-from material import TINY_SHAPE, TRAINING_SHAPE
 from rounds import Worker, add_clock, machine, run_rounds, seconds_of, spread, table, write_json
 
 TARGET = 0.15
@@ -32,10 +31,9 @@ LABELS = {"process": "one process", "ray": "Ray, a process for each role"}
 
 def main() -> None:
     options = read_options()
-    shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as directory:
         scratch = Path(directory)
-        settings, _ = prepare(scratch, shape, options)
+        settings, _ = prepare(scratch, options)
         workers = measure(settings, options, scratch)
     print(report(workers, options), flush=True)
     raw = {w.name: {"facts": w.facts, "repeats": w.repeats} for w in workers}

@@ -54,7 +54,7 @@ def main() -> None:
     shape = TINY_SHAPE if options.quick else TRAINING_SHAPE
     with tempfile.TemporaryDirectory(prefix="laurel-benchmark-") as directory:
         scratch = Path(directory)
-        settings, _ = prepare(scratch, shape, options)
+        settings, _ = prepare(scratch, options)
         tokenizer = AutoTokenizer.from_pretrained(scratch / "policy")
         heavier = replace(shape, layers=HEAVIER * shape.layers)
         save_classifier(scratch / "judge", heavier, tokenizer)

@@ -40,7 +40,7 @@ async def train(steps: int = 24, group_size: int = 8) -> list[float]:
     for step in range(steps):
         tokens, rewards, samples = [], [], []
         for i, text in enumerate(PROMPTS):
-            ids = chat.prompt_ids([Message(role="user", content=text)])
+            ids = chat.prompt_ids((Message(role="user", content=text),))
             seeds = range((step * len(PROMPTS) + i) * group_size, 1 << 30)[:group_size]
             request = GenerationRequest(
                 id=f"{step}/{i}", prompt_ids=ids, seeds_G=tuple(seeds), sampling=sampling

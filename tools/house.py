@@ -38,7 +38,7 @@ TINY = {
     "cluster": {"cpu_threads": 1, "device": "cpu"},
     "data": {"train_data_path": "rows.jsonl", "split_validation_size": 0.25},
 }
-RUNS = {
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "grpo": {
         "grpo": {
             "num_prompts_per_step": 2,
@@ -210,7 +210,7 @@ class House:
         return [
             f"{name}:{node.lineno} {node.name}"
             for name, tree in self.trees.items()
-            for scope in (tree, *(part for part in tree.body if isinstance(part, ast.ClassDef)))
+            for scope in _scopes(tree)
             for node in scope.body
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             and re.match("_[^_]", node.name)
@@ -236,6 +236,11 @@ class House:
             for number, line in enumerate(text.splitlines(), 1)
             if re.search(r"# fmt: (skip|off)", line)
         ]
+
+
+def _scopes(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef]:
+    yield tree
+    yield from (part for part in tree.body if isinstance(part, ast.ClassDef))
 
 
 def _takes_a_run(node: ast.AST) -> bool:
@@ -345,7 +350,8 @@ def bars(*, traced: bool = True) -> list[Bar]:
         keys = tuple(key.lstrip(".") for key in leaf_keys(SCHEMAS[which], ""))
         found.append(Bar(f"leaf keys of {which}", len(keys), most, which == "rm", where=keys))
     if traced:
-        for which, most in (("grpo", (34, 7, 61)), ("rm", (11, 3, 57))):
+        modules = {"grpo": (34, 7, 61), "rm": (11, 3, 57)}
+        for which, at_most in modules.items():
             run = trace(which)
             names = (
                 f"modules that run in a step of {which}",
@@ -355,7 +361,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
             parts = (tuple(run[phase]) for phase in ("step", "metrics", "before"))
             found += [
                 Bar(name, len(part), bar, True, part)
-                for name, part, bar in zip(names, parts, most, strict=True)
+                for name, part, bar in zip(names, parts, at_most, strict=True)
             ]
     return found
 

@@ -76,7 +76,7 @@ def packed(model: Path, scratch: Path) -> bytes:
 
 def real_model() -> Path:
     """Return the GGUF file of the chat model that the project's own tests use."""
-    command = [sys.executable, ROOT / "tools" / "real_model.py", "--as-file"]
+    command = [sys.executable, str(ROOT / "tools" / "real_model.py"), "--as-file"]
     return Path(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     )

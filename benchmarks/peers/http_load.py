@@ -45,7 +45,7 @@ class Connection(asyncio.Protocol):
             at = head.index(b"content-length:") + 15
             self.needed = end + 4 + int(head[at:].split(b"\r\n", 1)[0])
         if len(self.buffer) >= self.needed:
-            self.load.note(self.status, time.perf_counter() - self.asked, self.buffer)
+            self.load.note(self.status, time.perf_counter() - self.asked, bytes(self.buffer))
             self.buffer.clear()
             self.needed = -1
             self.ask()

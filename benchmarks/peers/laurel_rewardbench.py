@@ -48,7 +48,7 @@ def main() -> None:
         data=(SETTINGS["rows"],),
     )
     benchmark = BENCHMARKS["reward-bench"]
-    rows = benchmark.read(request)
+    rows = benchmark.read(request, lambda _: None)
     groups = [row.group for row in rows]
     with open_evaluation_scorer(request.scorer.resolved(), make_console(stderr=True)) as scorer:
         assert scorer.reference is not None

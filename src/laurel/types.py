@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     TokenIds = npt.NDArray[np.int32]
+    Column = Tensor | npt.NDArray[Any] | Sequence[float]
     LogProbs = npt.NDArray[np.float32]
     Mask = npt.NDArray[np.bool_]
 
@@ -609,6 +610,19 @@ Observation = Mapping[str, str] | Sequence[Mapping[str, str]]
 """The environment's next message as `{"role", "content"}`, or several of them."""
 
 
+def _tensor(column: Any) -> Any:
+    """Convert a column to a tensor; what is no column of numbers stays, and is refused by name."""
+    import numpy as np
+    import torch
+
+    if isinstance(column, torch.Tensor):
+        return column
+    try:
+        return torch.as_tensor(np.asarray(column))  # torch would round Python's floats to float32
+    except (TypeError, ValueError, RuntimeError):
+        return column
+
+
 class _SixFields(NamedTuple):
     """The fields of an unpacked `EnvironmentReturn`."""
 
@@ -657,8 +671,8 @@ class EnvironmentReturn(_SixFields):
         observations: Sequence[Observation],
         metadata: list[dict[str, Any] | None],
         next_stop_strings: list[list[str] | None],
-        rewards: Tensor | dict[str, Tensor],
-        terminateds: Tensor,
+        rewards: Column | Mapping[str, Column],
+        terminateds: Column,
         answers: list[str | None] | None = None,
         failures: list[str | None] | None = None,
         notes: Sequence[Any] | None = None,
@@ -666,9 +680,17 @@ class EnvironmentReturn(_SixFields):
         components: Sequence[Mapping[str, float]] | None = None,
         invalid_calls: Sequence[bool] | None = None,
     ) -> EnvironmentReturn:
-        """Make the six fields, and the attributes beside them."""
+        """Make the six fields, and the attributes beside them. Columns become tensors."""
         made = super().__new__(
-            cls, observations, metadata, next_stop_strings, rewards, terminateds, answers
+            cls,
+            observations,
+            metadata,
+            next_stop_strings,
+            {name: _tensor(values) for name, values in rewards.items()}
+            if isinstance(rewards, Mapping)
+            else _tensor(rewards),
+            _tensor(terminateds),
+            answers,
         )
         made.failures, made.notes, made.steps = failures, notes, steps
         made.components, made.invalid_calls = components, invalid_calls

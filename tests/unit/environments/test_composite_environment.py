@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,31 @@ def test_components_of_parts_keep_their_names():
         "two/content": [6.0],
         "length": [3.0],
     }
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["one number", "components"])
+@pytest.mark.parametrize(
+    "column", [torch.tensor, np.array, list, tuple], ids=lambda one: one.__name__
+)
+def test_a_part_may_give_its_numbers_in_any_form(column, named):
+    class Gives(Says):
+        def step(self, message_log_batch, metadata):
+            values = column([1 / 3, 2.0])
+            return EnvironmentReturn(
+                observations=[{"role": "environment", "content": ""}] * 2,
+                metadata=[None] * 2,
+                next_stop_strings=[None] * 2,
+                rewards={"some": values} if named else values,
+                terminateds=column([True, False]),
+            )
+
+    parts = [{"env": "gives", "weight": 3.0}, {"env": "passes", "gate": 0.5}]
+    environments = {"gives": Gives(length), "passes": Says(lambda text: 1.0, last_turn=2)}
+    returned = judged(composite(parts, environments), "a", "b")
+    # Tensors of float32 stand for their shortest decimals; nothing else is rounded to float32.
+    third = float(str(np.float32(1 / 3))) if column is torch.tensor else 1 / 3
+    assert total(returned) == [3.0 * third, 6.0]
+    assert returned.terminateds.tolist() == [True, False]
 
 
 GATED = [{"env": "length"}, {"env": "format", "gate": 0.5}, {"env": "vowels", "weight": 3.0}]

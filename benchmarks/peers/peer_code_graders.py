@@ -1,6 +1,6 @@
 """Verdicts of the graders of APPS, TACO, LiveCodeBench and verl, from checkouts of theirs.
 
-    python benchmarks/peers/code_graders.py CHECKOUTS < questions > verdicts
+    python benchmarks/peers/peer_code_graders.py CHECKOUTS < questions > verdicts
 
 CHECKOUTS has a directory `apps`, `TACO`, `LiveCodeBench` and `verl`, each a checkout of that
 repository; numpy has to be installed. A question is a line of JSON: the `benchmark`, a `row` in its
