@@ -348,7 +348,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
     ]
     for which, most in (("grpo", 420), ("rm", 180)):
         keys = tuple(key.lstrip(".") for key in leaf_keys(SCHEMAS[which], ""))
-        found.append(Bar(f"leaf keys of {which}", len(keys), most, which == "rm", where=keys))
+        found.append(Bar(f"leaf keys of {which}", len(keys), most, held=True, where=keys))
     if traced:
         modules = {"grpo": (34, 7, 61), "rm": (11, 3, 57)}
         for which, at_most in modules.items():

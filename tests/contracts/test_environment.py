@@ -39,6 +39,7 @@ from laurel.types import Message, Task, messages_of
 from laurel.workers.reservations import Resources
 from reward_models import small_model, write_model
 from sandbox_processes import is_gone, wait_until
+from tool_templates import TOKENIZERS
 
 pytestmark = pytest.mark.slow_parameters(
     "reward model, an actor of Ray", "math, an actor of Ray", "code, an actor of Ray"
@@ -237,14 +238,15 @@ def tools_case():
         tools={
             "functions": [f"tool_functions.{name}" for name in ("add", "die")],
             "graded_by": "math",
-            "form": "hermes",
             "num_workers": 2,
         },
         math={"num_workers": 1},
     )
     add, known = hermes("add", left=1), {"ground_truth": "2"}
+    environment = create_environment("tools", config)
+    environment.use_tokenizer(TOKENIZERS["hermes"]())
     return Case(
-        environment=create_environment("tools", config),
+        environment=environment,
         good=[
             (log("1+1?", add), known),
             (log("1+1?", f"{add} {hermes('add', left='1')} {hermes('what')}<tool_call>"), known),
@@ -277,11 +279,11 @@ class Brevity(EnvironmentInterface):
         return batch, {}
 
 
-def composite_case(*, as_components=False, gate=None):
+def composite_case(*, gate=None):
     parts = [{"env": "math", "gate": gate}, {"env": "brevity", "weight": 0.125}]
     return Case(
         environment=CompositeEnvironment(
-            {"parts": parts, "as_components": as_components, "gated_reward": -4.0},
+            {"parts": parts, "gated_reward": -4.0},
             {"math": MathEnvironment({"num_workers": 1}), "brevity": Brevity()},
         ),
         good=GOOD_ANSWERS,
@@ -378,7 +380,6 @@ MAKERS: dict[str, Callable[[], Case]] = {
         good=SHORT_AND_LONG,
         bad=(log("Hi", ""), {}),
     ),
-    "composite, components apart": lambda: composite_case(as_components=True, gate=1.0),
     "math, an actor of Ray": remote_math_case,
     "code, an actor of Ray": remote_code_case,
     "reward model, an actor of Ray": remote_reward_model_case,

@@ -51,7 +51,8 @@ def test_a_server_dies_and_the_run_goes_on_as_if_it_had_not(tmp_path, kind):
             "data.env_name=game",
             "data.max_samples=40",
             "data.split_validation_size=0.2",
-            f"env.{kind}={{game: {{url: '{server.url}', connect_patience: 1.0, {settings}}}}}",
+            f"env.{kind}={{game: {{url: '{server.url}', {settings}}}}}",
+            "env.timeout_seconds=60",
             "policy.generation.max_new_tokens=48",
             "grpo.max_rollout_turns=2",
             "grpo.max_num_steps=6",
@@ -76,7 +77,7 @@ def test_a_server_dies_and_the_run_goes_on_as_if_it_had_not(tmp_path, kind):
         finally:
             process.kill()
         said = log.read_text()
-        assert f"env.{kind}.game: {server.url} has not answered for 1 s" in said
+        assert f"env.{kind}.game: {server.url} has not answered for 6 s" in said
         assert "Traceback" not in said
         begun, ended = server.counts()
         server.start()

@@ -18,7 +18,16 @@ from pydantic import Field, field_validator, model_validator
 from laurel import plugins
 from laurel.config.plugged import NameOf
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of
-from laurel.config.yaml_tree import BY_NAME, IN_LIST, MAY_CHANGE, Section, YamlNode, foreign
+from laurel.config.yaml_tree import (
+    BY_NAME,
+    IN_LIST,
+    MAY_CHANGE,
+    Removed,
+    Section,
+    YamlNode,
+    foreign,
+    removed,
+)
 
 
 class SetConfig(Section):
@@ -244,15 +253,12 @@ def is_endless(config: SetConfig) -> bool:
 
 BenchmarkName = Annotated[str, NameOf("benchmarks")]
 """The name of a benchmark, which is also the name of its `laurel eval` command."""
-_ONLY_FOR: dict[str, BenchmarkName] = {
-    "dataset_name": "pairs",
-    "prior": "reward-bench",
-    "zero_spread": "reward-bench-2",
-}
 
 
 class BenchmarkSetConfig(Section):
     """One benchmark, with the rows that `laurel eval` would read."""
+
+    removed: ClassVar[Mapping[str, Removed]] = removed("BenchmarkSetConfig")
 
     benchmark: BenchmarkName
     """The benchmark."""
@@ -264,20 +270,14 @@ class BenchmarkSetConfig(Section):
     """Of a directory or a hub data set; null: the benchmark's own, or `train`."""
     dataset_name: str | None = None
     """The class that reads them (`pairs`); null: the columns decide."""
-    prior: bool = False
-    """The prior sets too, from the hub (`reward-bench`)."""
-    zero_spread: Literal["limit", "leave_out"] = "limit"
-    """Prompts of Ties whose right answers all have one score (`reward-bench-2`); see
-    `extensions/evaluation/reward_bench.py`."""
     max_samples: int | None = Field(default=None, ge=1)
     """Rows at most, a share of each subset, always the same ones. A shortened benchmark has no
     final score."""
 
     @model_validator(mode="after")
     def _fits(self) -> BenchmarkSetConfig:
-        for key, benchmark in _ONLY_FOR.items():
-            if key in self.model_fields_set and self.benchmark != benchmark:
-                raise ValueError(f"{key} is for benchmark={benchmark}; leave it out")
+        if "dataset_name" in self.model_fields_set and self.benchmark != "pairs":
+            raise ValueError("dataset_name is for benchmark=pairs; leave it out")
         if not self.paths and self.benchmark in ("pairs", "best-of-n") and not self.dataset_name:
             raise ValueError(
                 f"data_path is missing: benchmark={self.benchmark} has no place of its own; name a "

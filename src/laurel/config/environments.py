@@ -156,9 +156,6 @@ class JudgeConfig(Section):
     """Of one reply. One that is cut off has no score."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """More keys of the request, as they are, e.g. `chat_template_kwargs`."""
-    max_concurrent: Annotated[int, MAY_CHANGE] = Field(default=64, ge=1)
-    """Replies of a judge that is loaded which are written side by side, at most. Default: a bound
-    on the memory of their keys and values, beside a run that needs its own."""
 
     @field_validator("words", mode="before")
     @classmethod
@@ -257,12 +254,12 @@ class JudgeConfig(Section):
 
 
 NOT_LOADED = "is for a judge that this process loads; leave it out, or take urls out"
-_LOADED = ("read_out", "compares", "words", "max_opponents", "max_concurrent")
+_LOADED = ("read_out", "compares", "words", "max_opponents")
 """The keys of `judge` without effect on one that is asked at `urls`."""
 _SCORE = ("score_pattern", "score_key", "score_range")
 _WRITTEN = (
     *_SCORE,
-    *("num_samples", "min_samples", "temperature", "seed", "max_tokens", "max_concurrent"),
+    *("num_samples", "min_samples", "temperature", "seed", "max_tokens"),
 )
 
 
@@ -291,9 +288,6 @@ class FunctionConfig(OpenSection):  # type: ignore[no-redef]  # mypy's plug-in h
     tokenizer: str | None = None
     """Hub name or directory of a model whose tokenizer is passed to a parameter
     `reward_model_tokenizer`, as verl does."""
-    max_concurrent: Annotated[int | None, MAY_CHANGE, CALLS] = Field(default=None, ge=1)
-    """Calls at a time; null: 16 in threads, 256 of an async function, or the number of
-    processes."""
     manager: Annotated[str, NameOf("reward_managers", ("naive",))] = "naive"
     """What makes the calls: `naive` once for each completion, `rate_limited` at a rate that a
     service allows, `verl` through a class that was written for verl. Its settings stand under its
@@ -534,6 +528,11 @@ class SourceConfig(OpenSection):
         return self.judge is not None and self.urls is None
 
     @property
+    def writes_replies(self) -> bool:
+        """Report whether this run loads a judge that writes its verdicts."""
+        return self.judge is not None and self.loads_judge and self.judge.read_out == "written"
+
+    @property
     def uses_workers(self) -> bool:
         """Report whether this run needs workers: to render conversations, or to call a function.
 
@@ -588,6 +587,10 @@ class ScorerSource(SourceConfig):
     """Refuse pickled weights."""
     batch_tokens: Annotated[int, MAY_CHANGE] = Field(default=8192, ge=1)
     """Token budget of one forward pass. A larger group is computed in parts."""
+    max_concurrent: Annotated[int | None, MAY_CHANGE, CALLS] = Field(default=None, ge=1)
+    """Calls of `function` at a time, or replies that a loaded judge writes side by side. Null: 16
+    calls in threads, 256 of an async function, or the number of processes; 64 replies, a bound on
+    the memory of their keys and values."""
     server: ModelServerConfig | None = None
     """A model that the run serves for `function`, which gets its address and tokenizer."""
 
@@ -631,6 +634,13 @@ class ScorerSource(SourceConfig):
             raise ValueError(
                 "server is for a function that asks it, and for one alone: set function.path, and "
                 "leave function.router out"
+            )
+        if self.max_concurrent is not None and not any(
+            source.function is not None or source.writes_replies for source in self.sources
+        ):
+            raise ValueError(
+                "max_concurrent is for a function, or for a judge that this process loads and that "
+                "writes replies"
             )
         if all(source.judge is not None for source in self.sources):
             self._check_judges()
@@ -903,12 +913,12 @@ class CompositePart(Section):
 class CompositeEnvironmentConfig(Section):
     """Several environments that grade one sample together."""
 
+    removed: ClassVar[Mapping[str, Removed]] = removed("CompositeEnvironmentConfig")
+
     parts: list[CompositePart] = Field(min_length=1)
     """Each scores every sample."""
     gated_reward: float = 0.0
     """The reward of a sample that a gate shut out."""
-    as_components: bool = False
-    """Keep the parts apart, for GDPO; their sum is the reward that is logged."""
     conducted_by: str | None = None
     """The part that answers the policy and ends the conversation; the others score its end once.
     Null: all score every turn, and any of them ends it."""

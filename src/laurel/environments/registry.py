@@ -272,8 +272,6 @@ class ShownTools(NamedTuple):
 
     where: str
     """The section."""
-    form: str
-    """Its `form`: how calls are written."""
     schemas: ToolSchemas
 
 
@@ -285,7 +283,7 @@ def shown_tools(name: str, config: EnvironmentsConfig) -> list[ShownTools]:
     """
     if (found := config.found(name)) is not None:
         tools = found.kind.tools(found.section, EnvironmentServices(name=name))
-        return [ShownTools(found.where, found.section.form, tools)] if tools else []
+        return [ShownTools(found.where, tools)] if tools else []
     parts = config.composite[name].parts if name in config.composite else ()
     return [one for part in parts if part.env != name for one in shown_tools(part.env, config)]
 

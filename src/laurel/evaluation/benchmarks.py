@@ -240,8 +240,6 @@ class BenchmarkSet:
             data=config.paths,
             split=config.split,
             dataset=config.dataset_name,
-            prior=config.prior,
-            zero_spread=config.zero_spread,
         )
         try:
             notes: list[str] = []

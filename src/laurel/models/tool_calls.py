@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from laurel.errors import EnvironmentFailedError, ModelError, key_of
+from laurel.errors import EnvironmentFailedError, ModelError
 from laurel.models.tokenizer import first_line
 
 FormName = Literal["hermes", "llama"]
@@ -154,7 +154,7 @@ class LlamaForm(CallForm):
 
 
 FORMS: dict[str, CallForm] = {form.name: form for form in (HermesForm(), LlamaForm())}
-"""The known forms, by the names that `env.tools.form` uses."""
+"""The known forms, by name."""
 
 
 def _decode(text: str) -> tuple[Any, int]:
@@ -237,13 +237,12 @@ _PROBE_SCHEMA = {
 _ANOTHER = "(policy.tokenizer.chat_template=hermes, or a path ending in .jinja)"
 
 
-def form_of(tokenizer: Any, name: str = "auto", *, where: str = "env.tools") -> CallForm:
+def form_of(tokenizer: Any, *, where: str = "env.tools") -> CallForm:
     """Return the form of calls that the chat template of a tokenizer writes.
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        name: The name of a form, which the template then need not write; `auto` finds it out.
-        where: The section of the configuration that has the tools and names the form.
+        where: The section of the configuration that has the tools.
 
     Raises:
         ModelError: The template leaves tools out of the prompt, so that the policy would not know
@@ -275,8 +274,6 @@ def form_of(tokenizer: Any, name: str = "auto", *, where: str = "env.tools") -> 
         )
     turn_begins = before.rstrip().removesuffix("<think>")
     opens_thoughts = turn_begins != before.rstrip()
-    if name != "auto":
-        return replace(FORMS[name], prompt_opens_thoughts=opens_thoughts)
     function = {"name": _PROBE.name, "arguments": dict(_PROBE.arguments)}
     calls = [{"id": "laurel007", "type": "function", "function": function}]
     whole = rendered(asked, {"role": "assistant", "content": "", "tool_calls": calls})
@@ -287,9 +284,8 @@ def form_of(tokenizer: Any, name: str = "auto", *, where: str = "env.tools") -> 
         if form.read(turn) == [_PROBE]:
             return replace(form, prompt_opens_thoughts=opens_thoughts)
     raise ModelError(
-        f"the chat template writes a function call in no form that is known here ({turn!r:.200}). "
-        f"Name one ({key_of(f'{where}.form')}: {', '.join(FORMS)}), or choose another template "
-        f"{_ANOTHER}"
+        f"{where}: the chat template writes a function call in no form that is known here, of "
+        f"{', '.join(FORMS)} ({turn!r:.200}). Choose another template {_ANOTHER}"
     )
 
 
@@ -301,7 +297,7 @@ def needed_form(form: CallForm | None, where: str) -> CallForm:
     """
     if form is None:
         raise EnvironmentFailedError(
-            f"{where}.form=auto depends on the policy's chat template: call use_tokenizer first, "
-            f"or name the form ({', '.join(FORMS)})"
+            f"{where}: how the policy writes calls depends on its chat template: call "
+            "use_tokenizer first"
         )
     return form

@@ -156,7 +156,9 @@ def test_what_the_assistant_says_counts_in_the_loss(tmp_path, model):
 
 @pytest.mark.parametrize("name", ["sums", "both"])
 @pytest.mark.parametrize("kind", ["openreward", "verifiers"])
-def test_the_section_whose_tools_they_are_names_the_form(tmp_path, model, monkeypatch, kind, name):
+def test_a_template_with_a_form_of_its_own_names_the_section_of_the_tools(
+    tmp_path, model, monkeypatch, kind, name
+):
     # Only a server, or a taskset, knows its tools.
     known = SimpleNamespace(spec=SimpleNamespace(tools=(tool("add"),)), shutdown=lambda: None)
     monkeypatch.setattr(type(plugins.plugin("environments", kind)), "make", lambda *_: known)
@@ -170,9 +172,10 @@ def test_the_section_whose_tools_they_are_names_the_form(tmp_path, model, monkey
     asked = (path, "--for", "grpo", "--model", model, *settings)
     where = "url: http://127.0.0.1:9" if kind == "openreward" else "id: sums-v1"
     error = check(*asked, f"env.{kind}={{sums: {{{where}}}}}")[2]
-    assert f"env.{kind}.sums.form" in str(error)
+    assert f"env.{kind}.sums: " in str(error)
     assert "hermes, llama" in str(error)
-    assert check(*asked, f"env.{kind}={{sums: {{{where}, form: hermes}}}}")[0] == 0
+    shows = "policy.tokenizer.chat_template=hermes"
+    assert check(*asked, shows, f"env.{kind}={{sums: {{{where}}}}}")[0] == 0
 
 
 def tool(name):

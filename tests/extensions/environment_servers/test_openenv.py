@@ -23,10 +23,9 @@ def shared(tmp_path_factory):
         yield server
 
 
-def config_of(server, **settings):
-    defaults = {"url": server.url, "action_key": "guess", "observation_key": "hint"}
-    given = {**defaults, "connect_patience": 20.0, "step_timeout": 20.0, **settings}
-    return EnvironmentsConfig(openenv={"game": given})
+def config_of(server, *, seconds=200.0, **settings):
+    given = {"url": server.url, "action_key": "guess", "observation_key": "hint", **settings}
+    return EnvironmentsConfig(openenv={"game": given}, timeout_seconds=seconds)
 
 
 def load(config, **data):
@@ -58,9 +57,11 @@ def number_of(seed):
     return random.Random(seed).randint(1, 9)
 
 
-def test_seeds_become_tasks_and_a_session_plays_one(server):
-    config = config_of(server, instruction="A game.", first_seed=3)
-    tasks = load(config, env_name="game", max_samples=4)
+def test_seeds_become_tasks_and_a_session_plays_one(server, tmp_path):
+    config = config_of(server, first_seed=3)
+    frame = tmp_path / "prompt.txt"
+    frame.write_text("A game.\n\n{}")
+    tasks = load(config, env_name="game", max_samples=4, prompt_file=str(frame))
     assert [m.content for m in tasks[1].prompt] == [
         "A game.\n\nGuess a number from 1 to 9, game 4.",
     ]
@@ -105,7 +106,7 @@ def test_what_the_environment_does_not_take_is_answered_and_what_breaks_it_is_a_
 
 
 def test_an_action_that_never_ends_is_a_failure_alone(server):
-    config = config_of(server, step_timeout=1.0)
+    config = config_of(server, seconds=10.0)
     task = load(config, env_name="game", max_samples=1)[0]
     with create_environment("game", config) as environment:
         slow, game = Game(environment, task), Game(environment, task)
@@ -144,7 +145,7 @@ def test_the_policy_does_not_change_the_fields_of_every_action(server):
 
 def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
     with ServerProcess("openenv_server.py", tmp_path) as server:
-        config = config_of(server, connect_patience=120.0)
+        config = config_of(server, seconds=1200.0)
         task = load(config, env_name="game", max_samples=1)[0]
         with create_environment("game", config) as environment:
             game = Game(environment, task)
@@ -164,7 +165,7 @@ def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
         ({}, {"env_name": "math", "max_samples": 1}, "is no environment of env.openenv"),
         ({"observation_key": "text"}, {"env_name": "game", "max_samples": 1}, "no 'text'"),
         (
-            {"url": "http://127.0.0.1:9", "connect_patience": 0.1},
+            {"url": "http://127.0.0.1:9", "seconds": 1.0},
             {"env_name": "game", "max_samples": 1},
             "has not answered for .* the server started",
         ),
@@ -177,7 +178,7 @@ def test_what_cannot_be_used_is_said_before_the_run(server, settings, data, said
 
 def test_a_server_that_is_full_or_does_not_repeat_itself_is_said(tmp_path, shared):
     with ServerProcess("openenv_server.py", tmp_path, "1", "--drift") as server:
-        config = config_of(server, connect_patience=1.0)
+        config = config_of(server, seconds=10.0)
         task = load(config, env_name="game", max_samples=1)[0]
         with create_environment("game", config) as environment:
             drifted = Game(environment, task).say("1")

@@ -35,9 +35,15 @@ def shared(tmp_path_factory):
         yield server
 
 
-def config_of(server, **settings):
-    given = {"url": server.url, "form": "hermes", "connect_patience": 20.0, **settings}
-    return EnvironmentsConfig(openreward={"sums": given})
+def config_of(server, *, seconds=200.0, **settings):
+    given = {"url": server.url, **settings}
+    return EnvironmentsConfig(openreward={"sums": given}, timeout_seconds=seconds)
+
+
+def opened(config):
+    environment = create_environment("sums", config)
+    environment.use_tokenizer(TOKENIZERS["hermes"]())
+    return environment
 
 
 def load(config, **data):
@@ -68,7 +74,8 @@ def test_tasks_of_a_split_are_played_by_calls_of_tools(server):
     tasks = load(config, max_samples=3)
     assert [m.content for m in tasks[2].prompt] == ["What is 2 + 3?"]
     assert len(tasks) == 3
-    with create_environment("sums", config) as environment:
+    assert len(load(config, split="test")) == 2
+    with opened(config) as environment:
         shown = {tool["function"]["name"]: tool["function"] for tool in environment.spec.tools}
         assert set(shown) == {"add", "submit", "boom"}
         assert shown["add"]["description"] == "Add two numbers."
@@ -84,7 +91,7 @@ def test_tasks_of_a_split_are_played_by_calls_of_tools(server):
         assert (last.rewards.tolist(), last.terminateds.tolist()) == ([1.0], [True])
         assert last.notes == [{"turns": 2.0, "refused": 0.0, "ended": 1.0}]
     (shown,) = shown_tools("sums", config)
-    assert shown == ("env.openreward.sums", "hermes", environment.spec.tools)
+    assert shown == ("env.openreward.sums", environment.spec.tools)
 
 
 @pytest.mark.parametrize("most", [1, 8])
@@ -104,7 +111,7 @@ def test_rows_are_read_with_sessions_that_are_few_or_lost(tmp_path, shared, most
 def test_calls_that_the_server_does_not_take_are_answered(server):
     config = config_of(server)
     task = load(config, max_samples=1)[0]
-    with create_environment("sums", config) as environment:
+    with opened(config) as environment:
         talk = Conversation(environment, task, "x")
         wrong = talk.call(("add", {"a": "two"}), ("multiply", {"a": 1}))
         texts = [one["content"] for one in wrong.observations[0]]
@@ -120,7 +127,7 @@ def test_calls_that_the_server_does_not_take_are_answered(server):
 def test_calls_and_answers_that_cannot_be_sent_are_no_failures(server):
     config = config_of(server)
     task = load(config, max_samples=1)[0]
-    with create_environment("sums", config) as environment:
+    with opened(config) as environment:
         talk = Conversation(environment, task, "x")
         for one in ('"\\ud800"', "[" * 900 + "]" * 900, "1e999"):
             written = '{"name": "add", "arguments": {"b": 2, "a": ' + one + "}}"
@@ -130,7 +137,7 @@ def test_calls_and_answers_that_cannot_be_sent_are_no_failures(server):
         assert verdict.notes == [{"turns": 3.0, "refused": 3.0, "ended": 0.0}]
     config = config_of(server, environment="words")
     task = load(config, max_samples=1)[0]
-    with create_environment("sums", config) as environment:
+    with opened(config) as environment:
         talk = Conversation(environment, task, "y")
         long = talk.say("yes, I do")
         assert (long.failures, long.terminateds.tolist()) == ([None], [False])
@@ -147,11 +154,11 @@ def test_a_task_with_tools_of_its_own_is_refused(server):
 
 
 def test_calls_whose_form_is_not_known_are_failures_and_no_answers(server):
-    config = config_of(server, form="auto")
+    config = config_of(server)
     task = load(config, max_samples=1)[0]
     with create_environment("sums", config) as environment:
         unread = Conversation(environment, task, "x").call(("submit", {"answer": 1}))
-        assert "env.openreward.sums.form=auto depends on" in unread.failures[0]
+        assert "env.openreward.sums: how the policy writes calls depends on" in unread.failures[0]
         environment.use_tokenizer(TOKENIZERS["hermes"]())
         read = Conversation(environment, task, "y").call(("submit", {"answer": 1}))
         assert (read.failures, read.rewards.tolist()) == ([None], [1.0])
@@ -159,7 +166,7 @@ def test_calls_whose_form_is_not_known_are_failures_and_no_answers(server):
 
 def test_a_template_that_leaves_tools_out_names_their_section(server):
     said = r"leaves out the tools of env\.openreward\.sums"
-    environment = create_environment("sums", config_of(server, form="auto"))
+    environment = create_environment("sums", config_of(server))
     with environment, pytest.raises(ModelError, match=said):
         environment.use_tokenizer(chatml_like(CHATML))
 
@@ -167,7 +174,7 @@ def test_a_template_that_leaves_tools_out_names_their_section(server):
 def test_a_tool_that_raises_is_a_failure(server):
     config = config_of(server)
     task = load(config, max_samples=1)[0]
-    with create_environment("sums", config) as environment:
+    with opened(config) as environment:
         verdict = Conversation(environment, task, "x").call(("boom", {"answer": 1}))
         assert "the abacus broke" in verdict.failures[0]
 
@@ -176,7 +183,7 @@ def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
     with ServerProcess("openreward_server.py", tmp_path) as server:
         config = config_of(server)
         task = load(config, max_samples=3)[2]
-        with create_environment("sums", config) as environment:
+        with opened(config) as environment:
             talk = Conversation(environment, task, "x")
             talk.call(("add", {"a": 2, "b": 3}))
             begun = server.counts()[0]
@@ -190,9 +197,9 @@ def test_a_server_that_comes_back_goes_on_with_its_sessions(tmp_path, shared):
 
 def test_a_server_that_dies_is_a_lost_worker(tmp_path, shared):
     with ServerProcess("openreward_server.py", tmp_path) as server:
-        config = config_of(server, connect_patience=1.0, step_timeout=30.0)
+        config = config_of(server, seconds=10.0)
         task = load(config, max_samples=1)[0]
-        with create_environment("sums", config) as environment:
+        with opened(config) as environment:
             talk = Conversation(environment, task, "x")
             talk.call(("add", {"a": 2, "b": 3}))
             server.kill()
@@ -210,7 +217,7 @@ def test_a_server_that_dies_is_a_lost_worker(tmp_path, shared):
 )
 def test_what_cannot_be_used_is_said_before_the_run(server, settings, said):
     with pytest.raises(ConfigError, match=said):
-        load(config_of(server, connect_patience=0.1, **settings))
+        load(config_of(server, seconds=1.0, **settings))
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):

@@ -1,19 +1,20 @@
 """What is an outage, a failure or neither, with a server that each test makes up."""
 
 import asyncio
+import re
 
 import pytest
 
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.errors import EnvironmentFailedError, WorkerError
+from laurel.config.load import load_config
+from laurel.errors import ConfigError, EnvironmentFailedError, WorkerError
 from laurel.extensions.environment_servers.sessions import (
     ServerFullError,
     SessionEnvironment,
     SessionLostError,
     SessionTurn,
 )
-from laurel.extensions.environment_servers.settings import SessionsConfig
 
 
 class Echo:
@@ -48,7 +49,7 @@ class Server:
         self.opened.append(Echo(self))
         return self.opened[-1]
 
-    async def make_rows(self, limit, made):
+    async def make_rows(self, limit, split, made):
         while len(made) < limit:
             for fault in self.faults.pop(len(made), []):
                 await fault()
@@ -82,8 +83,7 @@ def server():
 
 @pytest.fixture
 def environment(server):
-    config = SessionsConfig(url="http://h:1", connect_patience=0.5, step_timeout=0.3)
-    with SessionEnvironment(server, config) as made:
+    with SessionEnvironment(server, url="http://h:1", limit=0.5) as made:
         yield made
 
 
@@ -129,13 +129,19 @@ def test_a_slow_step_is_a_failure_and_a_server_that_hangs_is_waited_for(
     server.faults, server.reaching = {"a": [hangs]}, [hangs]
     assert say(environment, "a") == (None, 1.0)
     server.faults = {"b": [hangs]}
-    assert "no answer to a step within 0.3 s (step_timeout)" in say(environment, "a", "b")[0]
+    assert (
+        "no answer to a step within 0.5 s (a tenth of env.timeout_seconds)"
+        in say(environment, "a", "b")[0]
+    )
 
 
 def test_a_slow_beginning_is_a_failure_that_names_the_limit(server, environment):
     server.opening = [hangs]
     failure, _ = say(environment, "a")
-    assert "no answer to the beginning of a session within 0.3 s (step_timeout)" in failure
+    assert (
+        "no answer to the beginning of a session within 0.5 s (a tenth of env.timeout_seconds)"
+        in failure
+    )
 
 
 @pytest.mark.parametrize("patience", [0.3, 5.0])
@@ -144,8 +150,7 @@ def test_a_full_server_is_given_a_moment_and_no_longer(server, monkeypatch, pati
     monkeypatch.setattr(
         "laurel.extensions.environment_servers.sessions._CLOSING_SECONDS", 5.3 - patience
     )
-    config = SessionsConfig(url="http://h:1", connect_patience=patience)
-    with SessionEnvironment(server, config) as environment:
+    with SessionEnvironment(server, url="http://h:1", limit=patience) as environment:
         server.opening = [full]
         assert say(environment, "a") == (None, 1.0)
         environment.close_conversations([{"laurel_conversation_id": "c"}])
@@ -161,16 +166,23 @@ def test_a_row_whose_session_is_slow_to_begin_names_the_limit(server, environmen
         raise TimeoutError
 
     server.faults = {1: [times_out]}
-    with pytest.raises(EnvironmentFailedError, match=r"within 0.3 s \(step_timeout\)"):
+    with pytest.raises(EnvironmentFailedError, match=r"within 0.5 s \(a tenth of env.timeout"):
         environment.rows(2)
 
 
-@pytest.mark.parametrize("kind", ["openenv", "openreward"])
-def test_an_outage_has_to_end_before_the_step_of_the_environment(kind):
-    given = {"url": "http://h:1", "connect_patience": 200.0, "step_timeout": 200.0}
-    with pytest.raises(ValueError, match="twice step_timeout=200 have to be less than"):
-        GRPORun(env={kind: {"x": given}})
-    GRPORun(env={kind: {"x": {**given, "step_timeout": 199.0}}})
+@pytest.mark.parametrize(
+    ("kind", "setting", "said"),
+    [
+        ("openenv", "step_timeout: 30", "a tenth of env.timeout_seconds"),
+        ("openreward", "connect_patience: 30", "a tenth of env.timeout_seconds"),
+        ("openenv", "instruction: Play", "data.prompt_file"),
+        ("openreward", "split: test", "data.train_split"),
+        ("openreward", "form: hermes", "policy.tokenizer.chat_template"),
+    ],
+)
+def test_a_key_that_is_gone_is_refused_with_what_holds_now(kind, setting, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(GRPORun, None, [f"env.{kind}={{x: {{url: 'http://h:1', {setting}}}}}"])
 
 
 def test_fields_of_every_action_leave_the_policy_its_own():

@@ -14,11 +14,10 @@ from laurel.extensions.environment_servers.sessions import (
     SessionLostError,
     SessionTurn,
 )
-from laurel.extensions.environment_servers.settings import SessionsConfig
 from policy_fakes import SAMPLING, Say, ScriptedGenerator, rollouts_of, task
 from sandbox_processes import wait_until
 
-CONFIG = SessionsConfig(url="http://127.0.0.1:1", connect_patience=0.4, step_timeout=0.4)
+AT = {"url": "http://127.0.0.1:1", "limit": 0.4}
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Talks:
         self.opened.append(Talk(self, len(self.opened)))
         return self.opened[-1]
 
-    async def make_rows(self, limit, made):
+    async def make_rows(self, limit, split, made):
         made += [{"prompt": "q", "metadata": {"talk": {}}}] * limit
 
     async def aclose(self):
@@ -99,7 +98,7 @@ def talks():
 
 @pytest.fixture
 def environment(talks):
-    with SessionEnvironment(talks, CONFIG) as made:
+    with SessionEnvironment(talks, **AT) as made:
         yield made
     assert (talks.num_left, made.num_open) == (0, 0)
     assert talks.is_closed
@@ -147,7 +146,7 @@ def test_without_an_id_the_metadata_that_it_returns_goes_on(environment, talks):
     ("said", "reason"),
     [
         ("raise", r"error: env\.talk\.me: KeyError: 'no such thing' \(.*test_sessions\.py:\d+\)"),
-        ("hang", r"timeout: no answer to a step within 0\.4 s \(step_timeout\)"),
+        ("hang", r"timeout: no answer to a step within 0\.4 s \(a tenth of env.timeout_seconds"),
         ("nothing", "the session ended without any reward"),
     ],
 )
@@ -210,13 +209,12 @@ def test_a_server_that_stays_away_is_a_lost_worker(environment, talks):
 def test_a_server_that_is_not_there_at_the_start_is_said(talks):
     talks.refuses = 10**6
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 has not answered .*the server started"):
-        SessionEnvironment(talks, CONFIG)
+        SessionEnvironment(talks, **AT)
     assert talks.is_closed
 
 
 def test_closing_ends_a_turn_that_still_runs(talks):
-    config = CONFIG.model_copy(update={"step_timeout": 60.0})
-    with SessionEnvironment(talks, config) as environment:
+    with SessionEnvironment(talks, url="http://127.0.0.1:1", limit=60.0) as environment:
         results = []
         thread = threading.Thread(
             target=lambda: results.append(environment.step([log("hang")], [named("x")]))
@@ -231,7 +229,7 @@ def test_closing_ends_a_turn_that_still_runs(talks):
 
 def test_closing_before_a_session_has_opened_leaves_none(talks):
     talks.gate = threading.Event()
-    with SessionEnvironment(talks, CONFIG) as environment:
+    with SessionEnvironment(talks, **AT) as environment:
         thread = threading.Thread(target=lambda: environment.step([log("a")], [named("x")]))
         thread.start()
         wait_until(lambda: environment._running)
@@ -244,7 +242,7 @@ def test_closing_before_a_session_has_opened_leaves_none(talks):
 
 
 def test_shutting_down_ends_turns_and_closes_sessions(talks):
-    environment = SessionEnvironment(talks, CONFIG)
+    environment = SessionEnvironment(talks, **AT)
     environment.step([log("a")], [named("x")])
     environment.shutdown()
     environment.shutdown()
@@ -310,14 +308,6 @@ def test_figures_of_sessions(environment):
     [
         ({"url": "localhost:8000"}, "is no address"),
         ({"url": "http://me:secret@here:1"}, "has a password"),
-        (
-            {"url": "http://here:1", "step_timeout": 900},
-            "have to be less than env.timeout_seconds=600",
-        ),
-        (
-            {"url": "http://here:1", "connect_patience": 600},
-            "have to be less than env.timeout_seconds",
-        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, said):

@@ -25,8 +25,10 @@ NAMES = ("add", "convert", "choose", "look_up", "leave", "hang", "die")
 
 def made_with(*names, most=4096, **settings):
     functions = [f"tool_functions.{name}" for name in names or NAMES]
-    given = {"functions": functions, "form": "hermes", "num_workers": 2} | settings
-    return ToolEnvironment(given, max_observation_chars=most)
+    given = {"functions": functions, "num_workers": 2} | settings
+    environment = ToolEnvironment(given, max_observation_chars=most)
+    environment.use_tokenizer(TOKENIZERS["hermes"]())
+    return environment
 
 
 def call(name, **arguments):
@@ -173,8 +175,8 @@ def test_metrics_are_shares_of_all_calls(tools):
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_form_is_the_templates(name):
     form = FORMS[FORM_OF[name]]
-    with made_with("add", form="auto") as environment:
-        with pytest.raises(EnvironmentFailedError, match="call use_tokenizer first, or name"):
+    with ToolEnvironment({"functions": ["tool_functions.add"], "num_workers": 2}) as environment:
+        with pytest.raises(EnvironmentFailedError, match="call use_tokenizer first"):
             environment.step([log_of("4")], [None])
         environment.use_tokenizer(TOKENIZERS[name]())
         observation, _ = said(environment, form.write([ToolCall("add", {"left": 4})]))
@@ -209,12 +211,13 @@ def test_a_function_that_cannot_be_a_tool_is_refused(functions, problem):
 
 
 def config_of(judge="math", **more):
-    tools = {"functions": ["tool_functions.add"], "graded_by": judge, "form": "hermes"}
+    tools = {"functions": ["tool_functions.add"], "graded_by": judge}
     return EnvironmentsConfig(tools=tools, math={"num_workers": 1}, **more)
 
 
 def test_the_answer_is_graded_by_another():
     with create_environment("tools", config_of()) as environment:
+        environment.use_tokenizer(TOKENIZERS["hermes"]())
         (schema,) = environment.spec.tools
         assert schema["function"]["name"] == "add"
         assert schema["function"]["parameters"]["required"] == ["left"]
@@ -234,6 +237,7 @@ def test_the_answer_is_graded_by_another():
 
 def test_math_reads_all_messages_of_the_policy():
     with create_environment("tools", config_of()) as environment:
+        environment.use_tokenizer(TOKENIZERS["hermes"]())
         log = log_of(rf"I guess \boxed{{2}}. {call('add', left=1)}", "It is what I said.")
         assert total(returned_of(environment, [log])) == [1.0]
 
@@ -250,7 +254,7 @@ def test_tools_may_lead_a_composite():
         assert len(environment.spec.tools) == 1
         assert total(returned_of(environment, [log_of(r"\boxed{2}")])) == [2.0]
     (shown,) = shown_tools("sums", config)
-    assert (shown.where, shown.form) == ("env.tools", "hermes")
+    assert shown.where == "env.tools"
     assert [one["function"]["name"] for one in shown.schemas] == ["add"]
     assert not shown_tools("math", config)
     assert not shown_tools("tools", EnvironmentsConfig())

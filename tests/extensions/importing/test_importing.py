@@ -435,10 +435,10 @@ MANAGERS = {
     "rate_limited": {
         "env.reward_model.function": {
             "manager": "rate_limited",
-            "max_concurrent": 1,
             "timeout": 300.0,
             "rate_limited.max_rpm": 30,
-        }
+        },
+        "env.reward_model.max_concurrent": 1,
     },
 }
 

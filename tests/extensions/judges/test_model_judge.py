@@ -382,8 +382,8 @@ VLLM = {"generation": {"backend": "vllm"}}
         (VLLM | {"compile": False}, "compile is for generation.backend=transformers"),
         (VLLM | {"batch_tokens": 1}, "batch_tokens is for generation.backend=transformers"),
         ({"seed": None}, "seed=null"),
-        ({"read_out": "log_probability", "max_concurrent": 2}, "max_concurrent is for replies"),
-        (URLS | {"max_concurrent": 2}, "max_concurrent is for a judge that this process loads"),
+        ({"read_out": "log_probability", "max_concurrent": 2}, "and that writes replies"),
+        (URLS | {"max_concurrent": 2}, "max_concurrent is for a function, or for a judge that"),
     ],
 )
 def test_a_key_without_effect_is_refused_by_name(settings, said):

@@ -43,8 +43,9 @@ GROUP = Group(
 )
 
 
-def scorer_of(function, **config):
-    return FunctionScorer(FunctionConfig(path="given:function", **config), function=function)
+def scorer_of(function, max_concurrent=None, **config):
+    config = FunctionConfig(path="given:function", **config)
+    return FunctionScorer(config, function=function, max_concurrent=max_concurrent)
 
 
 def score(scorer, *groups):

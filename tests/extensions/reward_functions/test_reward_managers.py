@@ -108,11 +108,11 @@ def test_calls_that_a_slow_one_held_up_do_not_come_all_at_once():
     config = FunctionConfig(
         path="a:b",
         timeout=200,
-        max_concurrent=1,
         manager="rate_limited",
         rate_limited={"max_rpm": 6},
     )
-    in_virtual_time(FunctionScorer(config, function=compute_score).score([GROUP]))
+    scorer = FunctionScorer(config, function=compute_score, max_concurrent=1)
+    in_virtual_time(scorer.score([GROUP]))
     assert [at - begun[0] for at in begun] == [0.0, 100.0, 110.0]
 
 

@@ -47,8 +47,13 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(kind, (*path, key), one, id=f"{kind} {'.'.join(path)}.{key}")
 
 
+# What makes a validation set the benchmark that had the key.
+BESIDE = {"prior": {"benchmark": "reward-bench"}, "zero_spread": {"benchmark": "reward-bench-2"}}
+
+
 def written(path: Place, value: Any) -> Any:
-    for key in reversed(path):
+    value = {path[-1]: value, **BESIDE.get(path[-1], {})}
+    for key in reversed(path[:-1]):
         value = [value] if key == "0" else {key: value}
     return value
 

@@ -195,6 +195,7 @@ def test_what_members_have_no_key_for_is_said_once_for_all_of_them():
         "connect_patience": 5.0,
         "generation": None,
         "server": {"model_name": "m"},
+        "max_concurrent": 3,
     }
     own = set(EnsemblePart.model_fields)
     assert set(ScorerSource.model_fields) - own == set(of_all)

@@ -17,6 +17,7 @@ from laurel.types import Completion, Group, Message
 from laurel.workers.calls import WorkerCall, attempt
 from laurel.workers.process_pool import ProcessPool, ProcessPoolSpec
 from laurel.workers.spawned import SpawnedGroup
+from tool_templates import TOKENIZERS
 
 
 def conversation(answer):
@@ -34,8 +35,9 @@ def of_a_function(name, num_workers, answers=ANSWERS):
 
 
 def of_a_tool(name):
-    settings = {"functions": [f"forking_code.{name}"], "form": "hermes", "num_workers": 1}
+    settings = {"functions": [f"forking_code.{name}"], "num_workers": 1}
     with ToolEnvironment({**settings, "max_calls": 100}) as tools:
+        tools.use_tokenizer(TOKENIZERS["hermes"]())
         logs = [
             conversation(
                 f"<tool_call>{json.dumps({'name': name, 'arguments': {'answer': answer}})}"

@@ -111,7 +111,7 @@ def test_what_decides_rewards_and_metrics_is_fixed(kind, key, value):
         (RM, "data.train[0].data_path"),  # the rows themselves are compared
         (GRPO, f"{ENV}.urls"),
         (GRPO, f"{ENV}.models[0].urls"),
-        (GRPO, f"{ENV}.models[0].judge.max_concurrent"),
+        (GRPO, f"{ENV}.max_concurrent"),
         (GRPO, f"{ENV}.generation.vllm_cfg.tensor_parallel_size"),
         (GRPO, f"{ENV}.function.router"),
         (GRPO, f"{ENV}.num_workers"),

@@ -14,7 +14,7 @@ from laurel.workers.bounds import PER_CORE, check_counts, counts_in
 from laurel.workers.process import prepare
 
 COUNTS = ("cpu_threads", "num_workers", "num_replicas", "max_concurrent")
-MEMORY = {("GenerationConfig", "max_concurrent"), ("JudgeConfig", "max_concurrent")}
+MEMORY = {("GenerationConfig", "max_concurrent")}
 """Completions side by side in one forward pass: they start neither a thread nor a process."""
 
 
@@ -39,7 +39,7 @@ def test_every_count_says_what_it_counts():
 WHERE = {
     "env.reward_model.num_workers": ["env.reward_model.function={path: 'm:f'}"],
     "env.reward_model.num_replicas": ["env.reward_model.model_name=x"],
-    "env.reward_model.function.max_concurrent": ["env.reward_model.function={path: 'm:f'}"],
+    "env.reward_model.max_concurrent": ["env.reward_model.function={path: 'm:f'}"],
 }
 
 
@@ -51,7 +51,7 @@ def test_each_is_refused_beyond_a_small_multiple_of_the_cores_with_key_and_limit
         [
             "cluster.cpu_threads=1",
             *base[:1],
-            "env.reward_model.function.max_concurrent=1",
+            "env.reward_model.max_concurrent=1",
             "env.tools.num_workers=1",
         ],
     ).config
@@ -68,13 +68,10 @@ def test_each_is_refused_beyond_a_small_multiple_of_the_cores_with_key_and_limit
 
 
 def test_counts_of_several_models_and_defaults_pass():
-    models = (
-        "[{name: a, model_name: x}, {name: b, function: {path: 'm:f', max_concurrent: 1000000}}]"
-    )
-    config = load_config(
-        GRPORun, None, [f"env.reward_model.models={models.replace('b,', 'b, normalize: none,')}"]
-    ).config
-    with pytest.raises(ConfigError, match=r"models\[1\]\.function\.max_concurrent=1000000"):
+    models = "[{name: a, model_name: x}, {name: b, normalize: none, function: {path: 'm:f'}}]"
+    settings = [f"env.reward_model.models={models}", "env.reward_model.max_concurrent=1000000"]
+    config = load_config(GRPORun, None, settings).config
+    with pytest.raises(ConfigError, match=r"env\.reward_model\.max_concurrent=1000000"):
         check_counts(config)
     for schema in SCHEMAS.values():
         check_counts(load_config(schema, None, []).config)

@@ -679,7 +679,7 @@ def first_row(reading: Reading, model: str) -> FirstRow:
     tokenizer = chat.tokenizer
     if isinstance(row, Task):
         for shown in shown_tools(row.environment, config.env):
-            form_of(tokenizer, shown.form, where=shown.where)
+            form_of(tokenizer, where=shown.where)
         ids_L = chat.prompt_ids(row.prompt, tools=_schemas_of(row.environment, config.env))
         tokens = pieces_of(tokenizer, ids_L)
         most = policy.max_total_sequence_length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from laurel.extensions.environment_servers.settings import (
     OpenEnvConfig,
@@ -23,22 +23,16 @@ if TYPE_CHECKING:
 class _Sessions(EnvironmentKind):
     several = True
 
-    def check(self, section: SessionsConfig, run: Any, where: str) -> None:
-        """Check that sessions end in time: a step that has to wait, the outage, and the step."""
-        longest = section.connect_patience + 2 * section.step_timeout
-        if longest >= run.env.timeout_seconds:
-            raise ValueError(
-                f"{where}: connect_patience={section.connect_patience:g} and twice "
-                f"step_timeout={section.step_timeout:g} have to be less than env.timeout_seconds="
-                f"{run.env.timeout_seconds:g}, after which the completion has failed anyway"
-            )
-
     def make(self, section: SessionsConfig, services: EnvironmentServices) -> Environment:
         """Return the environment."""
         from laurel.extensions.environment_servers.servers import open_sessions
 
-        most = services.max_observation_chars
-        return open_sessions(services.name, section, max_observation_chars=most)
+        return open_sessions(
+            services.name,
+            section,
+            timeout_seconds=services.timeout_seconds,
+            max_observation_chars=services.max_observation_chars,
+        )
 
 
 class OpenEnv(_Sessions):
@@ -68,7 +62,7 @@ class _SessionRows(Rows):
         """Return the rows."""
         from laurel.extensions.environment_servers.servers import session_rows
 
-        return session_rows(chosen, environments.get(self.kind, {}), kind=self.kind)
+        return session_rows(chosen, environments, kind=self.kind)
 
 
 class OpenEnvRows(_SessionRows):

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from laurel.config.data import TaskSetConfig
+from laurel.config.environments import EnvironmentsConfig
 from laurel.data.sources import Row
 from laurel.data.tasks import MadeRows
 from laurel.errors import ConfigError, EnvironmentFailedError, MissingDependencyError
@@ -25,6 +26,7 @@ from laurel.extensions.environment_servers.sessions import (
     ServerSession,
     SessionEnvironment,
     SessionLostError,
+    SessionServer,
     SessionTurn,
 )
 from laurel.extensions.environment_servers.settings import (
@@ -32,7 +34,7 @@ from laurel.extensions.environment_servers.settings import (
     OpenRewardConfig,
     SessionsConfig,
 )
-from laurel.models.tool_calls import FORMS, CallForm, MalformedCall, fault_of, form_of, needed_form
+from laurel.models.tool_calls import CallForm, MalformedCall, fault_of, form_of, needed_form
 from laurel.types import ToolSchemas
 
 _FULL = "CAPACITY_REACHED"  # what a server of OpenEnv calls it
@@ -58,13 +60,16 @@ class OpenEnvServer:
     key = "openenv"
     tools: ToolSchemas = ()
 
-    def __init__(self, name: str, config: OpenEnvConfig) -> None:
+    def __init__(self, name: str, config: OpenEnvConfig, *, limit: float) -> None:
         """Import the client; nothing is asked for.
+
+        Args:
+            limit: Seconds of one answer.
 
         Raises:
             MissingDependencyError: The package is not installed.
         """
-        self.where, self.config = f"env.openenv.{name}", config
+        self.where, self.config, self._limit = f"env.openenv.{name}", config, limit
         client = _package(
             "openenv.core.generic_client", package="openenv-core", extra="openenv", where=self.where
         )
@@ -76,9 +81,7 @@ class OpenEnvServer:
         await self._connected(lambda client: client.close())
 
     async def _connected(self, use: Any) -> Any:
-        client = self._client_class(
-            base_url=self.config.url, message_timeout_s=self.config.step_timeout
-        )
+        client = self._client_class(base_url=self.config.url, message_timeout_s=self._limit)
         try:
             await client.connect()
             return await use(client)
@@ -132,7 +135,7 @@ class OpenEnvServer:
         opened: ServerSession = await self._connected(begin)
         return opened
 
-    async def make_rows(self, limit: int | None, made: list[Row]) -> None:
+    async def make_rows(self, limit: int | None, split: str, made: list[Row]) -> None:
         """Make a row of each seed, whose prompt is what `reset` shows."""
         assert limit is not None  # `session_rows` has asked for it
         first = self.config.first_seed
@@ -141,13 +144,12 @@ class OpenEnvServer:
             for seed in range(first + len(made), first + limit):
                 arguments = {"seed": seed}
                 start = await self.reset(client, arguments)
-                content = "\n\n".join(text for text in (self.config.instruction, start) if text)
-                if not content:
+                if not start:
                     raise ConfigError(
                         f"{self.where}: reset shows nothing, so that there is no prompt: set "
-                        "instruction, or another observation_key"
+                        "another observation_key"
                     )
-                prompt = [{"role": "user", "content": content}]
+                prompt = [{"role": "user", "content": start}]
                 task = {"reset": arguments, "start": start}
                 made.append({"prompt": prompt, "metadata": {self.key: task}})
             await client.close()
@@ -246,16 +248,19 @@ class OpenRewardServer:
 
     key = "openreward"
 
-    def __init__(self, name: str, config: OpenRewardConfig) -> None:
+    def __init__(self, name: str, config: OpenRewardConfig, *, limit: float) -> None:
         """Import the client; nothing is asked for.
+
+        Args:
+            limit: Seconds of the beginning of a session.
 
         Raises:
             ConfigError: The environment variable with the key is not set.
             MissingDependencyError: The package is not installed.
         """
-        self.where, self.config = f"env.openreward.{name}", config
+        self.where, self.config, self._limit = f"env.openreward.{name}", config, limit
         self.tools: ToolSchemas = ()
-        self.form: CallForm | None = FORMS.get(config.form)
+        self.form: CallForm | None = None
         self.types = _package(
             "openreward.api.environments.client",
             package="openreward",
@@ -361,10 +366,10 @@ class OpenRewardServer:
             raise
         return session
 
-    async def make_rows(self, limit: int | None, made: list[Row]) -> None:
+    async def make_rows(self, limit: int | None, split: str, made: list[Row]) -> None:
         """Read the tasks of the split, and the prompt of each from a session that is closed."""
         with self.asking():
-            tasks = await self._environment.get_task_range(self.config.split, 0, limit)
+            tasks = await self._environment.get_task_range(split, 0, limit)
         at_a_time = _OPENINGS_AT_A_TIME
         while some := tasks[len(made) : len(made) + at_a_time]:
             # Each is waited for, whatever becomes of the others: none is left open.
@@ -379,7 +384,7 @@ class OpenRewardServer:
     async def _row_of(self, server_task: Any) -> Row:
         task = {**vars(server_task), "task_spec": dict(server_task.task_spec)}
         # Some servers begin one session after the other.
-        async with asyncio.timeout(self.config.step_timeout * _OPENINGS_AT_A_TIME):
+        async with asyncio.timeout(self._limit * _OPENINGS_AT_A_TIME):
             session = await self._begun(task)
             try:
                 with self._opening():
@@ -390,8 +395,8 @@ class OpenRewardServer:
         return {"prompt": list(map(dict, opening)), "metadata": {self.key: task}}
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Choose the form of calls that the chat template writes, unless one is named."""
-        self.form = form_of(tokenizer, self.config.form, where=self.where)
+        """Choose the form of calls that the chat template writes."""
+        self.form = form_of(tokenizer, where=self.where)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -461,33 +466,42 @@ def text_of_blocks(blocks: Sequence[Any]) -> str:
 
 
 def open_sessions(
-    name: str, config: SessionsConfig, *, max_observation_chars: int = 4096
+    name: str,
+    config: SessionsConfig,
+    *,
+    timeout_seconds: float,
+    max_observation_chars: int = 4096,
 ) -> SessionEnvironment:
     """Make the environment of a server, `env.openenv.<name>` or `env.openreward.<name>`.
+
+    Args:
+        timeout_seconds: `env.timeout_seconds`, of which a tenth is the limit of one answer.
 
     Raises:
         ConfigError: The server does not answer, or cannot be used.
         MissingDependencyError: The package is not installed.
     """
+    # A step, an outage and the step again are over before the environment's own limit.
+    limit = timeout_seconds / 10
+    server: SessionServer
     if isinstance(config, OpenEnvConfig):
-        return SessionEnvironment(
-            OpenEnvServer(name, config), config, max_observation_chars=max_observation_chars
-        )
-    assert isinstance(config, OpenRewardConfig)
+        server = OpenEnvServer(name, config, limit=limit)
+    else:
+        assert isinstance(config, OpenRewardConfig)
+        server = OpenRewardServer(name, config, limit=limit)
     return SessionEnvironment(
-        OpenRewardServer(name, config), config, max_observation_chars=max_observation_chars
+        server, url=config.url, limit=limit, max_observation_chars=max_observation_chars
     )
 
 
-def session_rows(
-    set_config: TaskSetConfig, environments: Mapping[str, SessionsConfig], *, kind: str
-) -> MadeRows:
+def session_rows(set_config: TaskSetConfig, settings: EnvironmentsConfig, *, kind: str) -> MadeRows:
     """Return the rows of the server that the set's environment names.
 
     Raises:
         ConfigError: No such environment is configured, or its server cannot be used.
     """
     name = set_config.env_name or kind
+    environments: Mapping[str, SessionsConfig] = settings.get(kind, {})
     if name not in environments:
         raise ConfigError(
             f"dataset_name={kind}: data.env_name={name} is no environment of env.{kind}; there "
@@ -499,6 +513,7 @@ def session_rows(
             f"env.openenv.{name}: a server of OpenEnv has no list of tasks: say how many seeds "
             "make one (data.max_samples)"
         )
-    with open_sessions(name, environments[name]) as environment:
-        rows = environment.rows(set_config.max_samples)
+    limit = settings.timeout_seconds
+    with open_sessions(name, environments[name], timeout_seconds=limit) as environment:
+        rows = environment.rows(set_config.max_samples, set_config.split or "train")
     return MadeRows(origin=f"{kind}: {environments[name].url}", rows=rows)

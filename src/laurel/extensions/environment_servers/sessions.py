@@ -5,11 +5,13 @@ one that is lost, and that each is closed. Whatever goes wrong is one of three t
 
 - A refused action: the policy wrote something that is no action, or none that the server takes. It
   reads why, its rewards count, and the conversation goes on.
-- A failure: the server says that its environment failed, or takes longer than `step_timeout` while
-  it answers others; a new session repeats itself differently; two sessions in a row are lost at the
+- A failure: the server says that its environment failed, or takes longer than the limit while it
+  answers others; a new session repeats itself differently; two sessions in a row are lost at the
   same message; the server is full. The completion takes part in nothing.
 - An outage: the server cannot be reached, or a session is lost at anything else. The server is
-  waited for, `connect_patience` seconds after it was first missed, and then the run ends.
+  waited for, as long as the limit from when it was first missed, and then the run ends.
+
+The limit is a tenth of `env.timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ from laurel.environments.interface import (
     mean_of,
 )
 from laurel.errors import ConfigError, EngineError, EnvironmentFailedError, WorkerError, counted
-from laurel.extensions.environment_servers.settings import SessionsConfig
 from laurel.generation.waiting import BackgroundLoop
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
@@ -48,6 +49,7 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _CLOSING_SECONDS = 10.0  # limit of closing one session
 _REACHING_SECONDS = 10.0  # limit of one attempt to see whether a server answers
+_LIMIT = "(a tenth of env.timeout_seconds)"
 _REMEMBERED = 1 << 16  # conversations that have ended
 Result = TypeVar("Result")
 
@@ -117,16 +119,17 @@ class SessionServer(Protocol):
             EnvironmentFailedError: The server says that its environment failed.
         """
 
-    async def make_rows(self, limit: int | None, made: list[Row]) -> None:
+    async def make_rows(self, limit: int | None, split: str, made: list[Row]) -> None:
         """Make the rows of the server's tasks, the first `limit` of them.
 
         Args:
             limit: How many; None for all.
+            split: Which, where the server has splits.
             made: Those that earlier calls made; the others are appended.
 
         Raises:
             SessionLostError: The server does not answer.
-            TimeoutError: A session took longer than `step_timeout` to begin.
+            TimeoutError: A session took longer than the limit to begin.
         """
 
     def use_tokenizer(self, tokenizer: Any) -> None:
@@ -158,16 +161,18 @@ class SessionEnvironment(EnvironmentInterface):
     """Plays each conversation in a session of its own; the reward is the sum of its rewards.
 
     A session that is lost is begun anew, and the policy's messages are sent again: if every answer
-    is as it was, the conversation goes on, otherwise the completion is a failure. An outage of
-    `connect_patience` seconds ends the run as a lost worker does.
+    is as it was, the conversation goes on, otherwise the completion is a failure. An outage longer
+    than the limit ends the run as a lost worker does.
     """
 
     def __init__(
-        self, server: SessionServer, config: SessionsConfig, *, max_observation_chars: int = 4096
+        self, server: SessionServer, *, url: str, limit: float, max_observation_chars: int = 4096
     ) -> None:
         """Reach the server, and wait for it; it is closed with this environment.
 
         Args:
+            url: Its address, for messages.
+            limit: Seconds of one step, of the beginning of a session, and of an outage.
             max_observation_chars: Longest message that the policy sees; a longer one loses its
                 middle.
 
@@ -175,7 +180,7 @@ class SessionEnvironment(EnvironmentInterface):
             ConfigError: The server does not answer, or cannot be used.
         """
         self.where = server.where
-        self._server, self._config = server, config
+        self._server, self._url, self._limit = server, url, limit
         self._most_chars = max_observation_chars
         self._episodes: dict[str, _Episode] = {}
         self._running: dict[str, asyncio.Task[Any]] = {}
@@ -203,13 +208,13 @@ class SessionEnvironment(EnvironmentInterface):
         if self.spec.tools:
             self._server.use_tokenizer(tokenizer)
 
-    def rows(self, limit: int | None) -> list[Row]:
-        """Make the rows of the server's tasks, the first `limit` of them."""
+    def rows(self, limit: int | None, split: str = "train") -> list[Row]:
+        """Make the rows of the server's tasks, the first `limit` of a split."""
         made: list[Row] = []
 
         async def make() -> None:
             # Of as many sessions as there are rows, each with its own limit.
-            await self._within(None, "a reset", self._server.make_rows(limit, made))
+            await self._within(None, "a reset", self._server.make_rows(limit, split, made))
 
         self._wait_for(self._patiently(make, made))
         return made
@@ -318,11 +323,11 @@ class SessionEnvironment(EnvironmentInterface):
 
     async def _open(self, task: Mapping[str, Any]) -> ServerSession:
         return await self._within(
-            self._config.step_timeout, "the beginning of a session", self._server.open(task)
+            self._limit, "the beginning of a session", self._server.open(task)
         )
 
     async def _answer(self, session: ServerSession, message: str) -> SessionTurn:
-        return await self._within(self._config.step_timeout, "a step", session.turn(message))
+        return await self._within(self._limit, "a step", session.turn(message))
 
     async def _within(
         self, limit: float | None, what: str, work: Coroutine[Any, Any, Result]
@@ -339,8 +344,7 @@ class SessionEnvironment(EnvironmentInterface):
         except TimeoutError:
             await self._reach()
             raise EnvironmentFailedError(
-                f"timeout: no answer to {what} within {self._config.step_timeout:g} s "
-                "(step_timeout)"
+                f"timeout: no answer to {what} within {self._limit:g} s {_LIMIT}"
             ) from None
 
     async def _reach(self) -> None:
@@ -382,10 +386,10 @@ class SessionEnvironment(EnvironmentInterface):
         """Ask a server until it answers; what grows in `made` meanwhile is an answer as well.
 
         Raises:
-            WorkerError: It has not answered for `connect_patience` seconds.
+            WorkerError: It has not answered until the limit.
             EnvironmentFailedError: It is full, and nothing ends.
         """
-        patience, clock = self._config.connect_patience, asyncio.get_running_loop().time
+        patience, clock = self._limit, asyncio.get_running_loop().time
         missed: float | None = None
         num_made, pause = 0, _FIRST_PAUSE
         while True:
@@ -401,14 +405,14 @@ class SessionEnvironment(EnvironmentInterface):
                         raise EnvironmentFailedError(str(error)) from error
                 elif clock() >= (end := missed + patience):
                     raise WorkerError(
-                        f"{self.where}: {self._config.url} has not answered for {patience:g} s "
-                        f"(connect_patience): {error}",
+                        f"{self.where}: {self._url} has not answered for {patience:g} s "
+                        f"{_LIMIT}: {error}",
                         exit_code=WorkerError.LOST_EXIT_CODE,
                     ) from error
                 if pause == _FIRST_PAUSE:
                     _log.warning(
-                        "%s: waiting for %s, %g s at most (connect_patience): %s",
-                        *(self.where, self._config.url, patience, error),
+                        "%s: waiting for %s, %g s at most %s: %s",
+                        *(self.where, self._url, patience, _LIMIT, error),
                     )
             await asyncio.sleep(min(pause, max(0.0, end - clock())))
             pause = min(2 * pause, _LONGEST_PAUSE)

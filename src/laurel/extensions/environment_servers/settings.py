@@ -17,18 +17,12 @@ class SessionsConfig(Section):
     removed: ClassVar[Mapping[str, Removed]] = {
         "system_prompt": Removed("data.system_prompt_file, also of one data set, holds it"),
         "max_observation_chars": Removed("env.max_observation_chars holds for all", 4096),
+        "connect_patience": Removed("a tenth of env.timeout_seconds", 60.0),
+        "step_timeout": Removed("a tenth of env.timeout_seconds", 60.0),
     }
 
     url: Annotated[str, MAY_CHANGE]
     """Its address, `http://HOST:PORT`."""
-    connect_patience: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
-    """Seconds to wait for a server from when it is first missed, at the start and later; then the
-    run ends as for a lost worker (exit code 75), and the same command goes on. Default: a restart
-    of a server takes less."""
-    step_timeout: Annotated[float, MAY_CHANGE] = Field(default=60.0, gt=0)
-    """Seconds of one step, and of the beginning of a session; the completion then fails, unless
-    the server answers nobody else either and is waited for. Twice this and `connect_patience` are
-    together less than `env.timeout_seconds`."""
 
     @field_validator("url")
     @classmethod
@@ -40,12 +34,15 @@ class SessionsConfig(Section):
 class OpenEnvConfig(SessionsConfig):
     """A server of OpenEnv. `data.max_samples` says how many tasks it has: one for each seed."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        **SessionsConfig.removed,
+        "instruction": Removed("data.prompt_file, also of one data set, holds it, before {}"),
+    }
+
     first_seed: int = Field(default=0, ge=0)
     """The seed of the first task, which `reset` gets; the next one has the next."""
     reset: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every `reset`."""
-    instruction: str | None = None
-    """Text before the first observation, in the same message. Null: the observation alone."""
     action_key: str | None = None
     """The field of the action that takes the policy's text. Null: the text is a JSON object, which
     is the action."""
@@ -69,12 +66,14 @@ class OpenEnvConfig(SessionsConfig):
 class OpenRewardConfig(SessionsConfig):
     """A server of the Open Reward Standard, whose tools the policy calls."""
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        **SessionsConfig.removed,
+        "split": Removed("split of the data set holds it (data.train_split)", "train"),
+        "form": Removed("calls are read as policy.tokenizer.chat_template writes them", "auto"),
+    }
+
     environment: str | None = None
     """The environment on the server. Null: its first."""
-    split: str = "train"
-    """The split whose tasks become the rows."""
-    form: Literal["auto", "hermes", "llama"] = "auto"
-    """How calls are written, as in `env.tools.form`."""
     api_key_env: Annotated[str | None, MAY_CHANGE] = Field(
         default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"
     )

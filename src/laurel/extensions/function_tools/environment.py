@@ -29,7 +29,6 @@ from laurel.environments.registry import imported
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.extensions.function_tools.settings import ToolsConfig
 from laurel.models.tool_calls import (
-    FORMS,
     CallForm,
     MalformedCall,
     ReadCall,
@@ -93,7 +92,7 @@ class ToolEnvironment(EnvironmentInterface):
         schemas = schemas_of(config)
         self.spec = EnvironmentSpec(judges="completion", tools=schemas, components=())
         self._names = [schema["function"]["name"] for schema in schemas]
-        self._form: CallForm | None = FORMS.get(config.form)
+        self._form: CallForm | None = None
         self._most_chars = max_observation_chars
         parameters = [schema["function"]["parameters"] for schema in schemas]
         self._pool = ProcessPool(
@@ -107,8 +106,8 @@ class ToolEnvironment(EnvironmentInterface):
         )
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Choose the form of calls that the chat template writes, unless one is named."""
-        self._form = form_of(tokenizer, self.config.form)
+        """Choose the form of calls that the chat template writes."""
+        self._form = form_of(tokenizer)
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,7 @@ class ToolsConfig(Section):
     """Python functions that the policy may call before its answer, which another one grades."""
 
     removed: ClassVar[Mapping[str, Removed]] = {
+        "form": Removed("calls are read as policy.tokenizer.chat_template writes them", "auto"),
         "max_result_chars": Removed("env.max_observation_chars holds for all environments", 4096),
     }
 
@@ -24,9 +25,6 @@ class ToolsConfig(Section):
     graded_by: str | None = None
     """The environment that grades the final answer: a message without a call. Null: another part of
     an `env.composite` that this one conducts."""
-    form: Literal["auto", "hermes", "llama"] = "auto"
-    """How calls are written. `auto`: as the chat template writes one; `hermes`:
-    `<tool_call>{"name", "arguments"}</tool_call>`; `llama`: `{"name", "parameters"}`."""
     max_calls: int = Field(default=16, ge=1)
     """Calls of one rollout. Further ones are answered by a text that says so, and counted."""
     timeout_seconds: float = Field(default=10.0, gt=0)

@@ -525,8 +525,7 @@ class TRLGRPO(TRLTrainer):
         elif parts:
             alike = [{**part, "weight": 1.0} for part in parts]
             weighed = alike if is_apart and len(parts) > 1 else parts
-            composite = {"parts": weighed, "as_components": is_apart}
-            self.put("env.composite", {"imported": composite}, *by)
+            self.put("env.composite", {"imported": {"parts": weighed}}, *by)
             self.put("data.env_name", "imported", *by)
         if is_apart and len(parts) < 2:
             self.skip("there is one reward", apart)

@@ -506,6 +506,8 @@ class VerlPPO(VerlTrainer):
                 call |= {"kwargs": self["F.reward_kwargs"]}
                 by.append("F.reward_kwargs")
             managed, deciding = self._manager()
+            if (most := managed.pop("max_concurrent", None)) is not None:
+                self.put(to + "max_concurrent", most, "MAN.name", "reward.max_concurrent")
             how = "called with the same arguments"
             self.put(to + "function", call | managed, *by, *deciding, how=how)
             self.put(to + "enabled", True, "F.path")

@@ -409,6 +409,10 @@ def open_model_judge(source: ScorerSource, *, device: Device, where: str, say: S
     return judge
 
 
+def _replies_at_a_time(source: ScorerSource) -> int:
+    return source.max_concurrent or 64
+
+
 def _on_transformers(
     source: ScorerSource, config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
 ) -> tuple[VerdictEngine, ChatFormat, str]:
@@ -429,7 +433,7 @@ def _on_transformers(
     difference = check_policy_paths(model)
     chat = _chat_format(source, loaded.tokenizer, str(spec.name))
     engine = TransformersEngine(
-        model, loaded.tokenizer, end_ids=chat.end_ids, max_concurrent=config.max_concurrent
+        model, loaded.tokenizer, end_ids=chat.end_ids, max_concurrent=_replies_at_a_time(source)
     )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
@@ -473,7 +477,7 @@ def _on_engine(
     engine.check_installed(f"{where}.backend={name}")
     chat = _chat_format(source, find_tokenizer(spec, pad_may_end=True), str(spec.name))
     settings = GenerationConfig.model_validate(
-        {"backend": name, f"{name}_cfg": own, "max_concurrent": config.max_concurrent}
+        {"backend": name, f"{name}_cfg": own, "max_concurrent": _replies_at_a_time(source)}
     )
     start = EngineStart(
         directory=str(spec.name),

@@ -64,6 +64,7 @@ class FunctionScorer:
         *,
         function: Function | None = None,
         num_workers: int = 0,
+        max_concurrent: int | None = None,
         where: str = "env.reward_model.function",
         servers: ModelEndpoint | None = None,
     ) -> None:
@@ -72,6 +73,7 @@ class FunctionScorer:
         Args:
             function: Called instead of the one that `config.path` names; in threads only.
             num_workers: Processes; 0: threads.
+            max_concurrent: Calls at a time; None: as many as fit threads or processes.
             servers: Of the model that the function asks; they are closed with the scorer.
 
         Raises:
@@ -83,6 +85,7 @@ class FunctionScorer:
                 update["tokenizer"] = servers.section.model_name
             config = config.model_copy(update=update)
         self.config = config
+        self._most_calls = max_concurrent
         self._servers = servers
         self.rests = servers is not None and servers.rests
         self.judges_groups = config.group
@@ -242,7 +245,7 @@ class FunctionScorer:
         if self._gate_of is None or self._gate_of[0] is not loop:
             # Processes have their own queue.
             is_open = self._is_async or self._processes is not None
-            most = self.config.max_concurrent or (MAX_COROUTINES if is_open else MAX_THREADS)
+            most = self._most_calls or (MAX_COROUTINES if is_open else MAX_THREADS)
             if self._processes is not None and self._managed is not None:
                 # A call that waited in their queue would begin at another time than its manager's.
                 most = min(most, self._processes.num_workers)

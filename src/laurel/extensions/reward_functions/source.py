@@ -28,7 +28,11 @@ class FunctionSource(ScoreSource):
             )
         try:
             return FunctionScorer(
-                section, num_workers=services.num_workers, where=services.where, servers=served
+                section,
+                num_workers=services.num_workers,
+                max_concurrent=services.source and services.source.max_concurrent,
+                where=services.where,
+                servers=served,
             )
         except BaseException:
             if served is not None:

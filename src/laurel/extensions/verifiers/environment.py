@@ -31,7 +31,7 @@ from laurel.environments.interface import (
 )
 from laurel.errors import ConfigError, MissingDependencyError
 from laurel.extensions.verifiers.settings import VerifiersEnvironmentConfig
-from laurel.models.tool_calls import FORMS, CallForm, form_of, needed_form
+from laurel.models.tool_calls import CallForm, form_of, needed_form
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 
@@ -114,8 +114,8 @@ class VerifiersEnvironment(EnvironmentInterface):
             MissingDependencyError: The package is not installed.
         """
         self._loaded = loaded = load_taskset(name, config, max_turns=max_turns)
-        self._name, self._form_name = name, config.form
-        self._form: CallForm | None = FORMS.get(config.form)
+        self._name = name
+        self._form: CallForm | None = None
         self._opened: EpisodeRunner | None = None
         # A step that was given up may begin after the close of its conversation.
         self._closed: Memory[bool] = Memory(_REMEMBERED)
@@ -144,8 +144,7 @@ class VerifiersEnvironment(EnvironmentInterface):
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Choose the form of calls that the chat template writes, where there are tools."""
         if self.spec.tools:
-            where = f"env.verifiers.{self._name}"
-            self._form = form_of(tokenizer, self._form_name, where=where)
+            self._form = form_of(tokenizer, where=f"env.verifiers.{self._name}")
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[dict[str, Any] | None]
