@@ -328,7 +328,8 @@ class _Reader:
             value = [self._node(item, self._place(item)) for item in node.value]
         elif kind == _MISSING_TAG:
             value = MISSING
-        elif kind in ("str", "merge") and is_scalar:
+        # A date is text; runs of earlier versions saved theirs with the tag.
+        elif kind in ("str", "merge", "timestamp") and is_scalar:
             value = node.value
         elif kind in ("bool", "null", "int", "float") and is_scalar:
             try:
