@@ -154,6 +154,21 @@ class SetsConfig(Section):
             block = _without(block, (*training[0], key))
         return block, (key,)
 
+    @classmethod
+    def outdone(cls, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return the keys of sets of which every set that would take them has its own."""
+
+        def sets_without(key: str | None) -> list[Any]:
+            found = cls.in_blocks({one: value for one, value in values.items() if one != key})
+            train = IN_LIST.func(found.get("train")) or ()
+            validation = BY_NAME.func(found.get("validation")) or {}
+            return [*map(_said_in, train), {k: _said_in(one) for k, one in validation.items()}]
+
+        given = [key for key in cls.short_keys() if values.get(key) is not None]
+        whole = sets_without(None) if given else []
+        why = "every set that it is for has its own"
+        return {key: why for key in given if sets_without(key) == whole}
+
     @model_validator(mode="before")
     @classmethod
     def _puts_keys_into_sets(cls, values: Any) -> Any:
@@ -176,10 +191,15 @@ def _beside(train: Sequence[Any] | None, own: Mapping[str, Any]) -> dict[str, An
     if train is None or len(train) != 1:
         return dict(own)
     (one,) = train
-    said = one.model_dump(exclude_unset=True) if isinstance(one, SetConfig) else dict(one)
+    said = _said_in(one)
     if "data_path" in own and said.get("data_path") is None:
         return dict(own)  # the rows of the training set are no file's
     return {key: value for key, value in said.items() if key not in _OF_TRAINING} | dict(own)
+
+
+def _said_in(one: Any) -> Any:
+    """Return a set with the keys that are given."""
+    return one.model_dump(exclude_unset=True) if isinstance(one, Section) else one
 
 
 _OF_TRAINING = ("split", "split_validation_size", "max_samples", "task_name")

@@ -517,6 +517,14 @@ class Section(BaseModel):
         """Return where an override sets a short key, and the section's block made ready for it."""
         return block, (key,)
 
+    @classmethod
+    def outdone(cls, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return the short keys among the values of a section that set nothing, with the reasons.
+
+        The loader warns of them.
+        """
+        return {}
+
     def without_effect(self) -> dict[str, str]:
         """Return the keys that are set but have no effect beside other keys, with the reasons.
 
