@@ -151,6 +151,18 @@ class OpenSection(Section):
                 raise ConfigError(f"'{name}' needs settings of its own: {lacking}") from error
         return found, given
 
+    def without_effect(self) -> dict[str, str]:
+        """Return the settings of plug-ins that the key which chooses one leaves out."""
+        found = dict[str, str]()
+        for key, field in type(self).model_fields.items():
+            of_kind = [one for one in field.metadata if isinstance(one, NameOf)]
+            if not any(one.kind == self.kind_of_plugin for one in of_kind) or self[key] == "auto":
+                continue
+            chosen = f"{self[key]}{self.suffix_of_plugins}"
+            given = [one for one, value in (self.model_extra or {}).items() if value is not None]
+            found |= {one: f"{key} is {self[key]}" for one in given if one != chosen}
+        return found
+
 
 def field_of_section(section: type[Section]) -> FieldInfo:
     """Return the field of a section that a plug-in brings, with its defaults if it has any."""
