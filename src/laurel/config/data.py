@@ -160,10 +160,12 @@ class SetsConfig(Section):
 
         def sets_without(key: str | None) -> list[Any]:
             found = cls.in_blocks({one: value for one, value in values.items() if one != key})
-            train = IN_LIST.func(found.get("train")) or ()
-            validation = BY_NAME.func(found.get("validation")) or {}
+            train = in_list(found.get("train")) or ()
+            validation = by_name(found.get("validation")) or {}
             return [*map(_said_in, train), {k: _said_in(one) for k, one in validation.items()}]
 
+        in_list: Any = IN_LIST.func
+        by_name: Any = BY_NAME.func
         given = [key for key in cls.short_keys() if values.get(key) is not None]
         whole = sets_without(None) if given else []
         why = "every set that it is for has its own"
@@ -479,10 +481,9 @@ class TaskDataConfig(TextDataConfig):
         """Return the task sets used for validation; empty if none is configured."""
         return list((self.validation or {}).values())
 
-    def environments(self) -> list[str]:
-        """Return the environments that the sets name."""
-        sets = [*self.train_sets(), *self.validation_sets()]
-        return [one.env_name for one in sets if one.env_name is not None]
+    def sets(self) -> list[TaskSetConfig]:
+        """Return the sets of training and of validation."""
+        return [*self.train_sets(), *self.validation_sets()]
 
     def validation_names(self) -> list[str]:
         """Return the names of validation sets that have figures of their own."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from laurel import plugins
 from laurel.config.policy import ResourcesConfig
+from laurel.data.tasks import environments_named
 from laurel.planning.request import (
     AdapterRequest,
     BatchRequest,
@@ -185,8 +186,7 @@ def sampling_notes(config: GRPORun) -> list[str]:
 
 
 def _names_reward_model(config: GRPORun) -> bool:
-    blocks = [*config.data.train_sets(), *config.data.validation_sets()]
-    waiting = [config.default_environment, *(block.env_name or "" for block in blocks)]
+    waiting = environments_named(config.data.sets(), config.default_environment)
     named: set[str] = set()
     while waiting:
         name = waiting.pop()
