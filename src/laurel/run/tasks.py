@@ -17,7 +17,7 @@ from laurel.config.environments import (
 from laurel.config.grpo_run import GRPORun
 from laurel.data.reading import encoded
 from laurel.data.report import no_rows_left
-from laurel.data.tasks import TaskData, TaskNeeds
+from laurel.data.tasks import TaskData, TaskNeeds, environments_named
 from laurel.environments.registry import OTHER_NAMES, create_environments
 from laurel.errors import ConfigError, DataError
 from laurel.observe.forks import ForkGuard
@@ -56,6 +56,17 @@ def asked_environments(config: EnvironmentsConfig, *named: str) -> dict[str, Fou
             judge = one.kind.graded_by(one.section)
             asked += [] if judge is None else [judge]
     return found
+
+
+def with_asked_environments(config: GRPORun) -> GRPORun:
+    """Return the configuration with the defaults of the environments that the run may ask."""
+    named = environments_named(config.data.sets(), config.default_environment)
+    update = {
+        name: found.section
+        for name, found in asked_environments(config.env, *named).items()
+        if found.where == f"env.{name}" and found.section is not None and name not in config.env
+    }
+    return config.model_copy(update={"env": config.env.model_copy(update=update)})
 
 
 def check_environments(config: GRPORun, *named: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from laurel import plugins
+from laurel.cli.main import app
 from laurel.config.dump import sections_below
 from laurel.config.load import check_tree, load_config
 from laurel.config.plugged import NameOf, OpenSection
@@ -102,3 +105,31 @@ def test_a_key_that_a_reward_loss_does_not_read_is_refused(name: str) -> None:
         else:
             with pytest.raises(ValidationError, match=f"{key} has no meaning for type={name}"):
                 LossConfig(**given)
+
+
+def test_shown_are_the_settings_of_the_plugins_that_a_run_uses() -> None:
+    def shown(*overrides: str) -> dict[str, Any]:
+        asked = ["config", "show", "--for", "grpo", "--json", *overrides]
+        found: dict[str, Any] = json.loads(CliRunner().invoke(app, asked).stdout)
+        return found
+
+    several = {"composite", "custom"}
+    for name in plugins.names("environments"):
+        if plugins.find(plugins.EnvironmentKind, name).several:
+            continue
+        kinds = set(plugins.names("environments")) & shown(f"data.env_name={name}")["env"].keys()
+        assert kinds - several == {"reward_model", name}
+    assert "math" in shown()["env"]
+    assert {"code", "math"} <= shown("+env.code.num_workers=1")["env"].keys()
+    for kind, section, key in (
+        ("advantages", "grpo.adv_estimator", "name"),
+        ("losses", "loss_fn", "loss_type"),
+    ):
+        for name in plugins.names(kind):
+            needs = ["grpo.tree={}"] if name == "tree" else []
+            needs += ["loss_fn.token_level_loss=false"] if name == "gmpo" else []
+            there: Any = shown(f"{section}.{key}={name}", *needs)
+            for part in section.split("."):
+                there = there[part]
+            has = plugins.plugin(kind, name).section is not None
+            assert set(plugins.names(kind)) & there.keys() == ({name} if has else set())
