@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from laurel import plugins
 from laurel.config.policy import ResourcesConfig
-from laurel.data.tasks import environments_named
 from laurel.planning.request import (
     AdapterRequest,
     BatchRequest,
@@ -186,6 +185,8 @@ def sampling_notes(config: GRPORun) -> list[str]:
 
 
 def _names_reward_model(config: GRPORun) -> bool:
+    from laurel.data.tasks import environments_named
+
     waiting = environments_named(config.data.sets(), config.default_environment)
     named: set[str] = set()
     while waiting:
