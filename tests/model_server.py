@@ -54,4 +54,12 @@ class Handler(JSONHandler):
 
 if (FOLDER / "refuses").exists():
     sys.exit("no such model")
+for way, seconds in (("hangs", 600.0), ("writes", 0.1), ("computes", 0.0), ("fetches", 0.1)):
+    end = time.monotonic() + 8
+    while (FOLDER / way).exists() and time.monotonic() < end:
+        if way == "writes":
+            print("still at it", flush=True)
+        if way == "fetches":
+            (FOLDER / "weights").write_bytes(bytes(1 << 20))
+        time.sleep(seconds)
 ThreadingHTTPServer((HOST, PORT), Handler).serve_forever()

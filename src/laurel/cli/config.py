@@ -56,8 +56,14 @@ def show_config(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the configuration of a run with every default, as YAML."""
+    """Print the configuration of a run with every default, as YAML.
+
+    Of plug-ins, such as environments, those are shown that the run uses or that are set; with
+    `--describe` all are.
+    """
+    from laurel.config.grpo_run import GRPORun
     from laurel.config.load import load_config, to_yaml
+    from laurel.config.plugged import with_chosen_plugins
     from laurel.config.schemas import SCHEMAS
 
     if json_schema:
@@ -75,7 +81,12 @@ def show_config(
     loaded = load_config(SCHEMAS[kind], config, overrides or [])
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    run = with_chosen_plugins(loaded.config)
+    if isinstance(run, GRPORun):
+        from laurel.run.tasks import with_asked_environments
+
+        run = with_asked_environments(run)
     if as_json:
-        write_json(loaded.config.model_dump(mode="json"))
+        write_json(run.model_dump(mode="json"))
         return
-    sys.stdout.write(to_yaml(loaded.config, describe=describe))
+    sys.stdout.write(to_yaml(run, describe=describe))

@@ -163,6 +163,23 @@ class SetsConfig(Section):
             block = _without(block, (*training[0], key))
         return block, (key,)
 
+    @classmethod
+    def outdone(cls, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return the keys of sets of which every set that would take them has its own."""
+
+        def sets_without(key: str | None) -> list[Any]:
+            found = cls.in_blocks({one: value for one, value in values.items() if one != key})
+            train = in_list(found.get("train")) or ()
+            validation = by_name(found.get("validation")) or {}
+            return [*map(_said_in, train), {k: _said_in(one) for k, one in validation.items()}]
+
+        in_list: Any = IN_LIST.func
+        by_name: Any = BY_NAME.func
+        given = [key for key in cls.short_keys() if values.get(key) is not None]
+        whole = sets_without(None) if given else []
+        why = "every set that it is for has its own"
+        return {key: why for key in given if sets_without(key) == whole}
+
     @model_validator(mode="before")
     @classmethod
     def _puts_keys_into_sets(cls, values: Any) -> Any:
@@ -185,10 +202,15 @@ def _beside(train: Sequence[Any] | None, own: Mapping[str, Any]) -> dict[str, An
     if train is None or len(train) != 1:
         return dict(own)
     (one,) = train
-    said = one.model_dump(exclude_unset=True) if isinstance(one, SetConfig) else dict(one)
+    said = _said_in(one)
     if "data_path" in own and said.get("data_path") is None:
         return dict(own)  # the rows of the training set are no file's
     return {key: value for key, value in said.items() if key not in _OF_TRAINING} | dict(own)
+
+
+def _said_in(one: Any) -> Any:
+    """Return a set with the keys that are given."""
+    return one.model_dump(exclude_unset=True) if isinstance(one, Section) else one
 
 
 _OF_TRAINING = ("split", "split_validation_size", "max_samples", "task_name")
@@ -459,10 +481,9 @@ class TaskDataConfig(TextDataConfig):
         """Return the task sets used for validation; empty if none is configured."""
         return list((self.validation or {}).values())
 
-    def environments(self) -> list[str]:
-        """Return the environments that the sets name."""
-        sets = [*self.train_sets(), *self.validation_sets()]
-        return [one.env_name for one in sets if one.env_name is not None]
+    def sets(self) -> list[TaskSetConfig]:
+        """Return the sets of training and of validation."""
+        return [*self.train_sets(), *self.validation_sets()]
 
     def validation_names(self) -> list[str]:
         """Return the names of validation sets that have figures of their own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
@@ -45,7 +46,12 @@ def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceN
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_short)
 
 
+def _represent_date(dumper: yaml.SafeDumper, day: datetime.date) -> yaml.ScalarNode:
+    return _represent_text(dumper, day.isoformat())  # to our loader a date is text
+
+
 _Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(datetime.date, _represent_date)
 _Dumper.add_representer(list, _represent_list)
 
 

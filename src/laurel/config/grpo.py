@@ -135,6 +135,20 @@ class GenerationConfig(OpenSection):
         """`conversation_cache_gib` in bytes."""
         return int(self.conversation_cache_gib * 2**30)
 
+    def without_effect(self) -> dict[str, str]:
+        """Return the keys of engines other than the chosen one."""
+        found = super().without_effect()
+        fields, why = type(self).model_fields, f"backend is {self.backend}"
+        of_transformers = ("conversation_cache_gib", "transformers_cfg")
+        for engine, keys in (("transformers", of_transformers), ("vllm", ("vllm_kwargs",))):
+            changed = [
+                key
+                for key in keys
+                if getattr(self, key) != fields[key].get_default(call_default_factory=True)
+            ]
+            found |= dict.fromkeys(changed if self.backend not in ("auto", engine) else (), why)
+        return found
+
     @field_validator("stop_strings")
     @classmethod
     def _stops_are_texts(cls, stops: list[str] | None) -> list[str] | None:
@@ -321,6 +335,7 @@ class PolicyLossConfig(OpenSection):
     def without_effect(self) -> dict[str, str]:
         """Return the keys of a truncation without a limit, or of a divergence with weight 0."""
         found = dict[str, str]()
+        of_plugins = super().without_effect()
         if self.truncated_importance_sampling_ratio is None:
             keys = ["truncated_importance_sampling_type", "truncated_importance_sampling_ratio_min"]
             why = "weights are cut where truncated_importance_sampling_ratio says how far"
@@ -330,7 +345,8 @@ class PolicyLossConfig(OpenSection):
             why = "reference_policy_kl_penalty is 0"
             found |= dict.fromkeys([*keys, "use_on_policy_kl_approximation"], why)
         fields = type(self).model_fields
-        return {k: why for k, why in found.items() if getattr(self, k) != fields[k].default}
+        changed = {k: why for k, why in found.items() if getattr(self, k) != fields[k].default}
+        return of_plugins | changed
 
 
 # Rewards in GRPO: scaled, shaped, compared.

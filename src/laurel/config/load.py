@@ -214,8 +214,8 @@ class Checker:
                     self._report(path, self._place_of_rule(problem, node), _reason(problem))
             return _BROKEN
         if whole:
-            named = built.without_effect().items()
-            self.without_effect |= {dotted((*path, key)): why for key, why in named}
+            named = section.outdone(values) | built.without_effect()
+            self.without_effect |= {dotted((*path, key)): why for key, why in named.items()}
         return built if whole else _BROKEN
 
     def warnings(self, moved: Collection[str] = ()) -> Iterator[str]:

@@ -506,9 +506,20 @@ def _translate_async(work: Adapted, values: _Values, problems: list[str]) -> Non
 def _name_estimator(work: Adapted, values: _Values, problems: list[str]) -> None:
     """Say what `grpo` says of its estimator by the estimator's own keys."""
     at = "grpo.adv_estimator."
-    for keys, ours, off in (
-        ((f"{at}normalize_rewards", "grpo.normalize_rewards"), f"{at}scale", "none"),
-        (("grpo.use_leave_one_out_baseline",), f"{at}use_leave_one_out_baseline", False),
+    name = values.get(f"{at}name", "grpo")
+    is_known = name in plugins.names("advantages")
+    own = plugins.find(plugins.Advantage, name) if is_known else None
+    for keys, ours, off, is_read in (
+        (
+            (f"{at}normalize_rewards", "grpo.normalize_rewards"),
+            *(f"{at}scale", "none"),
+            own is None or own.divides,
+        ),
+        (
+            ("grpo.use_leave_one_out_baseline",),
+            *(f"{at}use_leave_one_out_baseline", False),
+            own is None or (own.baseline == "mean" and not own.whitens),
+        ),
     ):
         key = next((key for key in keys if values.get(key) is not None), None)
         if key is None:
@@ -520,8 +531,10 @@ def _name_estimator(work: Adapted, values: _Values, problems: list[str]) -> None
             problems.append(f"{place}: {key}: must be true or false, not {value!r}")
         elif not value and there is None:
             work.set(ours, off, by=key, was=False)
-        elif not value and there != off:
-            work.sentences.append(f"{key}=false has no effect beside {ours}={there}")
+        elif there is None and not is_read:
+            work.sentences.append(f"{key}=true has no effect beside {at}name={name}")
+        elif there is not None and value == (there == off):
+            work.sentences.append(f"{key}={str(value).lower()} has no effect beside {ours}={there}")
 
 
 def _name_loss(work: Adapted, values: _Values, problems: list[str]) -> None:

@@ -17,6 +17,7 @@ from laurel.errors import ConfigError
 from laurel.plugins import Plugin
 
 P = TypeVar("P", bound=Plugin)
+S = TypeVar("S", bound=Section)
 NO_SETTINGS = "the plug-in of this name has no settings; leave the key out"
 """Says that a key is the name of a plug-in, and no key."""
 
@@ -150,6 +151,35 @@ class OpenSection(Section):
                 )
                 raise ConfigError(f"'{name}' needs settings of its own: {lacking}") from error
         return found, given
+
+    def chosen(self) -> tuple[str, str] | None:
+        """Return the key that chooses a plug-in and the key of its settings; None: nothing does."""
+        for key, field in type(self).model_fields.items():
+            of_kind = [one for one in field.metadata if isinstance(one, NameOf)]
+            if any(one.kind == self.kind_of_plugin for one in of_kind) and self[key] != "auto":
+                return key, f"{self[key]}{self.suffix_of_plugins}"
+        return None
+
+    def without_effect(self) -> dict[str, str]:
+        """Return the settings of plug-ins that the key which chooses one leaves out."""
+        if (chosen := self.chosen()) is None:
+            return {}
+        key, its = chosen
+        given = [one for one, value in (self.model_extra or {}).items() if value is not None]
+        return {one: f"{key} is {self[key]}" for one in given if one != its}
+
+
+def with_chosen_plugins(section: S) -> S:
+    """Return a section with the defaults of the plug-ins that its keys choose, at any depth."""
+    values = {key: getattr(section, key) for key in type(section).model_fields}
+    inside = {key: one for key, one in values.items() if isinstance(one, Section)}
+    update = {key: with_chosen_plugins(one) for key, one in inside.items()}
+    if isinstance(section, OpenSection) and (chosen := section.chosen()) is not None:
+        (_, key) = chosen
+        field = None if key in section else section.plugged_in(key)
+        if field is not None and isinstance(field.default, Section):
+            update[key] = field.default
+    return section.model_copy(update=update)
 
 
 def field_of_section(section: type[Section]) -> FieldInfo:

@@ -54,7 +54,7 @@ class LossConfig(OpenSection):
         if not self.model_fields_set:  # the defaults, which stand in the schema
             return self
         own = self._loss
-        for key in _OF_SOME:
+        for key in sorted(_OF_SOME):
             if getattr(self, key) != type(self).model_fields[key].default and key not in own.keys:
                 users = plugins.readers(PreferenceLoss, key)
                 raise ValueError(
@@ -85,7 +85,7 @@ class LossConfig(OpenSection):
         return self._loss.reads == "ratings"
 
 
-_OF_SOME = ("use_margin", "label_smoothing", "center_rewards_coefficient", "step_margin")
+_OF_SOME = LossConfig.model_fields.keys() - {"type"}
 """The keys that not all losses read."""
 
 

@@ -328,7 +328,8 @@ class _Reader:
             value = [self._node(item, self._place(item)) for item in node.value]
         elif kind == _MISSING_TAG:
             value = MISSING
-        elif kind in ("str", "merge") and is_scalar:
+        # A date is text; runs of earlier versions saved theirs with the tag.
+        elif kind in ("str", "merge", "timestamp") and is_scalar:
             value = node.value
         elif kind in ("bool", "null", "int", "float") and is_scalar:
             try:
@@ -515,6 +516,14 @@ class Section(BaseModel):
     def place_of_short(cls, block: YamlNode, key: str) -> tuple[YamlNode, tuple[str, ...]]:
         """Return where an override sets a short key, and the section's block made ready for it."""
         return block, (key,)
+
+    @classmethod
+    def outdone(cls, values: Mapping[str, Any]) -> dict[str, str]:
+        """Return the short keys among the values of a section that set nothing, with the reasons.
+
+        The loader warns of them.
+        """
+        return {}
 
     def without_effect(self) -> dict[str, str]:
         """Return the keys that are set but have no effect beside other keys, with the reasons.

@@ -603,8 +603,7 @@ def load_tasks(
     """
     # A wrong name is reported before the first file is read, which may take minutes; that of
     # `data.env_name` also where all sets name their own.
-    named = (_environment_of(config, default_environment) for config in sets)
-    for environment in dict.fromkeys([default_environment, *named]):
+    for environment in dict.fromkeys(environments_named(sets, default_environment)):
         check_environment(environment, environments)
 
     def load(config: TaskSetConfig, label: str, most: int | None) -> tuple[list[Task], TaskReport]:
@@ -642,6 +641,11 @@ def _names_by_task(tasks: Sequence[Task], names: Sequence[str]) -> dict[str, str
 def _environment_of(config: TaskSetConfig, default: str) -> str:
     known = task_set(config.dataset_name)
     return config.env_name or (known.environment if known is not None else None) or default
+
+
+def environments_named(sets: Sequence[TaskSetConfig], default: str) -> list[str]:
+    """Return the default environment, and those that grade the tasks of the sets."""
+    return [default, *(_environment_of(config, default) for config in sets)]
 
 
 def check_environment(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from laurel import plugins
 from laurel.config.grpo_run import GRPORun
 from laurel.data.reading import holds_out
-from laurel.data.tasks import TaskData, load_task_data
+from laurel.data.tasks import TaskData, environments_named, load_task_data
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
 from laurel.observe.console import say_on
@@ -37,7 +37,13 @@ from laurel.run.request import (
     why_not_validated,
 )
 from laurel.run.specs import batch_notes
-from laurel.run.tasks import check_answers, environments_of, fit_prompts, needs_of
+from laurel.run.tasks import (
+    check_answers,
+    check_environments,
+    environments_of,
+    fit_prompts,
+    needs_of,
+)
 from laurel.training.selection import Selection, policy_goal, select_policy_by
 from laurel.training.stopping import Deadline, Position
 
@@ -119,11 +125,13 @@ def _resolve_teacher(config: GRPORun, policy_name: str | None, console: Console)
 
 
 def _load_data(config: GRPORun) -> TaskData:
+    named = environments_named(config.data.sets(), config.default_environment)
+    check_environments(config, *named)
     return load_task_data(
         config.data,
         default_environment=config.default_environment,
         environments=environment_names(config.env),
-        needs=needs_of(config.env, config.default_environment, *config.data.environments()),
+        needs=needs_of(config.env, *named),
         sources=row_sources(config.env),
     )
 

@@ -185,8 +185,9 @@ def sampling_notes(config: GRPORun) -> list[str]:
 
 
 def _names_reward_model(config: GRPORun) -> bool:
-    blocks = [*config.data.train_sets(), *config.data.validation_sets()]
-    waiting = [config.default_environment, *(block.env_name or "" for block in blocks)]
+    from laurel.data.tasks import environments_named
+
+    waiting = environments_named(config.data.sets(), config.default_environment)
     named: set[str] = set()
     while waiting:
         name = waiting.pop()

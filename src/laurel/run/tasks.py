@@ -11,14 +11,15 @@ from laurel.config.environments import (
     CompositeEnvironmentConfig,
     CompositePart,
     EnvironmentsConfig,
+    FoundEnvironment,
     SourceConfig,
 )
 from laurel.config.grpo_run import GRPORun
 from laurel.data.reading import encoded
 from laurel.data.report import no_rows_left
-from laurel.data.tasks import TaskData, TaskNeeds
+from laurel.data.tasks import TaskData, TaskNeeds, environments_named
 from laurel.environments.registry import OTHER_NAMES, create_environments
-from laurel.errors import DataError
+from laurel.errors import ConfigError, DataError
 from laurel.observe.forks import ForkGuard
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
@@ -41,27 +42,57 @@ NUM_CHECKED = 2000
 """The number of tasks whose known answers are checked before a run, which takes up to a minute."""
 
 
-def needs_of(config: EnvironmentsConfig, *named: str) -> TaskNeeds:
-    """Return which environments need a known answer or tests in each task.
+def asked_environments(config: EnvironmentsConfig, *named: str) -> dict[str, FoundEnvironment]:
+    """Return the environments of plug-ins that a run may ask, by name.
 
-    Those are asked that have settings, are among the `named`, or are parts of composites.
+    They have settings, are among the `named`, are parts of composites, or grade for these.
     """
-    answers, tests, composites = set[str](), set[str](), dict(config.composite)
-    keys_of_tests: dict[str, str] = {}
-    asked, known = [*config.configured(), *named], set[str]()
-    asked += [part.env for composite in composites.values() for part in composite.parts]
+    asked, found = [*config.configured(), *named], dict[str, FoundEnvironment]()
+    asked += [part.env for composite in config.composite.values() for part in composite.parts]
     for name in asked:  # which gets longer
         name = OTHER_NAMES.get(name, name)
-        if name in known or (found := config.found(name)) is None:
-            continue
-        known.add(name)
+        if name not in found and (one := config.found(name)) is not None:
+            found[name] = one
+            judge = one.kind.graded_by(one.section)
+            asked += [] if judge is None else [judge]
+    return found
+
+
+def with_asked_environments(config: GRPORun) -> GRPORun:
+    """Return the configuration with the defaults of the environments that the run may ask."""
+    named = environments_named(config.data.sets(), config.default_environment)
+    update = {
+        name: found.section
+        for name, found in asked_environments(config.env, *named).items()
+        if found.where == f"env.{name}" and found.section is not None and name not in config.env
+    }
+    return config.model_copy(update={"env": config.env.model_copy(update=update)})
+
+
+def check_environments(config: GRPORun, *named: str) -> None:
+    """Check that the environments that a run may ask fit its settings.
+
+    Raises:
+        ConfigError: One does not.
+    """
+    for found in asked_environments(config.env, *named).values():
+        try:
+            found.kind.check(found.section, config, found.where)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def needs_of(config: EnvironmentsConfig, *named: str) -> TaskNeeds:
+    """Return which of the `asked_environments` need a known answer or tests in each task."""
+    answers, tests, composites = set[str](), set[str](), dict(config.composite)
+    keys_of_tests: dict[str, str] = {}
+    for name, found in asked_environments(config, *named).items():
         keys_of_tests |= dict.fromkeys(found.kind.tests, name)
         needs = found.kind.needs(found.section)
         answers |= {name} if "answers" in needs else set()
         tests |= {name} if "tests" in needs else set()
         if (judge := found.kind.graded_by(found.section)) is not None:
             composites[name] = CompositeEnvironmentConfig(parts=[CompositePart(env=judge)])
-            asked.append(judge)
     for alias, meant in OTHER_NAMES.items():
         answers |= {alias} if meant in answers else set()
     for _ in composites:  # composites of composites

@@ -76,12 +76,12 @@ def started(serves, monkeypatch):
     """Start servers of the program, which are ended with the test."""
     made = []
 
-    def start(*, on_gpu=False, hedge=False, **settings):
+    def start(*, on_gpu=False, hedge=False, timeout=60.0, **settings):
         section = ModelServerConfig(model_name="m", **settings)
         said = []
         device = torch.device("cuda" if on_gpu else "cpu")
         monkeypatch.setattr(serving, "choose_device", lambda choice: device)
-        source = SimpleNamespace(hedge=hedge)
+        source = SimpleNamespace(hedge=hedge, function=SimpleNamespace(timeout=timeout))
         services = ScorerServices(where="env.reward_model.server", say=said.append, source=source)
         made.append(ModelServers(section, services))
         made[-1].said = said
@@ -334,6 +334,36 @@ def test_a_server_that_does_not_start_says_why(started, tmp_path):
     (tmp_path / "refuses").touch()
     with pytest.raises(ConfigError, match=r"m was not served.*exit code 1.*no such model"):
         started()
+
+
+def test_a_start_without_progress_is_given_up(started, tmp_path, monkeypatch):
+    (tmp_path / "hangs").touch()
+    monkeypatch.setattr(serving, "SILENT_SECONDS", 3.0)
+    with pytest.raises(ConfigError, match=r"not served: it wrote nothing and did next to nothing"):
+        started()
+
+
+@pytest.mark.slow_parameters("computes", "fetches")
+@pytest.mark.parametrize("way", ["writes", "computes", "fetches"])
+def test_a_start_with_progress_goes_on(started, tmp_path, monkeypatch, way):
+    (tmp_path / way).touch()
+    monkeypatch.setattr(serving, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(serving, "_WORK_SECONDS", 0.2)
+    servers = started()
+    (line,) = (line for line in servers.said if "show no progress" in line)
+    assert "server.log on " in line
+
+
+def test_a_request_waits_as_long_as_the_call_that_makes_it(started):
+    servers = started(timeout=2.0)
+    reply = ask(servers, content="x", until="never")
+    assert reply.status_code == 503
+    assert "no server answered within 2 s" in reply.text
+    (server,) = servers._router._servers.values()
+    wait_until(lambda: server.num_waiting == 0)
+    assert ask(servers, content="x").status_code == 200
+    servers._router.remove(0)  # as when it is lost, until another has started
+    assert "no server answered within 2 s" in ask(servers, content="x").text
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
-from laurel.config.data import BenchmarkSetConfig, DataConfig, DatasetConfig, TaskDataConfig
+from laurel.config.data import (
+    SHORT,
+    BenchmarkSetConfig,
+    DataConfig,
+    DatasetConfig,
+    SetsConfig,
+    TaskDataConfig,
+)
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.resuming import changes
 from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.schema_info import kinds_of, sections_of
 from laurel.config.schemas import SCHEMAS
 from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section
@@ -231,3 +239,36 @@ def test_tasks_of_a_list_have_the_names_of_their_blocks(tmp_path: Path) -> None:
     loaded = load_task_data(data, default_environment="math", environments=["math"])
     named = [loaded.validation_set_of.get(task.id) for task in loaded.validation]
     assert named == ["Easy", "Easy", "2", "2"]
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_key_of_sets_that_reaches_no_set_is_named(kind: Any) -> None:
+    """Every short key, beside sets that all have their own; and beside one more that has none."""
+    (data,) = sections_of(kinds_of(SCHEMAS[kind].model_fields["data"].annotation))
+    assert issubclass(data, SetsConfig)
+    named = {short: SHORT.get(short, ("train", short)) for short in data.short_keys()}
+    assert len(named) > 10
+    for short, (block, key) in named.items():
+        if key == "data_path":
+            continue  # refused beside sets
+        one, other = {"data_path": "a", key: "x"}, {"data_path": "b", key: "y"}
+        sets: dict[str, Any] = {"train": [one, other]}
+        if block == "validation":
+            sets["validation"] = {"a": one, "b": other}
+        assert list(data.outdone({short: "z", **sets})) == [short]
+        bare = {"data_path": "c"}
+        more = {"train": [*sets["train"], bare], "validation": {"a": one, "c": bare}}
+        assert data.outdone({short: "z", **sets, block: more[block]}) == {}
+        assert data.outdone({short: "z", "train": [one, other], "validation": {"a": one}}) == (
+            {short: "every set that it is for has its own"}
+        )
+
+
+@pytest.mark.parametrize("by_override", [False, True])
+def test_the_loader_names_a_key_that_reaches_no_set(tmp_path: Path, by_override: bool) -> None:
+    said = "system_key: c"
+    sets = "[{data_path: a.jsonl, system_key: x}, {data_path: b.jsonl, system_key: y}]"
+    text = f"data:\n  train: {sets}\n" + ("" if by_override else f"  {said}\n")
+    overrides = ["data.system_key=c"] if by_override else []
+    warnings = load_config(RewardTrainingRun, written(tmp_path, text), overrides).warnings
+    assert [line for line in warnings if "data.system_key (every set" in line]

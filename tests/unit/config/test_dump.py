@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_origin
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.config.data import DataConfig, DatasetConfig
+from laurel.config.dump import entry, sections_below
 from laurel.config.load import load_config, to_yaml
 from laurel.config.policy import (
     DTensorConfig,
@@ -22,7 +27,9 @@ from laurel.config.policy import (
 )
 from laurel.config.resuming import changes
 from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
-from laurel.config.yaml_tree import Section
+from laurel.config.schema_info import item_kinds, kinds_of, sections_of
+from laurel.config.schemas import SCHEMAS
+from laurel.config.yaml_tree import Section, plain_values, read_text
 
 texts = st.text(max_size=20) | st.sampled_from(
     [
@@ -165,3 +172,43 @@ def test_a_reason_for_the_default_names_it_where_another_value_is_written() -> N
     assert "(bfloat16): half the memory" in of_another
     of_itself = to_yaml(RewardTrainingRun(), describe=True, keys=["policy.precision"])
     assert "(bfloat16)" not in of_itself
+
+
+SAMPLES = {
+    str: "2026-07-26",
+    int: 3,
+    float: 1e-5,
+    bool: True,
+    NoneType: None,
+    datetime.date: datetime.date(2026, 7, 26),
+}
+"""A value of each type that a key may have, beside sections, lists and mappings of these."""
+
+
+def scalar_types(kinds: tuple[Any, ...]) -> Iterator[Any]:
+    for kind in kinds:
+        inside = item_kinds(kind)
+        if inside is not None:
+            yield from scalar_types(inside)
+        elif not sections_of((kind,)) and kind is not Any and get_origin(kind) is not Literal:
+            yield kind
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_value_of_every_type_that_a_key_has_is_written_as_it_is_read(kind: Any) -> None:
+    kinds = {
+        one: f"{section.__name__}.{key}"
+        for section, _ in sections_below(SCHEMAS[kind], plugged_in=True)
+        for key, field in section.model_fields.items()
+        for one in scalar_types(kinds_of(field.annotation))
+    }
+    for one, key in kinds.items():
+        assert one in SAMPLES, f"{key}: no value of {one} is tried"
+        text = entry("key", SAMPLES[one])
+        read = plain_values(read_text(text, "file"))["key"]
+        said = SAMPLES[one]
+        assert read == (said.isoformat() if isinstance(said, datetime.date) else said), text
+
+
+def test_a_date_with_the_tag_of_earlier_versions_is_read() -> None:
+    assert plain_values(read_text("!!timestamp '2026-07-26'", "file")) == "2026-07-26"

@@ -574,7 +574,7 @@ def test_a_loss_is_named_by_one_key(tmp_path: Path, key: str, loss: str) -> None
         ({"adv_estimator": {"name": "reinforce_plus_plus"}}, "batch", False, 0),
         (
             {"use_leave_one_out_baseline": True, "adv_estimator": {"name": "reinforce_plus_plus"}},
-            *("batch", False, 0),
+            *("batch", False, 1),
         ),
     ],
 )

@@ -10,15 +10,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from laurel import plugins
+from laurel.config.data import TaskDataConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.policy import TokenizerConfig
 from laurel.config.yaml_tree import Section
+from laurel.data.tasks import environments_named
+from laurel.errors import ConfigError
 from laurel.models.checkpoint.store import CheckpointStore
+from laurel.plugins import EnvironmentKind
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
-from laurel.run.tasks import dated, environments_of, nodes_of
+from laurel.run.grpo import _load_data
+from laurel.run.tasks import dated, environments_of, needs_of, nodes_of
 from laurel.training.selection import Selection
 from laurel.types import Message, Task
 from saved_steps import save_step, writer
@@ -103,3 +109,43 @@ def days_of(section):
             elif isinstance(one, Section):
                 found += days_of(one)
     return found
+
+
+KINDS = [
+    name
+    for name in plugins.names("environments")
+    if not plugins.find(EnvironmentKind, name).several and name != "reward_model"
+]
+NAMED = {
+    "by default": {"env_name": "{}"},
+    "by a training set": {"train": [{"data_path": "a"}, {"data_path": "b", "env_name": "{}"}]},
+    "by a validation set": {"validation": {"x": {"data_path": "a", "env_name": "{}"}}},
+    "by its rows": {"train": [{"data_path": "a"}, {"dataset_name": "{}"}]},
+    "by its rows of validation": {"validation": {"x": {"dataset_name": "{}"}}},
+}
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_every_environment_that_is_named_is_asked_what_it_needs(way, monkeypatch):
+    """Of rows, and of the run: also one that has no settings."""
+    tried = 0
+    for name in KINDS:
+        if "rows" in way and name not in plugins.names("rows"):
+            continue
+        data = json.loads(json.dumps(NAMED[way]).replace("{}", name))
+        config = GRPORun(data=TaskDataConfig.model_validate(data))
+        kind = type(plugins.find(EnvironmentKind, name))
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "needs", lambda self, section: ["answers", "tests"])
+            asked = environments_named(config.data.sets(), config.default_environment)
+            needs = needs_of(config.env, *asked)
+            assert name in needs.answers & needs.tests
+
+            def refuse(self, section, run: GRPORun, where):
+                raise ValueError(f"{where} does not fit {run.command}")
+
+            patched.setattr(kind, "check", refuse)
+            with pytest.raises(ConfigError, match=rf"env\.{name} does not fit"):
+                _load_data(config)
+        tried += 1
+    assert tried

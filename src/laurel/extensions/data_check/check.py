@@ -28,6 +28,7 @@ from laurel.data.tasks import (
     NO_NEEDS,
     NOT_WHAT_IS_RIGHT,
     TaskData,
+    environments_named,
     keys_of_tests,
     load_task_data,
     tests_in,
@@ -260,7 +261,7 @@ def _read_as(reading: Reading, known: KnownFormat | None) -> Reading:
             # Without an environment, the tasks that each environment can grade are counted below.
             needs=NO_NEEDS
             if env is None
-            else needs_of(config.env, env, *config.data.environments()),
+            else needs_of(config.env, *environments_named(config.data.sets(), env)),
             sources=row_sources(config.env),
         )
         check_tests(tasks, config.env)

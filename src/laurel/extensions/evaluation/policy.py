@@ -16,7 +16,13 @@ from laurel import __version__
 from laurel.config.data import TaskSetConfig, is_endless
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
-from laurel.data.tasks import TaskData, check_environment, load_tasks, sets_of_run
+from laurel.data.tasks import (
+    TaskData,
+    check_environment,
+    environments_named,
+    load_tasks,
+    sets_of_run,
+)
 from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.extensions.evaluation.options import EvalPolicyOptions
@@ -168,12 +174,13 @@ def _played(
     if options.environment:
         check_environment(default, environment_list, named_by="--environment ")
     planned = plan_allocation(config)
+    sets = _sets(config, options)
     tasks, report = load_tasks(
-        _sets(config, options),
+        sets,
         name="evaluation",
         default_environment=default,
         environments=environment_list,
-        needs=needs_of(config.env, default, *config.data.environments()),
+        needs=needs_of(config.env, *environments_named(sets, default)),
         on_bad_row=config.data.on_bad_row,
         limit=options.max_samples,
         sources=row_sources(config.env),

@@ -20,7 +20,7 @@ class Davidson(PreferenceLoss):
     """Pairs with ties, by Davidson."""
 
     uses_ties = True
-    keys = OF_PAIRS
+    keys = (*OF_PAIRS, "tie_parameter")
 
     def make(self, section: None, settings: LossConfig) -> Callable[[ScoredPairs], Tensor]:
         """Return the loss of pairs."""
@@ -33,7 +33,7 @@ class RaoKupper(PreferenceLoss):
     """Pairs with ties, by Rao and Kupper."""
 
     uses_ties = True
-    keys = OF_PAIRS
+    keys = (*OF_PAIRS, "tie_parameter")
 
     def make(self, section: None, settings: LossConfig) -> Callable[[ScoredPairs], Tensor]:
         """Return the loss of pairs."""

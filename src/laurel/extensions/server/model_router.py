@@ -64,7 +64,11 @@ class RequestRouter:
     """
 
     def __init__(self, *, patience: float, hedge: bool) -> None:
-        """Listen at a free port of this machine; `patience` is how long a request waits."""
+        """Listen at a free port of this machine.
+
+        Args:
+            patience: Seconds that a request has, without those in which the servers sleep.
+        """
         self._patience = patience
         self._hedges = hedge
         self._servers: dict[int, _Server] = {}
@@ -169,10 +173,10 @@ class RequestRouter:
         try:
             async with asyncio.timeout(None) as clock:
                 while True:
+                    clock.reschedule(None)
                     await self._awake.wait()
                     clock.reschedule(asyncio.get_running_loop().time() + self._patience)
                     server = await self._free(tried)
-                    clock.reschedule(None)  # it has been found; the answer may take its time
                     if not self._awake.is_set():
                         continue
                     try:

@@ -30,9 +30,12 @@ from laurel.workers.supervisor import Replica, Restarts, Supervisor, in_parallel
 LAUNCH = Path(__file__).with_name("launch.py")
 _LOOK, _PROBE, _ASKED = 0.25, 10.0, 60.0
 """Seconds between two looks at a process, of a request for its health, and of a call of a node."""
-START_SECONDS = 3600.0
-"""Seconds until a server answers, and until a request finds one that does: a large model may have
-to be fetched. A process that ends is noticed at once."""
+START_SECONDS, SILENT_SECONDS = 3600.0, 600.0
+"""Seconds until a server answers, as a large model may have to be fetched, and how many of them in
+a row it may show no progress. A process that ends is noticed at once."""
+_WORK_SECONDS, _WORK_BYTES = 30.0, 1 << 20
+"""What a process computes, or reads and writes, in `SILENT_SECONDS` at the least if it makes
+progress: one that waits for a connection polls."""
 MAX_RESTARTS = 3
 """Servers that are started again after they were lost, all together."""
 _HEALTH_SECONDS, _DEAF = 5.0, 6
@@ -91,6 +94,18 @@ class ServerProcess:
         code = self._process.poll()
         return None if code is None else f"it ended with exit code {code}"
 
+    def log(self) -> str:
+        """Return the file that it writes to, and its machine."""
+        return f"{self._log} on {socket.gethostname()}"
+
+    def work(self) -> tuple[int, float, int]:
+        """Return the bytes that it wrote to its log, and what its processes have done.
+
+        That is the seconds that they have computed, and the bytes that they have read and written.
+        """
+        seconds, moved = _work_of(self._process.pid)
+        return self._log.stat().st_size, seconds, moved
+
     def tail(self) -> str:
         """Return the last that it wrote."""
         return self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip() or "nothing"
@@ -108,6 +123,21 @@ class ServerProcess:
         self._folder.remove()
 
 
+def _work_of(launcher: int) -> tuple[float, int]:
+    """Return the seconds and bytes of all processes that a `launch.py` started; 0 where unknown."""
+    seconds, moved = 0.0, 0
+    with contextlib.suppress(OSError, ValueError):
+        session = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()[:1]
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another account's
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                if fields[3:4] == session:
+                    seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                    counts = (process / "io").read_text().split()
+                    moved += int(counts[1]) + int(counts[3])
+    return seconds, moved
+
+
 def _gpus_of(number: int, each: int) -> list[str]:
     """Return the GPUs of a server, `each` of those that this process sees, by its number."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -116,12 +146,21 @@ def _gpus_of(number: int, each: int) -> list[str]:
     return gpus[first : first + each]
 
 
+def _is_progress(before: tuple[int, float, int] | None, now: tuple[int, float, int] | None) -> bool:
+    """Report whether a server did something; also where its node did not say."""
+    if before is None or now is None:
+        return True
+    written, seconds, moved = (one - other for one, other in zip(now, before, strict=True))
+    return written > 0 or seconds >= _WORK_SECONDS or moved >= _WORK_BYTES
+
+
 class _Server:
     """A server that was started: its process, here or on another node, and its address."""
 
     def __init__(self, process: Any) -> None:
         self._process = process  # a ServerProcess, or a worker group of one
         self.address, self.rests = self._call("facts")
+        self.log: str = self._call("log")
 
     def _call(self, method: str) -> Any:
         if isinstance(self._process, ServerProcess):
@@ -136,22 +175,35 @@ class _Server:
             return str(error).partition("\n")[0]
         return loss
 
-    def wait_until_ready(self, seconds: float, is_closed: Callable[[], bool]) -> None:
+    def wait_until_ready(self, is_closed: Callable[[], bool]) -> None:
         """Wait until it is healthy.
 
         Raises:
-            EngineError: It ended, or did not answer in time; the message has its last lines.
+            EngineError: It ended, made no progress, or did not answer in time; the message has its
+                last lines.
         """
-        end = time.monotonic() + seconds
+        begun = seen = time.monotonic()
+        before = self._work()
         while not self.is_healthy():
-            lost = self.loss()
-            if lost is None and (time.monotonic() > end or is_closed()):
-                lost = f"it did not answer within {seconds:g} s"
+            lost, now = self.loss(), time.monotonic()
+            if lost is None and now > seen + SILENT_SECONDS:
+                work = self._work()
+                if not _is_progress(before, work):
+                    lost = f"it wrote nothing and did next to nothing for {SILENT_SECONDS:g} s"
+                before, seen = work, now
+            if lost is None and (now > begun + START_SECONDS or is_closed()):
+                lost = f"it did not answer within {now - begun:.0f} s"
             if lost is not None:
                 with contextlib.suppress(WorkerError):
                     lost = f"{lost}. It wrote: {self._call('tail')}"
                 raise EngineError(lost)
             time.sleep(_LOOK)
+
+    def _work(self) -> tuple[int, float, int] | None:
+        with contextlib.suppress(WorkerError):
+            work: tuple[int, float, int] = self._call("work")
+            return work
+        return None
 
     def is_healthy(self) -> bool:
         """Report whether it answers."""
@@ -205,8 +257,12 @@ class ModelServers:
         # Held while they sleep, and while one starts: asleep they leave no memory for it, and one
         # that starts has memory that nobody else may take.
         self._memory = threading.Lock()
-        hedges = services.source is not None and services.source.hedge
-        self._router = RequestRouter(patience=START_SECONDS, hedge=hedges)
+        # After the timeout of a call nobody awaits the answer but a thread that is left behind.
+        source = services.source
+        hedges, patience = False, START_SECONDS
+        if source is not None and source.function is not None:
+            hedges, patience = source.hedge, source.function.timeout
+        self._router = RequestRouter(patience=patience, hedge=hedges)
         replicas = [
             Replica[_Server](index, f"server {index} of {section.model_name}")
             for index in range(section.replicas)
@@ -251,7 +307,12 @@ class ModelServers:
             process = make(index)(ServerProcess, self.section, device=device)
         try:
             server = _Server(process)
-            server.wait_until_ready(START_SECONDS, self._closing.is_set)
+            self._services.say(
+                f"server {index} of {self.section.model_name} starts; it has "
+                f"{START_SECONDS / 60:g} minutes, of which it may show no progress for "
+                f"{SILENT_SECONDS / 60:g}. Its log: {server.log}"
+            )
+            server.wait_until_ready(self._closing.is_set)
         except BaseException:
             process.shutdown()
             raise
