@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from laurel import plugins
 from laurel.config.data import BenchmarkName, BenchmarkSetConfig, DatasetConfig
-from laurel.config.overrides import COLUMNS_IN_WORDS
+from laurel.config.load import COLUMNS_IN_WORDS
 from laurel.data import benchmarks as rows_of
 from laurel.data.benchmarks import BenchmarkRow
 from laurel.data.preferences import load_preferences

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from rich.text import Text
 
-from laurel.config.load import load_config
-from laurel.config.overrides import COLUMN_KEYS, Override
+from laurel.config.load import COLUMN_KEYS, Override, load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError

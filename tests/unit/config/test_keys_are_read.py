@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import laurel
-from laurel.config.dump import sections_below
+from laurel.config.load import sections_below
 from laurel.config.schemas import SCHEMAS, Kind
 
 SOURCES = Path(laurel.__path__[0])

@@ -19,7 +19,7 @@ from laurel.models.checkpoint.store import CheckpointStore
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.tasks import dated, environments_of, nodes_of
-from laurel.training.selection import Selection
+from laurel.training.stopping import Selection
 from laurel.types import Message, Task
 from saved_steps import save_step, writer
 

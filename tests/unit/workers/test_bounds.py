@@ -2,9 +2,8 @@
 
 import pytest
 
-from laurel.config.dump import sections_below
 from laurel.config.grpo_run import GRPORun
-from laurel.config.load import load_config
+from laurel.config.load import load_config, sections_below
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import OfMachine
 from laurel.errors import ConfigError, speaking

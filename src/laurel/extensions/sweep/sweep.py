@@ -25,8 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from laurel.config.load import load_config, to_yaml, translated
-from laurel.config.overrides import Override, parse_override
+from laurel.config.load import Override, load_config, parse_override, to_yaml, translated
 from laurel.config.resuming import Change, changes
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.yaml_tree import PROCESSES, YamlNode, graft, plain_values
@@ -55,8 +54,7 @@ from laurel.run.reward_model import (
     train_reward_model,
     with_rate,
 )
-from laurel.training.selection import Selection
-from laurel.training.stopping import StopRequest
+from laurel.training.stopping import Selection, StopRequest
 from laurel.workers.bounds import bound_count, check_counts
 
 if TYPE_CHECKING:
