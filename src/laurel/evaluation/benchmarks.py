@@ -83,7 +83,7 @@ def benchmark_named(name: BenchmarkName) -> Benchmark:
     Raises:
         ConfigError: The plug-in that brings it cannot be imported.
     """
-    found: Benchmark = plugins.find(plugins.BenchmarkKind, name).make(None)
+    found: Benchmark = plugins.find(plugins.BenchmarkKind, name).make(None, name)
     return found
 
 
