@@ -49,7 +49,7 @@ from laurel.grpo.metrics import Alarms
 from laurel.grpo.rollouts import RolloutLimits, Rollouts
 from laurel.grpo.source import RolloutSource
 from laurel.models.forest.outputs import TokenOutputs
-from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.spec import ParallelShape
 from laurel.training.batches import Batcher
 from laurel.training.learner import StepReport
 from laurel.training.learner_group import LearnerGroup

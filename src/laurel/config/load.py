@@ -35,7 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from laurel.config.interpolation import Interpolations, UnresolvedError, escaped
+from laurel.config.interpolation import Interpolations, UnresolvedError
 from laurel.config.nemo_rl import Move, adapt, is_carried, unread_keys
 from laurel.config.plugged import all_fields, field_of, fields_in, values_in
 from laurel.config.schema_info import (
@@ -66,6 +66,7 @@ from laurel.config.yaml_tree import (
     YamlNode,
     all_of,
     dotted,
+    escaped,
     find_node,
     graft,
     is_named_as_data,
@@ -444,7 +445,6 @@ class Checker:
     def __init__(self, schema: type[Section], tree: YamlNode, problems: Sequence[str]) -> None:
         self.schema = schema
         self.tree = tree
-        self.interpolations = Interpolations(tree, schema)
         self.problems = list(problems)
         self.ignored: list[str] = []
         self.removed: dict[str, str] = {}
@@ -453,6 +453,11 @@ class Checker:
         """The keys that have no effect beside others, with the reason."""
         self.nulls: dict[str, Any] = {}
         """The keys that are null but need a value, with the defaults that they keep."""
+
+    @functools.cached_property
+    def interpolations(self) -> Interpolations:
+        """The references of the tree, of which most files have none."""
+        return Interpolations(self.tree, self.schema)
 
     def section(self, section: type[T], node: YamlNode, path: KeyPath = ()) -> T | _Broken:
         """Build the section at `path`, or return a marker if a problem in it was reported."""

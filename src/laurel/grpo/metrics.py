@@ -27,7 +27,6 @@ from laurel.grpo.grading import RolloutStats, described
 from laurel.models.tokenizer import FOREIGN_MARK
 from laurel.observe.console import completion_text, shorten_middle
 from laurel.observe.files import replace_file
-from laurel.observe.forks import ForkGuard
 from laurel.observe.history import (
     CONTROL_TOKENS,
     FAILURES,
@@ -37,6 +36,7 @@ from laurel.observe.history import (
     is_of_validation,
 )
 from laurel.observe.rules import ALARMS, AlarmFinding, Evidence, advice_of
+from laurel.observe.user_code import ForkGuard
 from laurel.protocols import Environment
 from laurel.rewards.remote.replica import failure_reason
 from laurel.types import Rollout, RolloutGroup

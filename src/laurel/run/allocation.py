@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.config.schemas import Run
-    from laurel.models.parallel.mesh import ParallelShape
+    from laurel.models.spec import ParallelShape
     from laurel.protocols import WorkerGroup
     from laurel.workers.ray_cluster import RayCluster, Reservation
     from laurel.workers.ray_group import RayGroup
@@ -80,7 +80,7 @@ class Allocation:
 
         A trained model is sharded over its data-parallel ranks; a scoring model is whole on each.
         """
-        from laurel.models.parallel.mesh import ParallelShape
+        from laurel.models.spec import ParallelShape
 
         assert self.plan is not None
         found = self.plan.role(role)

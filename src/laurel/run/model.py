@@ -91,7 +91,7 @@ def load_trained_model(
             "with_entropy": with_entropy,
         }
         if not context.allocation.are_remote:
-            from laurel.models.parallel.mesh import ParallelShape
+            from laurel.models.spec import ParallelShape
 
             if check_room is not None:
                 check_room(choose_device(cluster.device))
