@@ -345,7 +345,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
         keys = tuple(key.lstrip(".") for key in leaf_keys(SCHEMAS[which], ""))
         found.append(Bar(f"leaf keys of {which}", len(keys), most, which == "rm", where=keys))
     if traced:
-        for which, most in (("grpo", (34, 7, 61)), ("rm", (11, 3, 57))):
+        for which, most in (("grpo", (31, 6, 48)), ("rm", (10, 3, 45))):
             run = trace(which)
             names = (
                 f"modules that run in a step of {which}",
