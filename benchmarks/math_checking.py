@@ -30,7 +30,7 @@ from material import DATA_DIR
 from rounds import machine, table, write_json
 
 from laurel.extensions.math.answers import Checked
-from laurel.extensions.math.checker import AnswerChecker
+from laurel.extensions.math.environment import AnswerChecker
 
 WRONG = 1_000
 

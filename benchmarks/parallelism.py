@@ -31,7 +31,7 @@ from rounds import machine, table, write_json
 from laurel.config.policy import ClusterConfig, DTensorConfig, NamedCall, PolicyConfig
 from laurel.config.reward_model import LossConfig
 from laurel.models.loading.reward_model import load_reward_model
-from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.spec import ParallelShape
 from laurel.run.specs import model_spec
 from laurel.training.batches import Batcher
 from laurel.training.learner_group import LearnerGroup, LearnerWorker, ModelFacts

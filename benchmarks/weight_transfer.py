@@ -36,7 +36,7 @@ from laurel.generation.requests import GeneratorSpec
 from laurel.generation.weights.routes import WeightTransfer
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer
-from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.spec import ParallelShape
 from laurel.run.specs import model_spec
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.workers.ray_cluster import RayCluster

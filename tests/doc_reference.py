@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from doc_models import models_text
-from laurel.config.dump import entry, literal
+from laurel.config.load import entry, literal
 from laurel.config.plugged import all_fields
 from laurel.config.resuming import mark_of
 from laurel.config.schema_info import is_mapping, item_kinds, kinds_of, sections_of

@@ -19,18 +19,12 @@ from laurel.data.forest import to_forest
 from laurel.errors import ModelError
 from laurel.models.forest.compiled import compile_layers
 from laurel.models.forest.decoder import Decoder
-from laurel.models.forest.outputs import VocabularyShare, all_logits, token_logprobs
+from laurel.models.forest.outputs import VocabularyShare, all_logits, token_logprobs, whole
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
-from laurel.models.parallel.mesh import (
-    AcrossRanks,
-    ParallelShape,
-    held_bytes,
-    local,
-    parallelise,
-    whole,
-)
+from laurel.models.parallel.mesh import AcrossRanks, held_bytes, local, parallelise
 from laurel.models.parallel.tensor import decoder_layers
+from laurel.models.spec import ParallelShape
 
 SHAPES = [(9, [5, 3]), (4, [2, 6]), (13, [1, 8]), (2, [4, 4])]
 """Of groups: trunk and two completions each, other numbers of tokens in every group."""

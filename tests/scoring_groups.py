@@ -10,8 +10,8 @@ import torch
 
 from laurel.config.policy import ScratchConfig, TokenizerConfig
 from laurel.models.loading.reward_model import LoadedRewardModel, load_reward_model
-from laurel.models.parallel.mesh import ParallelShape, parallelise
-from laurel.models.spec import ModelSpec
+from laurel.models.parallel.mesh import parallelise
+from laurel.models.spec import ModelSpec, ParallelShape
 from laurel.rewards.replicas import GroupScorer, ScoringWorker
 from laurel.rewards.scorer import LocalScorer
 

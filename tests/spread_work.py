@@ -29,16 +29,11 @@ from laurel.models.checkpoint.export import save_policy, save_reward_model, writ
 from laurel.models.checkpoint.state import load_training_state, save_training_state
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.forest.decoder import Decoder
+from laurel.models.forest.outputs import whole
 from laurel.models.loading.policy import check_policy_paths, load_policy
 from laurel.models.loading.reward_model import load_reward_model
-from laurel.models.parallel.mesh import (
-    AcrossRanks,
-    ParallelShape,
-    held_bytes,
-    local,
-    parallelise,
-    whole,
-)
+from laurel.models.parallel.mesh import AcrossRanks, held_bytes, local, parallelise
+from laurel.models.spec import ParallelShape
 from laurel.rewards.scorer import check_paths, golden_scores
 from laurel.run.specs import model_spec
 from laurel.types import Message, group_of

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from laurel import plugins
 from laurel.config.data import BenchmarkName
-from laurel.config.overrides import column_overrides, overrides_of
+from laurel.config.load import column_overrides, overrides_of
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import nearest
 from laurel.data.conversations import scoring_row, with_steps_joined

@@ -620,12 +620,12 @@ class BenchmarkKind(Plugin):
     """A benchmark of reward models (`benchmark` of a validation set)."""
 
     @abstractmethod
-    def make(self, section: None, given: None = None, /) -> Any:
+    def make(self, section: None, name: str) -> Any:
         """Return the benchmark, an `evaluation.benchmarks.Benchmark`.
 
         Args:
             section: A benchmark has no settings.
-            given: Nothing.
+            name: The name that it was declared with.
         """
 
 

@@ -18,7 +18,7 @@ from laurel.config.environments import FunctionConfig
 from laurel.extensions.judges.loaded import ModelJudge
 from laurel.extensions.judges.served import JudgeScorer
 from laurel.extensions.reward_functions.scorer import FunctionScorer
-from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.spec import ParallelShape
 from laurel.rewards.ensemble import EnsembleScorer, Member
 from laurel.rewards.remote.dialects import dialect_of
 from laurel.rewards.remote.http import HttpScorer

@@ -26,9 +26,6 @@ BRANCHES = {
     "models/forest/attention.py": (
         "test_cascade_gpu.py::test_outputs_and_gradients_are_those_of_a_dense_mask"
     ),
-    "models/forest/cascade.py": (
-        "test_cascade_gpu.py::test_outputs_and_gradients_are_those_of_a_dense_mask"
-    ),
     "models/forest/decoder.py": "test_learner_gpu.py::test_memory_comes_back_and_nothing_changes",
     "models/forest/lockstep.py": (
         "test_policy_gpu.py::test_a_pass_that_is_made_for_others_draws_and_changes_nothing"
@@ -46,7 +43,7 @@ BRANCHES = {
     "rewards/replicas.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "rewards/scorer.py": "test_branches_gpu.py::test_a_scorer_sleeps_on_the_host",
     "extensions/server/replicas.py": "test_branches_gpu.py::test_replicas_of_a_server_take_turns",
-    "run/micro_batches.py": "test_branches_gpu.py::test_micro_batches_ask_for_the_gpus_memory",
+    "run/model.py": "test_branches_gpu.py::test_micro_batches_ask_for_the_gpus_memory",
     "run/policy.py": "test_branches_gpu.py::test_free_memory_is_the_gpus",
     "extensions/doctor/checks.py": "test_branches_gpu.py::test_the_trial_passes",
     "training/learner_group.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",

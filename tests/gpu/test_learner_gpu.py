@@ -5,7 +5,8 @@ import torch
 
 import learner_work as work
 from laurel.config.policy import ClusterConfig, NamedCall
-from laurel.models.parallel.mesh import AcrossRanks, ParallelShape
+from laurel.models.parallel.mesh import AcrossRanks
+from laurel.models.spec import ParallelShape
 from laurel.training.learner_group import LearnerWorker
 from laurel.workers.rendezvous import RankPlace, join, leave
 

@@ -474,7 +474,7 @@ from laurel.plugins import BenchmarkKind
 class X(BenchmarkKind):
     "Pairs that a package names."
 
-    def make(self, section, given=None, /):
+    def make(self, section, name):
         return replace(benchmark_named("pairs"), title="Theirs", parts={})
 """
 

@@ -19,6 +19,7 @@ from laurel.config.yaml_tree import (
     Section,
     YamlNode,
     dotted,
+    escaped,
     find_node,
     nearest,
 )
@@ -43,17 +44,17 @@ def _divide(a: Any, b: Any) -> int | float:
     return a // b if isinstance(a, int) and isinstance(b, int) and a % b == 0 else quotient
 
 
-def _over_all(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return lambda *values: functools.reduce(combine, map(_number, values))
+def _over_all(combine: Callable[[Any, Any], Any], *values: Any) -> Any:
+    return functools.reduce(combine, map(_number, values))
 
 
 _RESOLVERS: dict[str, Callable[..., Any]] = {
-    "mul": _over_all(operator.mul),
-    "add": _over_all(operator.add),
+    "mul": functools.partial(_over_all, operator.mul),
+    "add": functools.partial(_over_all, operator.add),
     "sub": lambda a, b: _number(a) - _number(b),
     "div": _divide,
-    "max": _over_all(max),
-    "min": _over_all(min),
+    "max": functools.partial(_over_all, max),
+    "min": functools.partial(_over_all, min),
 }
 
 
@@ -169,8 +170,3 @@ def _paths(node: YamlNode, path: KeyPath) -> Iterator[KeyPath]:
     for key, child in node.value.items() if isinstance(node.value, dict) else ():
         yield (*path, key)
         yield from _paths(child, (*path, key))
-
-
-def escaped(text: str) -> str:
-    """Escape text that looks like a `${}` reference but is none, so that it is read literally."""
-    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)

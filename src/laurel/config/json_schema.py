@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from laurel.config.dump import sections_below
+from laurel.config.load import sections_below
 from laurel.config.nemo_rl import reason
 from laurel.config.plugged import OpenSection, field_of, field_of_section
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of, step_into

@@ -14,6 +14,7 @@ import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from laurel import plugins
@@ -213,8 +214,12 @@ class _Values:
     """Gives access to the values of a tree, with references resolved."""
 
     def __init__(self, schema: type[Section], tree: YamlNode) -> None:
-        self.tree = tree
-        self.interpolations = Interpolations(tree, schema)
+        self.schema, self.tree = schema, tree
+
+    @cached_property
+    def interpolations(self) -> Interpolations:
+        """Its references, of which most files have none."""
+        return Interpolations(self.tree, self.schema)
 
     def get(self, key: str, default: Any = None) -> Any:
         found = _at(self.tree, key)

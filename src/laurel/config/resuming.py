@@ -19,6 +19,7 @@ from laurel.config.yaml_tree import (
     IN_LIST,
     KeyPath,
     MayChange,
+    Removed,
     Section,
     YamlNode,
     dotted,
@@ -61,15 +62,19 @@ def gone(kinds: Kinds, before: YamlNode, path: KeyPath = ()) -> Iterator[tuple[s
         for i, child in enumerate(before.value):
             yield from gone(step_into(kinds, i).kinds, child, (*path, i))
     elif isinstance(before.value, dict):
-        removed = {
-            key: one for section in sections_of(kinds) for key, one in section.removed.items()
-        }
         for key, child in before.value.items():
             info = step_into(kinds, key)
-            if info.standing in ("field", "name"):
+            # A block alone where sections stand by name has the keys of one of them.
+            is_alone = info.standing == "name" and not isinstance(child.value, dict | list)
+            removed = _removed(info.kinds if is_alone else kinds)
+            if info.standing in ("field", "name") and not is_alone:
                 yield from gone(info.kinds, child, (*path, key))
             elif key in removed and not says_nothing(removed[key], child):
                 yield dotted((*path, key)), removed[key].instead
+
+
+def _removed(kinds: Kinds) -> dict[str, Removed]:
+    return {key: one for section in sections_of(kinds) for key, one in section.removed.items()}
 
 
 def with_settings_of_all_models(before: YamlNode) -> YamlNode:

@@ -368,6 +368,11 @@ class _Reader:
         return {**merged, **own}
 
 
+def escaped(text: str) -> str:
+    """Escape text that looks like a `${}` reference but is none, so that it is read literally."""
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
+
+
 # The base of every section of a configuration.
 
 
@@ -405,7 +410,7 @@ list have the names that they give themselves, or their places in it."""
 
 @dataclass(frozen=True, slots=True)
 class OfMachine:
-    """Marks a count of what this machine has to carry, which bounds it (`workers.bounds`)."""
+    """Marks a count of what this machine has to carry, which bounds it (`plugged.check_counts`)."""
 
     what: Literal["threads", "processes", "calls"]
     is_lowered: bool = False

@@ -182,7 +182,7 @@ def benchmark_of(row: Row) -> BenchmarkName | None:
     """Recognize the benchmark whose form a row has; None if the row is no preference at all."""
     for name in plugins.names("benchmarks"):
         if plugins.is_own("benchmarks", name):
-            found: bool = plugins.find(plugins.BenchmarkKind, name).make(None).is_row(row)
+            found: bool = plugins.find(plugins.BenchmarkKind, name).make(None, name).is_row(row)
             if found:
                 return name
     is_preference = infer_class(row, DatasetConfig()) is not None and not labels_steps(row)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import IO, Any, Literal, NamedTuple
 
 from laurel.config.data import DatasetConfig
-from laurel.config.overrides import COLUMNS_IN_WORDS
+from laurel.config.load import COLUMNS_IN_WORDS
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
 from laurel.data.benchmarks import ANSWER_LISTS
 from laurel.data.columns import (

@@ -29,9 +29,8 @@ from typing import IO, Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
 from laurel.errors import DataError, counted, no_file_at, setting_of
-from laurel.observe.forks import ForkGuard
 from laurel.observe.hub import WITHOUT_ASKING, why_not_fetched
-from laurel.observe.user_code import import_object
+from laurel.observe.user_code import ForkGuard, import_object
 from laurel.types import Conversation, Message
 
 # Takes typed values out of a row, or says what is wrong with it.

@@ -56,8 +56,7 @@ from laurel.data.task_formats import (
     task_set,
 )
 from laurel.errors import ConfigError, DataError, counted_that, setting_of
-from laurel.observe.forks import ForkGuard
-from laurel.observe.user_code import import_object
+from laurel.observe.user_code import ForkGuard, import_object
 from laurel.plugins import EnvironmentKind
 from laurel.types import Conversation, Message, Task
 

@@ -19,8 +19,7 @@ from laurel.config.policy import NamedCall
 from laurel.config.yaml_tree import nearest
 from laurel.environments.interface import EnvironmentInterface, EnvironmentSpec, other_return
 from laurel.errors import ConfigError, LaurelError
-from laurel.observe.forks import ForkGuard
-from laurel.observe.user_code import check_form, error_with_line, import_object
+from laurel.observe.user_code import ForkGuard, check_form, error_with_line, import_object
 from laurel.plugins import EnvironmentKind, EnvironmentServices
 from laurel.protocols import Environment
 from laurel.types import ToolSchemas

@@ -39,9 +39,8 @@ from laurel.errors import (
     Names,
     speaking,
 )
-from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import StepRules, step_ends
-from laurel.models.spec import ModelSpec
+from laurel.models.spec import ModelSpec, ParallelShape
 from laurel.protocols import MessageLog, Scorer
 from laurel.rewards.blocking import BlockingScorer
 from laurel.rewards.ensemble import EnsembleScorer

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from laurel import plugins
 from laurel.config.data import BenchmarkName, BenchmarkSetConfig, DatasetConfig
-from laurel.config.overrides import COLUMNS_IN_WORDS
+from laurel.config.load import COLUMNS_IN_WORDS
 from laurel.data import benchmarks as rows_of
 from laurel.data.benchmarks import BenchmarkRow
 from laurel.data.preferences import load_preferences
@@ -83,7 +83,7 @@ def benchmark_named(name: BenchmarkName) -> Benchmark:
     Raises:
         ConfigError: The plug-in that brings it cannot be imported.
     """
-    found: Benchmark = plugins.find(plugins.BenchmarkKind, name).make(None)
+    found: Benchmark = plugins.find(plugins.BenchmarkKind, name).make(None, name)
     return found
 
 

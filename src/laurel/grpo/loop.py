@@ -50,8 +50,7 @@ from laurel.grpo.metrics import (
     unended_note,
 )
 from laurel.grpo.shared_devices import SharedDevices
-from laurel.grpo.source import Batch, RolloutSource
-from laurel.grpo.state import GRPORunState, write_bad_rollouts
+from laurel.grpo.source import Batch, GRPORunState, RolloutSource, write_bad_rollouts
 from laurel.grpo.validation import PolicyValidation, validation_metrics
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.observe.console import (

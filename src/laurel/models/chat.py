@@ -21,8 +21,10 @@ import numpy as np
 
 from laurel.config.yaml_tree import nearest
 from laurel.errors import DataError, ModelError
-from laurel.models.plain_contents import QUOTED, PlainContents, PlainText
 from laurel.models.tokenizer import (
+    QUOTED,
+    PlainContents,
+    PlainText,
     TextStream,
     bind_variables,
     close_ends,

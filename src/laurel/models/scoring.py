@@ -32,8 +32,10 @@ from laurel.errors import (
     setting_of,
     speaking,
 )
-from laurel.models.plain_contents import FOREIGN_MARK, PlainContents, PlainText
 from laurel.models.tokenizer import (
+    FOREIGN_MARK,
+    PlainContents,
+    PlainText,
     bind_variables,
     close_ends,
     loses_thoughts,

@@ -1,12 +1,12 @@
-"""Defines the specification of a model to load: its source, dtype and parallelism."""
+"""Defines the specification of a model to load, and how it is spread over ranks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.policy import (
     LoraConfig,
@@ -15,7 +15,11 @@ from laurel.config.policy import (
     ScratchConfig,
     TokenizerConfig,
 )
+from laurel.errors import ConfigError
 from laurel.models.gguf import is_gguf, local_files
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,65 @@ class ModelSpec:
     def files(self) -> str:
         """The directory or hub name that `name` is read from: what is made of a GGUF file."""
         return local_files(str(self.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelShape:
+    """The number of ranks of each kind of parallelism."""
+
+    dp_replicate: int = 1
+    """The number of copies of the sharded model; each reads other data."""
+    dp_shard: int = 1
+    """The number of ranks that hold a shard of every weight; each reads other data."""
+    cp: int = 1
+    """The number of ranks that divide the tokens of every row; they also shard every weight."""
+    tp: int = 1
+    """The number of ranks that split every layer; they read the same data."""
+
+    def __post_init__(self) -> None:
+        """Check that all sizes are positive.
+
+        Raises:
+            ConfigError: A size is below 1.
+        """
+        for name, size in asdict(self).items():
+            if size < 1:
+                raise ConfigError(f"{name}={size}: a mesh has at least 1 rank")
+
+    @property
+    def num_ranks(self) -> int:
+        """The total number of ranks."""
+        return self.dp * self.each
+
+    @property
+    def each(self) -> int:
+        """The number of ranks that read the same data; their rank numbers are consecutive."""
+        return self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """The number of parts into which the data is divided."""
+        return self.dp_replicate * self.dp_shard
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """Create the mesh with the dimensions `dp_replicate`, `dp_shard` and `tp`, on all ranks.
+
+        The dimension `dp_shard` includes the ranks of `cp`, which shard the weights too.
+
+        Raises:
+            ConfigError: The number of processes is not the number of ranks.
+        """
+        from torch.distributed import get_world_size
+        from torch.distributed.device_mesh import init_device_mesh
+
+        started = get_world_size()
+        if started != self.num_ranks:
+            raise ConfigError(
+                f"{self} needs {self.num_ranks} processes and {started} have been started"
+            )
+        sizes = (self.dp_replicate, self.dp_shard * self.cp, self.tp)
+        names = ("dp_replicate", "dp_shard", "tp")
+        return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def hub_name(model: str | None) -> str | None:

@@ -11,9 +11,8 @@ from typing import Literal
 
 from laurel.config.policy import Precision, RoleName
 from laurel.errors import ConfigError
-from laurel.planning.plan import Plan
+from laurel.planning.plan import Mesh, Plan
 from laurel.planning.request import AdapterRequest, ClusterRequest, TrainingRequest
-from laurel.planning.roles import Mesh
 
 # The measures of a decoder, from which its memory is estimated.
 

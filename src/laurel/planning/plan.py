@@ -1,23 +1,210 @@
-"""The plan of a run: the slots of each role, the division of its batches, and the conflicts."""
+"""The plan of a run: the slots of each role, the division of its batches, and the conflicts.
+
+Where `cluster.placement` specifies slots, roles that name theirs get those. Roles that give a
+number are packed into the free slots, the fullest nodes first. The remaining roles get what is
+left. Among free slots the policy takes the first and the others the last, as the rules do, which
+hold in all other cases.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from math import gcd
 
-from laurel.config.policy import RoleName
-from laurel.planning.placement import placed_requirements
-from laurel.planning.request import BatchRequest, ClusterRequest, OwnSlots, StepRequest
-from laurel.planning.roles import (
-    Conflict,
-    RolePlan,
-    RoleRequirement,
-    Slot,
-    divisors,
-    grid,
-    place_role,
-)
+from laurel.config.policy import RoleName, RolePlacement
+from laurel.planning.request import BatchRequest, ClusterRequest, OwnSlots, RoleRequest, StepRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Slot:
+    """A place for one rank: a GPU of a node, or a CPU process on a node without GPUs."""
+
+    node: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """The parallel sizes of a role's ranks, from dp (the slowest axis) to tp (the fastest)."""
+
+    dp: int
+    """Data-parallel size: ranks that divide the batch. In training they also divide weights,
+    gradients and optimizer states."""
+    pp: int = 1
+    """Pipeline-parallel size: ranks that divide the layers among them."""
+    cp: int = 1
+    """Context-parallel size: ranks that divide each sequence."""
+    tp: int = 1
+    """Tensor-parallel size: ranks that divide each layer."""
+
+    @property
+    def size(self) -> int:
+        """The number of all ranks."""
+        return self.dp * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """The number of ranks that together hold one copy of the model."""
+        return self.pp * self.cp * self.tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """Something that the run requests and that the cluster or model cannot meet, with a fix."""
+
+    problem: str
+    """A sentence on what does not fit, with the configuration keys."""
+    fix: str
+    """The nearest setting that fits, as `key=value` where one can be named."""
+    is_fatal: bool = True
+    """Whether the run cannot start; if False, it can, but slots lie idle or wait for each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """The slots of one role, and the mesh of its ranks on them."""
+
+    name: RoleName
+    slots: tuple[Slot, ...]
+    """Slots in the order of their ranks; the ranks of a group are neighbours."""
+    mesh: Mesh
+    shares_with: RoleName | None = None
+    """The role that owns these slots, with which this one takes turns; None: they are its own."""
+    fraction: float = 1.0
+    """Fraction of each slot that the role uses; another role may use the rest at the same time."""
+
+    @property
+    def groups(self) -> tuple[tuple[Slot, ...], ...]:
+        """The slots in groups, each of which holds one copy of the model."""
+        size = self.mesh.group_size
+        return tuple(self.slots[i : i + size] for i in range(0, len(self.slots), size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleRequirement:
+    """The slots assigned to one role, by the rules or by `cluster.placement`.
+
+    `place_role` arranges the role's ranks on them.
+    """
+
+    role: RoleRequest
+    slots: tuple[Slot, ...]
+    """Slots in the order of their ranks."""
+    shares_with: RoleName | None = None
+    fraction: float = 1.0
+    is_placed: bool = True
+    """Whether there is room; if False, `place_role` only checks whether groups divide the slots."""
+
+
+def grid(nodes: Iterable[int], indices: Iterable[int]) -> tuple[Slot, ...]:
+    """Return the slots with these indices on each of these nodes, node by node."""
+    indices = tuple(indices)
+    return tuple(Slot(node=node, index=index) for node in nodes for index in indices)
+
+
+def place_role(requirement: RoleRequirement, conflicts: list[Conflict]) -> RolePlan | None:
+    """Arrange a role's ranks on its slots as a mesh.
+
+    Args:
+        conflicts: The list to which conflicts are appended.
+
+    Returns:
+        The role's plan; None if its groups do not fit the slots, or if there is no room.
+    """
+    role, num_slots = requirement.role, len(requirement.slots)
+    name, each = role.name, role.group_size
+    sizes = {"pipeline": role.pp, "context": role.cp, "tensor": role.tp}
+    group = " x ".join(
+        f"{role.parallel_key}.{axis}_parallel_size={size}"
+        for axis, size in sizes.items()
+        if size > 1
+    )
+    if num_slots % each:
+        conflicts.append(
+            Conflict(
+                problem=f"{group}: groups of {each} do not divide the {num_slots} slots of {name}",
+                fix=_nearest_tp(role, num_slots) or f"a multiple of {each} slots for {name}",
+            )
+        )
+        return None
+    if not requirement.is_placed:
+        return None
+    counts = Counter(slot.node for slot in requirement.slots).values()
+    if any(count % each for count in counts):
+        is_fatal, least, most = name == "generation", min(counts), max(counts)
+        why = "the network between nodes is slow"
+        if is_fatal:
+            why = "vLLM starts the processes of one replica on one node"
+        conflicts.append(
+            Conflict(
+                problem=f"{group}: groups of {each} slots reach over nodes, of which each has "
+                f"{least if least == most else f'{least} to {most}'} for {name}; {why}",
+                fix=_nearest_tp(role, gcd(*counts))
+                or f"a multiple of {each} slots of each node for {name}",
+                is_fatal=is_fatal,
+            )
+        )
+        if is_fatal:
+            return None
+    mesh = Mesh(dp=num_slots // each, pp=role.pp, cp=role.cp, tp=role.tp)
+    return RolePlan(
+        name=name,
+        slots=requirement.slots,
+        mesh=mesh,
+        shares_with=requirement.shares_with,
+        fraction=requirement.fraction,
+    )
+
+
+def _nearest_tp(role: RoleRequest, num_slots: int) -> str | None:
+    """Return the setting of the nearest tensor-parallel size that fits the slots, if any does."""
+    rest = role.pp * role.cp
+    if num_slots % rest:
+        return None
+    size = min(divisors(num_slots // rest), key=lambda size: abs(size - role.tp))
+    return f"{role.parallel_key}.tensor_parallel_size={size}"
+
+
+def title(name: RoleName) -> str:
+    """Return the name of a role with spaces instead of underscores, for messages."""
+    return name.replace("_", " ")
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive number, in ascending order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def where(slots: Iterable[Slot]) -> str:
+    """Describe slots in words, such as `node 0, slots 4-7; nodes 1-3, slots 0-7 of each`."""
+    indices: dict[int, list[int]] = {}
+    for slot in sorted(slots):
+        indices.setdefault(slot.node, []).append(slot.index)
+    alike: dict[str, list[int]] = {}
+    for node, found in indices.items():
+        slots_of_node = f"slot{'s' if len(found) > 1 else ''} {as_ranges(found)}"
+        alike.setdefault(slots_of_node, []).append(node)
+    return "; ".join(
+        f"node {nodes[0]}, {said}"
+        if len(nodes) == 1
+        else f"nodes {as_ranges(nodes)}, {said} of each"
+        for said, nodes in alike.items()
+    )
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Format ascending numbers as ranges, such as `0-3,6`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,3 +530,334 @@ def _sum_of(scoring: int, drawing: int, least: int) -> tuple[int, str]:
     total = sum(asked.values())
     said = " + ".join(f"{name}{count}" for name, count in asked.items() if count)
     return total, f"{said} = {total}"
+
+
+PLACEMENT = "cluster.placement"
+SLACK = 1e-6
+"""Tolerance for rounding errors in sums of fractions of a slot."""
+
+
+def placed_requirements(
+    request: ClusterRequest, placement: Mapping[RoleName, RolePlacement], conflicts: list[Conflict]
+) -> list[RoleRequirement]:
+    """Assign slots to every role as `cluster.placement` specifies.
+
+    Args:
+        conflicts: The list to which a conflict is appended for all that cannot be placed.
+
+    Returns:
+        The slots of each role that has any.
+    """
+    return _Board(request, placement, conflicts).requirements()
+
+
+class _Board:
+    """The free part of every slot while slots are assigned."""
+
+    def __init__(
+        self,
+        request: ClusterRequest,
+        placement: Mapping[RoleName, RolePlacement],
+        conflicts: list[Conflict],
+    ) -> None:
+        self.request, self.conflicts = request, conflicts
+        self.num_nodes, self.total = request.num_nodes, request.slots_per_node
+        self.free = [[1.0] * self.total for _ in range(self.num_nodes)]
+        self.labels = self._labels()
+        self.wishes: dict[RoleName, RolePlacement] = {}
+        for name in placement:
+            if self.request.role(name) is None:
+                problem = f"{_key(name)}: this run has no {title(name)}; nothing is set aside"
+                self._refuse(problem, f"{_key(name)}=null", is_fatal=False)
+        for role in self.request.roles:
+            name, own = role.name, role.own
+            shares = None if name == "policy" else "policy"
+            self.wishes[name] = placement.get(name) or RolePlacement(shares=shares)
+            if own is not None and name not in placement:
+                slots = "null" if own.per_node is None else own.per_node
+                self._refuse(
+                    f"{own.key} asks for slots, and {PLACEMENT} does not name {title(name)}, which "
+                    "would share the policy's",
+                    f"{_key(name)}.nodes={own.nodes or 1} {_key(name)}.slots={slots}",
+                )
+        self.taken: dict[RoleName, tuple[Slot, ...]] = dict.fromkeys(self.wishes, ())
+
+    def requirements(self) -> list[RoleRequirement]:
+        """Assign slots to all roles."""
+        owners = [name for name, wish in self.wishes.items() if wish.shares is None]
+        for name in sorted(owners, key=self._openness):
+            wish = self.wishes[name]
+            self.taken[name] = self._choose(name, wish)
+            for slot in self.taken[name]:
+                self.free[slot.node][slot.index] -= wish.fraction
+        self._find_overlaps(owners)
+        for name, wish in self.wishes.items():
+            if wish.shares is not None and self.taken[wish.shares]:
+                self.taken[name] = self._share(name, wish, self.taken[wish.shares])
+        requirements = []
+        for role in self.request.roles:
+            wish = self.wishes[role.name]
+            owner = wish.shares and (self.wishes[wish.shares].shares or wish.shares)
+            fraction = self.wishes[owner or role.name].fraction
+            if slots := self.taken[role.name]:
+                requirements.append(
+                    RoleRequirement(role=role, slots=slots, shares_with=owner, fraction=fraction)
+                )
+        return requirements
+
+    def _refuse(self, problem: str, fix: str, *, is_fatal: bool = True) -> None:
+        self.conflicts.append(Conflict(problem=problem, fix=fix, is_fatal=is_fatal))
+
+    def _labels(self) -> dict[str, set[int]]:
+        found = {}
+        for label, nodes in self.request.labels.items():
+            found[label] = {node for node in nodes if 0 <= node < self.num_nodes}
+            if outside := as_ranges(sorted(set(nodes) - found[label])):
+                self._refuse(
+                    f"cluster.labels gives {label} to node {outside}; {self._counted_nodes()}",
+                    f"take node {outside} out of the list of {label}",
+                )
+        return found
+
+    def _openness(self, name: RoleName) -> tuple[int, int, int]:
+        """Return a sort key: roles with more specific placements choose first."""
+        wish, kinds = self.wishes[name], {list: 0, int: 1, type(None): 2}
+        nodes = 0 if wish.labels else kinds[type(wish.nodes)]
+        turn = ("reward_model", "generation", "policy").index(name)
+        return kinds[type(wish.slots)], nodes, turn
+
+    def _candidates(self, name: RoleName, wish: RolePlacement) -> list[int]:
+        """Return the nodes that a role may use."""
+        key, nodes = _key(name), list(range(self.num_nodes))
+        if isinstance(wish.nodes, list):
+            nodes = [node for node in wish.nodes if node < self.num_nodes]
+            if outside := wish.nodes[len(nodes) :]:
+                self._refuse(
+                    f"{key}.nodes={_list(wish.nodes)}: there is no node {as_ranges(outside)}; "
+                    f"{self._counted_nodes()}",
+                    f"{key}.nodes={_list(nodes)}" if nodes else f"{key}.nodes=null",
+                )
+        fitting = nodes
+        for label in wish.labels:
+            if label in self.labels:
+                fitting = [node for node in fitting if node in self.labels[label]]
+            else:
+                self._refuse_label(name, wish, label)
+        lacking = [node for node in nodes if node not in fitting]
+        if isinstance(wish.nodes, list) and lacking:
+            self._refuse(
+                f"{key}.labels={_list(wish.labels)}: node {as_ranges(lacking)} lacks one of them",
+                f"{key}.nodes={_list(fitting)}" if fitting else f"{key}.labels=[]",
+            )
+        elif nodes and not fitting:
+            problem = f"{key}.labels={_list(wish.labels)}: no node has all of them"
+            self._refuse(problem, f"{key}.labels=[]")
+        return fitting
+
+    def _refuse_label(self, name: RoleName, wish: RolePlacement, label: str) -> None:
+        """Add the conflict that no node has the label."""
+        key, known = f"{_key(name)}.labels", sorted(self.labels)
+        near = get_close_matches(label, known, n=1, cutoff=0.5)
+        known_ones = (
+            f"cluster.labels knows {', '.join(known)}" if known else "cluster.labels is empty"
+        )
+        fix = f"cluster.labels={{{label}: [0]}} with the nodes that have it"
+        if near:
+            fix = f"{key}={_list([other for other in wish.labels if other != label] + near)}"
+        self._refuse(f"{key}: no node has the label {label}; {known_ones}", fix)
+
+    def _counted_nodes(self) -> str:
+        return f"cluster.num_nodes={self.num_nodes} are counted from 0 to {self.num_nodes - 1}"
+
+    def _choose(self, name: RoleName, wish: RolePlacement) -> tuple[Slot, ...]:
+        """Return the slots of a role that has its own; empty if there are not enough."""
+        nodes = self._candidates(name, wish)
+        if not nodes:
+            return ()
+        if isinstance(wish.slots, list):
+            return self._named(name, wish, wish.slots, nodes)
+        if wish.slots is not None or isinstance(wish.nodes, int):
+            return self._packed(name, wish, nodes)
+        left = [slot for n in nodes for slot in grid([n], self._usable(n, wish.fraction))]
+        if not left:
+            held = {other: len(slots) for other, slots in self.taken.items() if slots}
+            said = ", ".join(f"{title(other)} {count}" for other, count in held.items())
+            most = max(free for node in nodes for free in self.free[node])
+            if most > SLACK:
+                fix = f"{_key(name)}.fraction={math.floor(most * 1e4 + SLACK) / 1e4:g}"
+            else:
+                fix = self._in_turns(name)
+            self._refuse(
+                f"no slot is left for {title(name)}: of {self.num_nodes} x {self.total} slots are "
+                f"taken: {said}",
+                fix,
+            )
+        return tuple(left)
+
+    def _named(
+        self, name: RoleName, wish: RolePlacement, indices: list[int], nodes: list[int]
+    ) -> tuple[Slot, ...]:
+        """Return particular slots of each node."""
+        there = [index for index in indices if index < self.total]
+        if outside := indices[len(there) :]:
+            key = f"{_key(name)}.slots"
+            self._refuse(
+                f"{key}={_list(indices)}: a node has no slot {as_ranges(outside)}; "
+                f"cluster.gpus_per_node={self.total} are counted from 0 to {self.total - 1}",
+                f"{key}={_list(there)}" if there else f"{key}=null",
+            )
+        if not isinstance(wish.nodes, int):
+            return grid(nodes, there)
+        fitting = [n for n in nodes if set(there) <= set(self._usable(n, wish.fraction))]
+        if len(fitting) < wish.nodes:
+            asked = f"slots [{as_ranges(indices)}]"
+            return self._refuse_nodes(name, wish.nodes, len(fitting), asked, self._in_turns(name))
+        return grid(self._fullest(name, wish.nodes, fitting), there)
+
+    def _packed(self, name: RoleName, wish: RolePlacement, nodes: list[int]) -> tuple[Slot, ...]:
+        """Return so many slots of each node, or whole nodes if no number of slots is given."""
+        asked = wish.slots if isinstance(wish.slots, int) else self.total
+        rooms = {node: len(self._usable(node, wish.fraction)) for node in nodes}
+        short = [node for node in nodes if rooms[node] < asked]
+        key = f"{_key(name)}.slots"
+        if isinstance(wish.nodes, int):
+            fitting = [node for node in nodes if rooms[node] >= asked]
+            if len(fitting) < wish.nodes:
+                most = max(rooms.values())
+                number = min(wish.nodes, list(rooms.values()).count(most))
+                fix = f"{_key(name)}.nodes={number} {key}={most}"
+                fix = fix if most else self._in_turns(name)
+                said = f"{asked} slots" if asked < self.total else f"all {asked} slots"
+                return self._refuse_nodes(name, wish.nodes, len(fitting), said, fix)
+            nodes = self._fullest(name, wish.nodes, fitting)
+        elif short:
+            least = min(rooms.values())
+            have = f"has {least}" if len(short) == 1 else f"have {least} or more, but fewer,"
+            self._refuse(
+                f"{key}={asked} of each node: node {as_ranges(short)} {have} that are free",
+                f"{key}={least}" if least else self._in_turns(name),
+            )
+            return ()
+        return tuple(slot for n in nodes for slot in self._last_or_first(name, asked, n))
+
+    def _refuse_nodes(
+        self, name: RoleName, number: int, found: int, asked: str, fix: str
+    ) -> tuple[Slot, ...]:
+        """Add the conflict that too few nodes have room for a role.
+
+        The fix is used where no node has room.
+        """
+        key, have = f"{_key(name)}.nodes", "has" if found < 2 else "have"
+        self._refuse(
+            f"{key}={number}: {found or 'none'} of the nodes {have} {asked} free",
+            f"{key}={found}" if found else fix,
+        )
+        return ()
+
+    def _fullest(self, name: RoleName, number: int, nodes: list[int]) -> list[int]:
+        """Return the fullest nodes; among equals the policy gets the first, others the last."""
+        way = 1 if name == "policy" else -1
+        ordered = sorted(nodes, key=lambda node: (sum(self.free[node]), way * node))
+        return sorted(ordered[:number])
+
+    def _last_or_first(self, name: RoleName, number: int, node: int) -> tuple[Slot, ...]:
+        """Return the fullest slots of a node, in the same order."""
+        way, free = (1 if name == "policy" else -1), self.free[node]
+        usable = self._usable(node, self.wishes[name].fraction)
+        chosen = sorted(usable, key=lambda index: (free[index], way * index))[:number]
+        return grid([node], sorted(chosen))
+
+    def _usable(self, node: int, fraction: float) -> list[int]:
+        """Return the slots of a node of which at least this fraction is free."""
+        slots = enumerate(self.free[node])
+        return [index for index, free in slots if free >= fraction - SLACK]
+
+    def _in_turns(self, name: RoleName) -> str:
+        """Return the settings with which a role shares the policy's slots.
+
+        For the policy itself they are those of the other roles that have slots of their own.
+        """
+        others = [n for n, wish in self.wishes.items() if n != "policy" and wish.shares is None]
+        settings = []
+        for other in others if name == "policy" else [name]:
+            settings.append(f"{_key(other)}.shares=policy")
+            if self.wishes[other].fraction < 1:
+                settings.append(f"{_key(other)}.fraction=1")
+        slots = self.wishes[name].slots
+        if isinstance(slots, int) and slots > self.total:
+            settings.append(f"{_key(name)}.slots={self.total}")
+        return " ".join(settings)
+
+    def _find_overlaps(self, owners: Iterable[RoleName]) -> None:
+        """Add a conflict for slots of which the roles together ask for more than one whole."""
+        holders: dict[Slot, list[RoleName]] = {}
+        for name in owners:
+            for slot in self.taken[name]:
+                if self.free[slot.node][slot.index] < -SLACK:
+                    holders.setdefault(slot, []).append(name)
+        groups: dict[tuple[RoleName, ...], list[Slot]] = {}
+        for slot in sorted(holders):
+            groups.setdefault(tuple(holders[slot]), []).append(slot)
+        for names, slots in groups.items():
+            load = sum(self.wishes[name].fraction for name in names)
+            said = " and ".join(f"{title(n)} ({self.wishes[n].fraction:g})" for n in names)
+            self._refuse(
+                f"{said} together have {load:g} of each slot of {where(slots)}",
+                self._apart(names, {slot.node for slot in slots}),
+            )
+
+    def _apart(self, names: Sequence[RoleName], nodes: set[int]) -> str:
+        """Suggest unused slots of these nodes for one role, or an equal part of them for each."""
+        spare = sorted(set.intersection(*(set(self._usable(node, 1.0)) for node in nodes)))
+        for name in names:
+            slots = self.wishes[name].slots
+            if isinstance(slots, list) and len(spare) >= len(slots):
+                return f"{_key(name)}.slots={_list(spare[: len(slots)])}"
+        part = math.floor(1e4 / len(names)) / 1e4
+        return " ".join(f"{_key(name)}.fraction={part:g}" for name in names)
+
+    def _share(
+        self, name: RoleName, wish: RolePlacement, owned: tuple[Slot, ...]
+    ) -> tuple[Slot, ...]:
+        """Return the slots that a role shares with another: all of them, or those that it picks."""
+        has: dict[int, list[int]] = {}
+        for slot in owned:
+            has.setdefault(slot.node, []).append(slot.index)
+        nodes = [node for node in self._candidates(name, wish) if node in has]
+        wanted = wish.nodes if isinstance(wish.nodes, list) else []
+        least = wish.nodes if isinstance(wish.nodes, int) else 1
+        if len(nodes) < least or not has.keys() >= set(wanted):
+            return self._refuse_pick(name, wish, "nodes", wish.nodes)
+        nodes = nodes[:least] if isinstance(wish.nodes, int) else nodes
+        if wish.slots is None:
+            return tuple(slot for slot in owned if slot.node in nodes)
+        picks = {
+            node: wish.slots if isinstance(wish.slots, list) else has[node][: wish.slots]
+            for node in nodes
+        }
+        count = len(wish.slots) if isinstance(wish.slots, list) else wish.slots
+        if any(len(set(picks[node]) & set(has[node])) < count for node in nodes):
+            return self._refuse_pick(name, wish, "slots", wish.slots)
+        return tuple(slot for node in nodes for slot in grid([node], picks[node]))
+
+    def _refuse_pick(
+        self, name: RoleName, wish: RolePlacement, field: str, picked: int | list[int] | None
+    ) -> tuple[Slot, ...]:
+        """Add the conflict that a role picks nodes or slots that the role it shares with lacks."""
+        assert wish.shares is not None
+        key, labels_matter = f"{_key(name)}.{field}", wish.labels and field == "nodes"
+        said = _list(picked) if isinstance(picked, list) else "null" if picked is None else picked
+        self._refuse(
+            f"{key}={said} with shares={wish.shares}: {title(wish.shares)} has not got them all",
+            f"{key}=null" + (f" {_key(name)}.labels=[]" if labels_matter else ""),
+        )
+        return ()
+
+
+def _key(name: RoleName) -> str:
+    return f"{PLACEMENT}.{name}"
+
+
+def _list(items: Iterable[object]) -> str:
+    """Format a list as it is typed on the command line."""
+    return f"[{','.join(map(str, items))}]"

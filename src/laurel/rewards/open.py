@@ -40,9 +40,8 @@ from laurel.models.loading.reward_model import (
     load_contract,
     load_reward_model,
 )
-from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
-from laurel.models.spec import ModelSpec
+from laurel.models.spec import ModelSpec, ParallelShape
 from laurel.observe.console import format_parameters, quiet_libraries
 from laurel.observe.hub import check_not_missing
 from laurel.plugins import ScorerServices, ScoreSource, ServerDialect

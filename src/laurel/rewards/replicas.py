@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.errors import ConfigError, WorkerError
 from laurel.models.forest.decoder import Path
-from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import ParallelShape
 from laurel.protocols import WorkerGroup
 from laurel.rewards.batching import BackendReplicas
 from laurel.rewards.preparing import WORKER

@@ -26,8 +26,7 @@ from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES
 from laurel.planning.request import optimizer_states
 from laurel.run.allocation import Allocation, PlannedAllocation, open_allocation
-from laurel.training.selection import Selection
-from laurel.training.stopping import WILL_SAVE, Deadline, Position, StopRequest
+from laurel.training.stopping import WILL_SAVE, Deadline, Position, Selection, StopRequest
 
 if TYPE_CHECKING:
     from rich.console import Console

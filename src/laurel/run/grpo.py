@@ -25,8 +25,7 @@ from laurel.run.context import (
     reward_model_metrics,
 )
 from laurel.run.generator import describe_generator, make_generator
-from laurel.run.micro_batches import resolve_micro_batches
-from laurel.run.model import found_teacher, resolve_model
+from laurel.run.model import found_teacher, resolve_micro_batches, resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
     judge_notes,
@@ -44,8 +43,7 @@ from laurel.run.tasks import (
     fit_prompts,
     needs_of,
 )
-from laurel.training.selection import Selection, policy_goal, select_policy_by
-from laurel.training.stopping import Deadline, Position
+from laurel.training.stopping import Deadline, Position, Selection, policy_goal, select_policy_by
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -343,9 +341,8 @@ def _with_policy(
         context.store.pin(resume_from)
     found = load_policy_bundle(context, data, environments, task_texts(data), trains=True)
     from laurel.grpo.loop import GRPO, GRPOSettings
-    from laurel.grpo.metrics import members_of
-    from laurel.grpo.state import GRPORunState, fingerprint_of_tasks
-    from laurel.observe.health import Alarms
+    from laurel.grpo.metrics import Alarms, members_of
+    from laurel.grpo.source import GRPORunState, fingerprint_of_tasks
     from laurel.training.loop import Schedule
     from laurel.training.state import TRAINING_DATA, VALIDATION_DATA
 

@@ -1,24 +1,32 @@
-"""Loads the model that a run trains, in this process or over the ranks of a cluster."""
+"""Finds, sizes and loads the model that a run trains, here or over the ranks of a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.config.load import to_yaml, translated
+from laurel.config.policy import PolicyConfig, RewardPolicyConfig, RoleName
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
-from laurel.errors import CheckpointError, ConfigError, speaking
+from laurel.errors import CheckpointError, ConfigError, ModelError, speaking
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
+from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries, say_on
 from laurel.observe.hub import check_fetchable
+from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shape
+from laurel.planning.plan import plan_run
 from laurel.run.context import R, RunContext
+from laurel.run.request import model_server, request_of, uses_reward_model
+from laurel.run.specs import model_spec, teacher_spec
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from laurel.config.environments import ScorerSource, ScoringParallelConfig
+    from laurel.config.schemas import Run
     from laurel.rewards.spec import Say
     from laurel.training.learner import Learner
     from laurel.training.learner_group import Load, ModelFacts
@@ -60,8 +68,8 @@ def load_trained_model(
     with context.console.status("loading torch and the model"):
         from torch import nn
 
+        from laurel.training.learner import build_optimizer, build_scheduler
         from laurel.training.learner_group import LearnerWorker
-        from laurel.training.optimizers import build_optimizer, build_scheduler
         from laurel.workers.process import choose_device
         from laurel.workers.rendezvous import RankPlace
 
@@ -83,7 +91,7 @@ def load_trained_model(
             "with_entropy": with_entropy,
         }
         if not context.allocation.are_remote:
-            from laurel.models.parallel.mesh import ParallelShape
+            from laurel.models.spec import ParallelShape
 
             if check_room is not None:
                 check_room(choose_device(cluster.device))
@@ -251,3 +259,204 @@ def found_name(name: str, *, say: Say, instead: str = "") -> str:
     for note in place.notes:
         say(note)
     return str(directory / Path(place.name).name)
+
+
+KEY = "policy.sequence_packing.train_mb_tokens"
+
+
+def resolve_micro_batches(context: RunContext[R]) -> RunContext[R]:
+    """Return the context with a number where `train_mb_tokens` is `auto`, and print the number.
+
+    How a batch is cut decides the rounding of its sums, so a run that is resumed keeps the number
+    that its checkpoint has.
+    """
+    config = context.config
+    if config.policy.sequence_packing.train_mb_tokens != "auto":
+        return context
+    tokens, why = _kept(context), "as the run began"
+    if tokens is None:
+        memory = None if context.allocation.are_remote else _device_memory(config)
+        tokens, why = _chosen(config, memory)
+    context.console.print(f"note    {KEY}=auto: {tokens:,} tokens, {why}", soft_wrap=True)
+    return replace(context, config=with_tokens(config, tokens))
+
+
+def with_tokens(config: R, tokens: int) -> R:
+    """Return a run with a number of tokens of its micro-batches."""
+    packing = config.policy.sequence_packing.model_copy(update={"train_mb_tokens": tokens})
+    policy = config.policy.model_copy(update={"sequence_packing": packing})
+    return cast(R, config.model_copy(update={"policy": policy}))
+
+
+def largest_tokens(config: Run, shapes: Shapes, device_memory: int) -> int | None:
+    """Return the tokens of the largest micro-batches that fit; None if the default ones do not."""
+    from laurel.planning.memory import estimate, larger_micro_batch
+
+    request = request_of(config)
+    plan = plan_run(request)
+    phases = estimate(request, plan, shapes, device_memory=device_memory)
+    if not plan.fits or not all(phase.fits(device_memory) for phase in phases):
+        return None
+    found = larger_micro_batch(request, plan, shapes, device_memory=device_memory)
+    return (plan if found is None else found[0]).batch("policy").tokens
+
+
+def _kept(context: RunContext[R]) -> int | None:
+    if context.resume_from is None:
+        return None
+    before = plain_values(saved_settings(context.resume_from, type(context.config)))
+    kept = before.get("policy", {}).get("sequence_packing", {}).get("train_mb_tokens")
+    policy = context.config.policy
+    # A run that began with null goes on with what null meant.
+    return kept if isinstance(kept, int) else policy.token_budget
+
+
+def _chosen(config: Run, device_memory: int | None) -> tuple[int, str]:
+    policy = config.policy
+    default = policy.token_budget
+    if not policy.sequence_packing.enabled:
+        return default, "as null gives: policy.sequence_packing.enabled is false"
+    if device_memory is None:
+        return default, "as null gives: the memory of one GPU would decide, and the run has none"
+
+    read = read_shapes(config)
+    if read.unknown:
+        role, reason = next(iter(read.unknown.items()))
+        return default, f"as null gives: the size of the {role} is not known ({reason})"
+    tokens = largest_tokens(_with_engine(config), read.shapes, device_memory)
+    if tokens is None:
+        return default, "as null gives: by the plan even these do not fit (laurel plan)"
+    return tokens, "the largest that fit by the plan"
+
+
+def _with_engine(config: Run) -> Run:
+    """Return a run that names the engine which `auto` chooses on the GPU of this machine."""
+    if config.command != "grpo":
+        return config
+    generation = config.policy.generation
+    name = generation.engine_of(has_gpu=True, runs_here=True)
+    generation = generation.model_copy(update={"backend": name})
+    policy = config.policy.model_copy(update={"generation": generation})
+    return config.model_copy(update={"policy": policy})
+
+
+def _device_memory(config: Run) -> int | None:
+    if config.cluster.device == "cpu":
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadShapes:
+    """The shapes (layer sizes) of a run's models, as far as they are known."""
+
+    shapes: Shapes
+    unknown: Mapping[RoleName, str]
+    """The reason why a role's model has no known shape; its memory is not estimated."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user on how the shapes were determined."""
+
+
+def read_shapes(
+    config: Run, *, policy_shape: str | None = None, reward_shape: str | None = None
+) -> ReadShapes:
+    """Read the shapes of a run's models, with the reason for each that is unknown.
+
+    Args:
+        policy_shape: The policy's shape as `parse_shape` reads it; None: that of its files.
+        reward_shape: That of every reward model.
+    """
+    notes: list[str] = []
+    unknown: dict[RoleName, str] = {}
+    policy: ModelShape | None = None
+    try:
+        policy = _policy_shape(config.policy, policy_shape, notes)
+    except (ModelError, CheckpointError) as error:
+        unknown["policy"] = f"{str(error).rstrip('.')}. --policy-shape would tell it"
+    judges: tuple[ModelShape, ...] = ()
+    if config.command == "grpo" and uses_reward_model(config):
+        try:
+            loaded = config.env.reward_model.loaded
+            split = config.env.reward_model.dtensor_cfg  # of all of them
+            judges = tuple(_judge_shape(judge, split, reward_shape) for judge in loaded)
+        except (ModelError, CheckpointError) as error:
+            unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
+    teacher: ModelShape | None = None
+    if config.command == "grpo" and (name := config.loss_fn.distillation.model_name) is not None:
+        try:
+            teacher = _read(
+                teacher_spec(config.policy, found_teacher(name, say=notes.append)), True
+            )
+        except (ModelError, CheckpointError) as error:
+            notes.append(f"the teacher is left out of memory: {error}")
+    served: ModelShape | None = None
+    if config.command == "grpo" and not judges and (server := model_server(config)):
+        try:
+            served = _served_shape(server.model_name, "env.reward_model.server", reward_shape)
+        except (ModelError, CheckpointError) as error:
+            unknown["reward_model"] = f"{str(error).rstrip('.')}. --reward-shape would tell it"
+    shapes = Shapes(policy=policy, reward_models=judges, served=served, teacher=teacher)
+    return ReadShapes(shapes=shapes, unknown=unknown, notes=tuple(notes))
+
+
+def _policy_shape(policy: PolicyConfig, written: str | None, notes: list[str]) -> ModelShape:
+    has_head = not isinstance(policy, RewardPolicyConfig)
+    if written is not None:
+        return parse_shape(written, has_language_head=has_head)
+    scratch = policy.scratch
+    if scratch is not None:
+        more = scratch.config_overrides
+        shape = decoder_shape(
+            hidden_size=scratch.hidden_size,
+            num_layers=scratch.num_layers,
+            intermediate_size=more.get("intermediate_size") or 4 * scratch.hidden_size,
+            num_heads=scratch.num_heads,
+            num_kv_heads=more.get("num_key_value_heads"),
+            vocab_size=scratch.vocab_size,
+            has_language_head=has_head,
+        )
+        return replace(shape, normalises_heads=scratch.architecture == "qwen3")
+
+    name = found_name(str(policy.model_name), say=notes.append)
+    return _read(replace(model_spec(policy), name=name), has_head)
+
+
+def _judge_shape(
+    judge: ScorerSource, split: ScoringParallelConfig, written: str | None
+) -> ModelShape:
+    if written is not None:
+        return parse_shape(written, has_language_head=False)
+    name, key = judge.model_name, "model_name"
+    if judge.checkpoint_path:
+        name, key = judge.checkpoint_path, "checkpoint_path"
+    if name is None:
+        raise ModelError("env.reward_model.model_name is not said.")
+
+    section = "env.reward_model"
+    with speaking({"policy": section, "policy.model_name": f"{section}.{key}"}):
+        spec = ModelSpec(
+            name=found_name(name, say=lambda _: None),
+            trust_remote_code=judge.trust_remote_code,
+            parallel_plan=split.custom_parallel_plan,
+        )
+        return _read(spec, False)
+
+
+def _served_shape(name: str, where: str, written: str | None) -> ModelShape:
+    if written is not None:
+        return parse_shape(written, has_language_head=True)
+
+    with speaking({"policy": where, "policy.model_name": f"{where}.model_name"}):
+        return _read(ModelSpec(name=found_name(name, say=lambda _: None)), True)
+
+
+def _read(spec: ModelSpec, has_head: bool) -> ModelShape:
+    from laurel.models.loading.pretrained import read_shape
+    from laurel.observe.console import quiet_libraries
+
+    quiet_libraries()
+    return read_shape(spec, has_language_head=has_head)

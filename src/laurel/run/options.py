@@ -145,7 +145,7 @@ JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print JSON and nothing else on stdout; messages go to stderr."),
 ]
-"""The option `as_json`, for which `cli.app` keeps stdout."""
+"""The option `as_json`, for which `cli.main` keeps stdout."""
 
 
 def sets_column(word: str) -> bool:

@@ -21,7 +21,7 @@ from laurel.planning.request import (
     optimizer_states,
 )
 from laurel.plugins import EngineNeeds
-from laurel.training.selection import NO_SET
+from laurel.training.stopping import NO_SET
 
 if TYPE_CHECKING:
     from laurel.config.environments import ModelServerConfig, ScorerSource

@@ -28,11 +28,11 @@ from laurel.run.context import (
     describe_output,
     make_services,
 )
-from laurel.run.micro_batches import resolve_micro_batches
 from laurel.run.model import (
     TrainedModel,
     describe_model,
     load_trained_model,
+    resolve_micro_batches,
     resolve_model,
     saved_settings,
 )
@@ -46,8 +46,7 @@ from laurel.run.specs import (
     model_spec,
     step_order,
 )
-from laurel.training.selection import EarlyStopping, Selection, select_by
-from laurel.training.stopping import Deadline, Position
+from laurel.training.stopping import Deadline, EarlyStopping, Position, Selection, select_by
 from laurel.types import Preference
 
 if TYPE_CHECKING:

@@ -15,13 +15,11 @@ from laurel.observe.loggers import check_available
 from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy
 from laurel.run.context import RunContext, checkpoint_parts, make_services
-from laurel.run.micro_batches import resolve_micro_batches
-from laurel.run.model import resolve_model
+from laurel.run.model import resolve_micro_batches, resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import why_not_validated
 from laurel.run.specs import epoch_notes, step_order
-from laurel.training.selection import Selection, select_demonstrations_by
-from laurel.training.stopping import Deadline, Position
+from laurel.training.stopping import Deadline, Position, Selection, select_demonstrations_by
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laurel import plugins
-from laurel.config.load import load_config
-from laurel.config.overrides import parse_override
+from laurel.config.load import load_config, parse_override
 from laurel.config.policy import (
     PolicyConfig,
     RewardModelConfig,

@@ -20,7 +20,7 @@ from laurel.data.report import no_rows_left
 from laurel.data.tasks import TaskData, TaskNeeds, environments_named
 from laurel.environments.registry import OTHER_NAMES, create_environments
 from laurel.errors import ConfigError, DataError
-from laurel.observe.forks import ForkGuard
+from laurel.observe.user_code import ForkGuard
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.request import model_server, uses_reward_model

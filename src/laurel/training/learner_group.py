@@ -21,12 +21,13 @@ from laurel.errors import (
     WorkerError,
     speaking,
 )
+from laurel.models.forest.decoder import adapted_layers
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.policy import Reference
-from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.policy import LoadedPolicy, check_policy_paths
-from laurel.models.parallel.mesh import AcrossRanks, ParallelShape, held_bytes
+from laurel.models.parallel.mesh import AcrossRanks, held_bytes
 from laurel.models.scoring import ScoringContract
+from laurel.models.spec import ParallelShape
 from laurel.observe.console import quiet_libraries
 from laurel.observe.files import is_disk_error
 from laurel.protocols import WorkerGroup

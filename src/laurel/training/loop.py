@@ -30,9 +30,17 @@ from laurel.models.checkpoint.store import CheckpointStore, SaveUnderWay
 from laurel.observe.progress import Timers, TrainingProgress
 from laurel.protocols import MetricLogger
 from laurel.training.learner import Update
-from laurel.training.selection import EarlyStopping, Goal, Selection
 from laurel.training.state import RunState
-from laurel.training.stopping import Deadline, NothingLeft, Position, StopRequest, Work
+from laurel.training.stopping import (
+    Deadline,
+    EarlyStopping,
+    Goal,
+    NothingLeft,
+    Position,
+    Selection,
+    StopRequest,
+    Work,
+)
 
 if TYPE_CHECKING:
     from laurel.config.grpo import GRPOConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 from laurel.errors import LaurelError, WorkerError
-from laurel.observe.forks import ForkGuard
+from laurel.observe.user_code import ForkGuard
 from laurel.protocols import Pending
 
 ENDING = 10.0

@@ -33,7 +33,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple
 
 from laurel.errors import ConfigError, EnvironmentFailedError, LaurelError, UserError
-from laurel.observe.forks import ForkGuard
+from laurel.observe.user_code import ForkGuard
 
 START_SECONDS = 120.0
 """Seconds for a process to become ready: it may import a large library from a slow disk."""

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from laurel.errors import ConfigError, MissingDependencyError
-from laurel.observe.forks import ForkGuard
+from laurel.observe.user_code import ForkGuard
 from laurel.workers.reservations import SETTLING, Resources, refusal, room
 
 try:

@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import NoReturn, TypeVar
 
-from laurel.observe.forks import ForkGuard
+from laurel.observe.user_code import ForkGuard
 
 T = TypeVar("T")
 CallEnd = Callable[[], T]

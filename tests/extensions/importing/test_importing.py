@@ -33,8 +33,8 @@ from laurel.extensions.importing.import_config import to_text
 from laurel.extensions.importing.rules import Imported, shown
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.extensions.importing.tables import TableImporter
+from laurel.run.allocation import plan_to_run
 from laurel.run.request import request_of
-from laurel.workers.launch import plan_to_run
 from packages import installed
 
 IMPORTERS = {name: plugins.find(plugins.Importer, name) for name in plugins.names("importers")}
@@ -713,7 +713,7 @@ def test_the_learning_rate_of_every_step_is_that_of_the_trainer(
     import torch
     from transformers import get_scheduler
 
-    from laurel.training.optimizers import build_scheduler
+    from laurel.training.learner import build_scheduler
 
     steps, rate = 10, 1e-3
     kwargs = {"min_lr_rate": 0.1} if name.endswith("min_lr") else {}

@@ -11,7 +11,7 @@ import pytest
 
 from laurel.errors import EnvironmentFailedError
 from laurel.extensions.math.answers import Candidate
-from laurel.extensions.math.checker import AnswerChecker
+from laurel.extensions.math.environment import AnswerChecker
 from laurel.sandbox.limits import available_cores
 from sandbox_processes import END, is_gone, wait_until
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from laurel.extensions.math.checker import AnswerChecker
+from laurel.extensions.math.environment import AnswerChecker
 
 LIMIT = 3.0
 

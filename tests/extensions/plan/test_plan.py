@@ -21,8 +21,8 @@ from laurel.models.loading.pretrained import count_parameters, read_shape
 from laurel.models.parallel.tensor import tensor_plan
 from laurel.models.spec import ModelSpec
 from laurel.planning.memory import Shapes
+from laurel.run.model import read_shapes
 from laurel.run.request import judge_notes, sampling_notes
-from laurel.run.shapes import read_shapes
 from laurel.run.train import trained
 from model_directories import save_model
 from planned import fitted

@@ -11,9 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from laurel.cli.app import App, QuietOption, VerboseOption, begin
+from laurel.cli.main import App, QuietOption, VerboseOption, begin, main
 from laurel.cli.main import app as laurel
-from laurel.cli.main import main
 from laurel.observe.console import set_verbosity, verbosity
 
 

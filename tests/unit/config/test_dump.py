@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.config.data import DataConfig, DatasetConfig
-from laurel.config.dump import entry, sections_below
-from laurel.config.load import load_config, to_yaml
+from laurel.config.load import entry, load_config, sections_below, to_yaml
 from laurel.config.policy import (
     DTensorConfig,
     LoraConfig,

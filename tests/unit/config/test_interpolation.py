@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pydantic import Field
 
-from laurel.config.interpolation import Interpolations, escaped
+from laurel.config.interpolation import Interpolations
 from laurel.config.load import load_config
-from laurel.config.yaml_tree import Section, read_text
+from laurel.config.yaml_tree import Section, escaped, read_text
 from laurel.errors import ConfigError
 
 

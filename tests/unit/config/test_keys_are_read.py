@@ -18,8 +18,8 @@ import pytest
 from pydantic import create_model
 
 import laurel
-from laurel.config.dump import sections_below
 from laurel.config.grpo import AdvantageConfig, GRPOConfig
+from laurel.config.load import sections_below
 from laurel.config.plugged import all_fields
 from laurel.config.policy import CheckpointingConfig, PolicyConfig
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of

@@ -21,7 +21,7 @@ from laurel.config.yaml_tree import graft, plain_values
 from laurel.errors import ConfigError
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.run.allocation import plan_allocation
-from laurel.training.selection import (
+from laurel.training.stopping import (
     Selection,
     select_by,
     select_demonstrations_by,
@@ -345,7 +345,7 @@ def rates(policy: Any, steps: int) -> list[float]:
     """The learning rates that the optimizer of a policy has at each step."""
     import torch
 
-    from laurel.training.optimizers import build_scheduler
+    from laurel.training.learner import build_scheduler
 
     optimizer = torch.optim.SGD(
         [torch.zeros(1, requires_grad=True)], lr=policy.optimizer.kwargs["lr"]

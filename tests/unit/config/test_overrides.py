@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from laurel.config.load import load_config
-from laurel.config.overrides import column_overrides, overrides_of, parse_override
+from laurel.config.load import column_overrides, load_config, overrides_of, parse_override
 from laurel.config.sft import SFTRun
 from laurel.config.yaml_tree import Section, plain_values
 from laurel.errors import ConfigError

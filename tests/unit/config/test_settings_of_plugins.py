@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from laurel import plugins
 from laurel.cli.main import app
-from laurel.config.dump import sections_below
-from laurel.config.load import check_tree, load_config
+from laurel.config.load import check_tree, load_config, sections_below
 from laurel.config.plugged import NameOf, OpenSection
 from laurel.config.reward_model import LossConfig
 from laurel.config.schemas import SCHEMAS, Kind

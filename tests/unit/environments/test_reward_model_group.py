@@ -8,7 +8,7 @@ from laurel.config.environments import EnvironmentsConfig, RewardModelEnvironmen
 from laurel.environments.registry import create_environments
 from laurel.environments.reward_model_environment import gpus_of_actor, ranks_of, scorer_spec_of
 from laurel.errors import CheckpointError, ConfigError, WorkerError
-from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.spec import ParallelShape
 from laurel.rewards.open import ScorerPlacement, open_local, open_scorer
 from laurel.types import Message, group_of
 from local_group import LocalGroup

@@ -12,7 +12,7 @@ from laurel.generation.load import TransformersMaker, from_directory
 from laurel.generation.requests import GeneratorSpec
 from laurel.generation.transformers.engine import HeldWeights
 from laurel.models.checkpoint.export import save_policy
-from laurel.models.loading.adapters import adapted_layers
+from laurel.models.forest.decoder import adapted_layers
 from laurel.models.loading.policy import load_policy
 from laurel.models.spec import ModelSpec
 

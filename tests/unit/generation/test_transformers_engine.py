@@ -34,8 +34,9 @@ from laurel.data.forest import to_forest
 from laurel.errors import EngineError, ModelError
 from laurel.generation.transformers.batch import ContinuousBatch, Ticket
 from laurel.generation.transformers.engine import TransformersEngine
+from laurel.models.forest.decoder import adapted_layers
 from laurel.models.forest.policy import rounded_weights
-from laurel.models.loading.adapters import adapted_layers, add_adapters
+from laurel.models.loading.adapters import add_adapters
 from laurel.types import TokenGroup, Weights
 
 

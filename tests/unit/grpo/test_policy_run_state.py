@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.grpo.rollouts import RolloutStats
-from laurel.grpo.source import Batch
-from laurel.grpo.state import (
+from laurel.grpo.source import (
+    Batch,
     batch_from_dict,
     batch_to_dict,
     fingerprint_of_tasks,

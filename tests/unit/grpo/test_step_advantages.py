@@ -20,8 +20,7 @@ from laurel.config.grpo import GRPOConfig
 from laurel.config.grpo_run import GRPORun
 from laurel.grpo.advantages import Advantages, compute_step_advantages, resolve
 from laurel.grpo.metrics import rollout_metrics
-from laurel.grpo.source import Batch
-from laurel.grpo.state import batch_from_dict, batch_to_dict
+from laurel.grpo.source import Batch, batch_from_dict, batch_to_dict
 from laurel.types import Rollout, RolloutGroup, StepReward, Task
 from policy_batches import gradient, labels, loss_of, outputs
 from policy_fakes import (

@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from dense_oracle import dense_attention, drawn_forest, oracle_of
 from laurel.data.forest import to_forest
-from laurel.models.forest.attention import AttentionOptions, ForestPlan, attend_by_blocks
-from laurel.models.forest.cascade import (
+from laurel.models.forest.attention import (
+    AttentionOptions,
     Cascade,
+    ForestPlan,
     ancestor_keys,
+    attend_by_blocks,
     in_pieces,
     keys_in_window,
     own_keys,

@@ -11,13 +11,13 @@ import parallel_work
 import tiny
 from laurel.data.forest import to_forest
 from laurel.errors import ConfigError
-from laurel.models.parallel.mesh import ParallelShape
 from laurel.models.parallel.tensor import (
     decoder_layers,
     tensor_plan,
     token_styles,
     vocabulary_layers,
 )
+from laurel.models.spec import ParallelShape
 from parallel_runs import RankError, together
 
 pytestmark = pytest.mark.slow_parameters(

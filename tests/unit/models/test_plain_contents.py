@@ -12,9 +12,8 @@ import tiny_tokenizers as made
 from chat_families import FAMILIES
 from laurel.errors import DataError
 from laurel.models.chat import ChatFormat
-from laurel.models.plain_contents import PlainContents
 from laurel.models.scoring import ScoringContract, StepRules
-from laurel.models.tokenizer import CHATML, CONCATENATION, render
+from laurel.models.tokenizer import CHATML, CONCATENATION, PlainContents, render
 from laurel.types import Message, group_of
 
 ASK = (Message("user", "Why?"),)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from laurel.cli.app import App
-from laurel.cli.main import app
+from laurel.cli.main import App, app
 from laurel.observe.console import set_verbosity
 from laurel.observe.json_output import json_stream, json_text, stdout_for_json, write_json
 from laurel.run.options import JsonOption
@@ -82,7 +81,7 @@ def test_what_is_not_finite_is_null_and_a_path_is_text():
 def test_every_command_has_the_option():
     found = list(all_commands())
     assert len(found) >= 20
-    for path, one, _ in found:  # under the name for which `cli.app` keeps stdout
+    for path, one, _ in found:  # under the name for which `cli.main` keeps stdout
         assert [p.name for p in one.params if "--json" in p.opts] == ["as_json"], path
 
 

@@ -27,9 +27,9 @@ from laurel.planning.memory import (
     parse_shape,
     training_memory,
 )
+from laurel.planning.plan import Mesh
 from laurel.planning.request import TrainingRequest
-from laurel.planning.roles import Mesh
-from laurel.run.shapes import read_shapes
+from laurel.run.model import read_shapes
 from laurel.types import TokenGroup
 from parallel_runs import together
 from planned import fitted as fit

@@ -16,10 +16,9 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError
 from laurel.extensions.plan.plan import plan_text
 from laurel.planning.memory import Shapes, decoder_shape
-from laurel.planning.placement import placed_requirements
-from laurel.planning.roles import Conflict, Slot, grid
+from laurel.planning.plan import Conflict, Slot, grid, placed_requirements
+from laurel.run.model import ReadShapes
 from laurel.run.request import request_of
-from laurel.run.shapes import ReadShapes
 from planned import as_changes, fitted, planned, with_changes
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")

@@ -11,7 +11,7 @@ from laurel.config.load import load_config
 from laurel.config.policy import RoleName
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
-from laurel.planning.roles import Mesh, Slot
+from laurel.planning.plan import Mesh, Slot
 from laurel.run.request import uses_reward_model
 from planned import as_changes, planned, with_changes
 

@@ -14,7 +14,7 @@ import scoring_groups
 from laurel.config.environments import RewardModelEnvironmentConfig
 from laurel.environments.reward_model_environment import RewardModelEnvironment
 from laurel.errors import ConfigError, WorkerError
-from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.spec import ParallelShape
 from laurel.rewards.replicas import GroupScorer, ScoringWorker, divide_evenly
 from laurel.types import Message, group_of
 from laurel.workers.calls import GroupCalls, Success, attempt, error_of

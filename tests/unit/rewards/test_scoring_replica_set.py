@@ -15,7 +15,7 @@ import pytest
 
 import scoring_groups
 from laurel.errors import WorkerError
-from laurel.models.parallel.mesh import ParallelShape
+from laurel.models.spec import ParallelShape
 from laurel.rewards import preparing
 from laurel.rewards.loop_scorer import LoopScorer
 from laurel.rewards.preparing import WORKER, Preparers

@@ -6,7 +6,7 @@ from torch import nn
 
 import tiny
 from laurel.errors import ModelError
-from laurel.models.forest import cascade
+from laurel.models.forest import attention
 from laurel.models.forest.attention import FOREST
 from laurel.models.forest.decoder import RewardModel
 from laurel.rewards.scorer import check_paths
@@ -61,8 +61,8 @@ def test_an_attention_that_ignores_the_plan_is_refused(precision, std):
 
 def test_an_attention_that_sees_two_levels_of_a_tree_alone_is_refused(monkeypatch):
     model = tiny.tiny_reward_model("qwen3")
-    every_depth = cascade.ancestor_keys
-    monkeypatch.setattr(cascade, "ancestor_keys", lambda trees: every_depth(trees)[:1])
+    every_depth = attention.ancestor_keys
+    monkeypatch.setattr(attention, "ancestor_keys", lambda trees: every_depth(trees)[:1])
     with pytest.raises(ModelError, match="another score in a batch"):
         check_paths(model)
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from laurel.config.load import load_config, to_yaml
 from laurel.config.schemas import SCHEMAS
 from laurel.plugins import Engine
-from laurel.run import micro_batches
+from laurel.run import model
 from laurel.run.context import RunContext
+from laurel.run.model import read_shapes
 from laurel.run.request import request_of
-from laurel.run.shapes import read_shapes
 
 GIB = 2**30
 KEY = "policy.sequence_packing.train_mb_tokens"
@@ -38,7 +38,7 @@ def resolved(config, resume_from=None):
     console = Console(file=io.StringIO(), width=300)
     with ExitStack() as stack:
         context = RunContext(config=config, console=console, stack=stack, resume_from=resume_from)
-        context = micro_batches.resolve_micro_batches(context)
+        context = model.resolve_micro_batches(context)
     return context.config.policy.sequence_packing.train_mb_tokens, console.file.getvalue()
 
 
@@ -47,7 +47,7 @@ def gpu(monkeypatch):
     """Gives the run a GPU of so much memory."""
 
     def give(gib):
-        monkeypatch.setattr(micro_batches, "_device_memory", lambda _: int(gib * GIB))
+        monkeypatch.setattr(model, "_device_memory", lambda _: int(gib * GIB))
 
     return give
 
@@ -64,10 +64,9 @@ def test_auto_is_the_largest_that_fits_a_gpu_and_null_on_a_cpu(command, gpu):
         found[gib], said = resolved(config)
         assert f"{KEY}=auto: {found[gib]:,} tokens" in said
         if found[gib] > default:  # all phases fit with it, and no larger one is better
-            wanted = micro_batches.with_tokens(config, found[gib])
+            wanted = model.with_tokens(config, found[gib])
             assert (
-                micro_batches.largest_tokens(wanted, read_shapes(config).shapes, gib * GIB)
-                == (found[gib])
+                model.largest_tokens(wanted, read_shapes(config).shapes, gib * GIB) == (found[gib])
             )
             assert request_of(wanted).role("policy").batches[0].tokens == found[gib]
     assert found[6] <= found[8] <= found[24] <= found[80]
@@ -95,7 +94,7 @@ def test_a_run_that_resumes_keeps_what_it_began_with(gpu, tmp_path):
     config = config_of("sft")
     gpu(24)
     first, _ = resolved(config)
-    (tmp_path / "config.yaml").write_text(to_yaml(micro_batches.with_tokens(config, first)))
+    (tmp_path / "config.yaml").write_text(to_yaml(model.with_tokens(config, first)))
     gpu(80)
     assert resolved(config)[0] > first
     again, said = resolved(config, tmp_path)
@@ -111,7 +110,7 @@ def test_a_run_counts_the_engine_that_it_uses(is_installed, engine, gpu, monkeyp
     """`auto` takes vLLM where it is installed; a plan, which is for other machines, always."""
     monkeypatch.setattr(Engine, "is_installed", property(lambda _: is_installed))
     counted = []
-    monkeypatch.setattr(micro_batches, "largest_tokens", lambda config, *_: counted.append(config))
+    monkeypatch.setattr(model, "largest_tokens", lambda config, *_: counted.append(config))
     gpu(80)
     config = config_of("grpo")
     resolved(config)

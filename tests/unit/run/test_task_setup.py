@@ -25,7 +25,7 @@ from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.grpo import _load_data
 from laurel.run.tasks import dated, environments_of, needs_of, nodes_of
-from laurel.training.selection import Selection
+from laurel.training.stopping import Selection
 from laurel.types import Message, Task
 from saved_steps import save_step, writer
 

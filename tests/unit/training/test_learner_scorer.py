@@ -67,7 +67,7 @@ def test_equal_answers_have_equal_scores_and_failures_stay_alone(scorers):
 
 def test_a_conversation_that_cannot_be_rendered_is_a_failure(scorers, monkeypatch):
     from laurel.errors import DataError
-    from laurel.models.plain_contents import PlainContents
+    from laurel.models.tokenizer import PlainContents
 
     render = PlainContents.render
 

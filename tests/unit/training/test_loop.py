@@ -25,8 +25,7 @@ from laurel.training.loop import (
     StepSummary,
     TrainingLoop,
 )
-from laurel.training.selection import EarlyStopping, Goal, Selection
-from laurel.training.stopping import Deadline, NothingLeft, Position
+from laurel.training.stopping import Deadline, EarlyStopping, Goal, NothingLeft, Position, Selection
 
 LOSS = "validation-v_loss"
 

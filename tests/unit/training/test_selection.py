@@ -9,16 +9,16 @@ import pytest
 from laurel.config.grpo import GRPOConfig
 from laurel.errors import ConfigError
 from laurel.observe.metrics import PREFERENCE_METRICS, STEP_METRICS
-from laurel.training.selection import (
+from laurel.training.stopping import (
     TRAIN_METRICS,
     EarlyStopping,
     Goal,
+    Position,
     Selection,
     policy_goal,
     select_by,
     select_policy_by,
 )
-from laurel.training.stopping import Position
 
 SETS = ["default", "Help-Steer_3"]
 
@@ -152,7 +152,7 @@ def test_a_goal_needs_a_validation_and_none_is_none():
 
 
 def test_a_wrong_name_is_told_without_torch():
-    program = "import sys, laurel.training.selection; sys.exit('torch' in sys.modules)"
+    program = "import sys, laurel.training.stopping; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laurel import plugins
-from laurel.config.load import load_config
-from laurel.config.overrides import COLUMN_KEYS
+from laurel.config.load import COLUMN_KEYS, load_config
 from laurel.config.schemas import SCHEMAS
 from laurel.data.conversations import DemonstrationData, Dialogue, load_demonstration_data
 from laurel.data.report import MAX_EXAMPLES, MAX_SOURCES, LeftOut, RowReport

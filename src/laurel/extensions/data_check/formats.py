@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from laurel.config.data import BenchmarkName, DatasetConfig, TaskSetConfig
-from laurel.config.overrides import parse_override
+from laurel.config.load import parse_override
 from laurel.data.benchmarks import benchmark_of
 from laurel.data.columns import ANSWERS, KNOWN_ANSWERS, QUESTIONS
 from laurel.data.preferences import (

@@ -42,12 +42,12 @@ from laurel.generation.weights.probe import model_logprobs
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
 from laurel.models.loading.policy import load_policy
-from laurel.models.parallel.mesh import ParallelShape, held_bytes
-from laurel.models.spec import ModelSpec
+from laurel.models.parallel.mesh import held_bytes
+from laurel.models.spec import ModelSpec, ParallelShape
 from laurel.planning.memory import ModelShape, decoder_shape, training_memory
 from laurel.planning.operations import forward_operations, known_devices, training_operations
+from laurel.planning.plan import Mesh
 from laurel.planning.request import TrainingRequest, Workload
-from laurel.planning.roles import Mesh
 from laurel.plugins import EngineStart
 from laurel.run.generator import probe_of, transfer_of
 from laurel.sandbox.scratch import ScratchFolder

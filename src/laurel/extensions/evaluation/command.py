@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from laurel.cli.app import App
+from laurel.cli.main import App
 from laurel.errors import speaking
 from laurel.extensions.evaluation.options import EvalPolicyOptions
 from laurel.plugins import Command
@@ -285,7 +285,7 @@ def eval_pairs(
 
     Example: laurel eval pairs -m results/rm/best -d rows.jsonl data.prompt_key=question
     """
-    from laurel.config.overrides import column_overrides
+    from laurel.config.load import column_overrides
 
     _run(
         "pairs",

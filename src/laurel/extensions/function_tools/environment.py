@@ -36,7 +36,7 @@ from laurel.models.tool_calls import (
     form_of,
     needed_form,
 )
-from laurel.observe.forks import ForkGuard, guarded
+from laurel.observe.user_code import ForkGuard, guarded
 from laurel.protocols import MessageLog
 from laurel.types import Observation, ToolSchemas
 from laurel.workers.process_pool import ProcessDiedError, ProcessPool, ProcessPoolSpec

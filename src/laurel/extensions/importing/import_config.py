@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from laurel.config.dump import entry, literal
+from laurel.config.load import entry, literal
 from laurel.extensions.importing.rules import Imported, KeyOutcome, is_secret, shown
 from laurel.extensions.importing.sources import (
     STDIN,

@@ -56,7 +56,7 @@ def data_verdicts(
 
     Example: laurel data verdicts pairs.jsonl --judge judge.yaml -o verdicts.jsonl
     """
-    from laurel.config.overrides import column_overrides
+    from laurel.config.load import column_overrides
     from laurel.evaluation.benchmarks import BenchmarkOptions
     from laurel.extensions.judges.verdicts import write_verdicts
 

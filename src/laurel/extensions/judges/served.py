@@ -20,7 +20,7 @@ from pydantic import Field
 
 from laurel.config.environments import JudgeConfig, ScorerSource
 from laurel.errors import ConfigError, DataError, ProtocolError
-from laurel.models.plain_contents import FOREIGN_MARK
+from laurel.models.tokenizer import FOREIGN_MARK
 from laurel.rewards.remote.http import NOT_TEXT, HttpExchange, checked_url, endpoint
 from laurel.rewards.remote.replica import Clock, ReplicaReply, failed
 from laurel.rewards.remote.router import Router, RouterOptions

@@ -16,9 +16,8 @@ from laurel.planning.memory import (
     estimate,
     power_of_two,
 )
-from laurel.planning.plan import Plan, plan_run
+from laurel.planning.plan import Conflict, Plan, RolePlan, divisors, plan_run
 from laurel.planning.request import ClusterRequest, TrainingRequest
-from laurel.planning.roles import Conflict, RolePlan, divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,17 +33,15 @@ from laurel.planning.memory import (
     larger_micro_batch,
     parse_bytes,
 )
-from laurel.planning.plan import BatchPlan, Plan
+from laurel.planning.plan import BatchPlan, Plan, RolePlan, Slot, as_ranges, title, where
 from laurel.planning.request import ClusterRequest, Workload
-from laurel.planning.roles import RolePlan, Slot, as_ranges, title, where
-from laurel.run.micro_batches import largest_tokens, with_tokens
+from laurel.run.allocation import backend_of
+from laurel.run.model import ReadShapes, largest_tokens, read_shapes, with_tokens
 from laurel.run.request import (
     judge_notes,
     request_of,
     sampling_notes,
 )
-from laurel.run.shapes import ReadShapes, read_shapes
-from laurel.workers.launch import backend_of
 
 
 def workload_of(

@@ -28,9 +28,8 @@ from laurel.planning.operations import (
     known_devices,
     training_operations,
 )
-from laurel.planning.plan import Plan
+from laurel.planning.plan import Mesh, Plan, RolePlan
 from laurel.planning.request import ClusterRequest, RewardModelRequest, TrainingRequest, Workload
-from laurel.planning.roles import Mesh, RolePlan
 
 PhaseName = Literal["generation", "scoring", "log-probs", "training", "weight transfer"]
 Limit = Literal["products", "memory", "link", "host"]

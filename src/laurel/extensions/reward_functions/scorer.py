@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from laurel.config.environments import FunctionConfig
 from laurel.errors import ConfigError
 from laurel.models.spec import ModelSpec
-from laurel.observe.forks import ForkGuard, guarded
-from laurel.observe.user_code import import_object, member_of, own_line_of
+from laurel.observe.user_code import ForkGuard, guarded, import_object, member_of, own_line_of
 from laurel.plugins import ManagedFunction, RewardManager
 from laurel.rewards.remote.replica import failed
 from laurel.types import IS_VALIDATION, PROMPT_MESSAGES, Group, Score

@@ -56,7 +56,7 @@ def score_command(
 
     Example: laurel score rows.jsonl -m results/rm/best data.prompt_key=question
     """
-    from laurel.config.overrides import column_overrides
+    from laurel.config.load import column_overrides
     from laurel.extensions.score.score import RowsFile, run_score
 
     # Words that set a key may stand before the file, or without one.

@@ -22,8 +22,7 @@ import yaml
 
 from laurel import plugins
 from laurel.config.json_schema import schema_text
-from laurel.config.load import load_config, to_yaml
-from laurel.config.overrides import COLUMN_KEYS
+from laurel.config.load import COLUMN_KEYS, load_config, to_yaml
 from laurel.config.policy import TokenizerConfig
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import nearest

@@ -36,8 +36,7 @@ from verifiers.v1.utils.loaders import default_harness_id, load_environment, res
 from laurel.errors import ConfigError, WorkerError
 from laurel.extensions.verifiers.settings import VerifiersEnvironmentConfig
 from laurel.models.tool_calls import MalformedCall, ReadCall
-from laurel.observe.forks import guarded
-from laurel.observe.user_code import error_with_line, line_of
+from laurel.observe.user_code import error_with_line, guarded, line_of
 from laurel.protocols import MessageLog
 
 # Their loader reads it: it holds one harness.

@@ -32,8 +32,8 @@ from laurel.generation.weights.probe import (
     fitting_ids,
     model_logprobs,
 )
+from laurel.models.forest.decoder import adapted_layers
 from laurel.models.forest.policy import PolicyModel
-from laurel.models.loading.adapters import adapted_layers
 from laurel.models.loading.pretrained import num_positions
 from laurel.types import Generated, GenerationRequest, TokenGroup, Weights
 

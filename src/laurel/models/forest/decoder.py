@@ -535,3 +535,12 @@ class Offloader:
         while self._states:
             state, name, device = self._states.pop()
             state[name] = state[name].to(device)
+
+
+def adapted_layers(network: nn.Module) -> dict[str, Any]:
+    """Return the layers that have adapters, by name."""
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
+    }

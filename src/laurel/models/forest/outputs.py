@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from laurel.errors import DataError
 from laurel.planning.memory import chunk_tokens
@@ -84,6 +84,23 @@ class VocabularyShare:
         parts_XV = [torch.empty_like(logits_XV) for _ in range(ranks)]
         dist.all_gather(parts_XV, logits_XV.contiguous(), group=self.group)
         return torch.cat(parts_XV, dim=1)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on every rank, gathered if it is sharded.
+
+    All ranks that have its shards call this together.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Its shard may rest on the host.
+    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    placements: list[Placement] = list(gathered.placements)
+    # Dimensions are gathered one after the other, because torch warns if it has to order them.
+    for dimension in range(len(placements)):
+        placements[dimension] = Replicate()
+        gathered = gathered.redistribute(placements=placements)
+    return gathered.to_local()
 
 
 def local(tensor: Tensor) -> Tensor:

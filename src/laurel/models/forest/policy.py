@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from laurel.errors import ModelError, key_of
-from laurel.models.forest.decoder import Decoder, Path, UnreadTokens, round_residual_stream
+from laurel.models.forest.decoder import (
+    Decoder,
+    Path,
+    UnreadTokens,
+    adapted_layers,
+    round_residual_stream,
+)
 from laurel.models.forest.outputs import (
     TokenOutputs,
     VocabularyShare,
@@ -24,7 +30,7 @@ from laurel.models.forest.outputs import (
     token_logprobs,
 )
 from laurel.models.forest.parts import Readings
-from laurel.models.loading.adapters import adapted_layers, without_adapters
+from laurel.models.loading.adapters import without_adapters
 from laurel.models.parallel.weights import saved_weights
 from laurel.types import PaddedRows, TokenForest
 

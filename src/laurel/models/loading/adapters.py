@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from laurel.config.policy import LoraConfig
 from laurel.errors import CheckpointError, ConfigError, MissingDependencyError, key_of
-from laurel.models.parallel.mesh import host_copy, whole
+from laurel.models.forest.decoder import adapted_layers
+from laurel.models.forest.outputs import whole
+from laurel.models.parallel.mesh import host_copy
 
 ADAPTERS = Path("adapter", "adapters.safetensors")
 """The path of the adapters within a checkpoint."""
@@ -110,15 +112,6 @@ def _standing_in(network: nn.Module) -> Iterator[None]:
             stand_in = module._parameters[name]
             parameter.requires_grad_(stand_in is not None and stand_in.requires_grad)
             module._parameters[name] = parameter
-
-
-def adapted_layers(network: nn.Module) -> dict[str, Any]:
-    """Return the layers that have adapters, by name."""
-    return {
-        name: module
-        for name, module in network.named_modules()
-        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
-    }
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from laurel.errors import ConfigError, ModelError, key_of, setting_of
 from laurel.models.forest.attention import register
 from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.decoder import Path as ComputePath
-from laurel.models.forest.outputs import predictors
+from laurel.models.forest.outputs import predictors, whole
 from laurel.models.forest.policy import PolicyModel
 from laurel.models.loading.adapters import with_adapters
 from laurel.models.loading.pretrained import (
@@ -36,7 +36,6 @@ from laurel.models.loading.pretrained import (
     start_of,
     take_path,
 )
-from laurel.models.parallel.mesh import whole
 from laurel.models.parallel.weights import refuse_unspreadable
 from laurel.models.spec import ModelSpec
 from laurel.types import PaddedRows, Span, TokenForest, Tree

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -28,14 +27,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import (
     DTensor,
     Partial,
-    Placement,
     Replicate,
     Shard,
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import parallelize_module
 
-from laurel.errors import CheckpointError, ConfigError, ModelError
+from laurel.errors import CheckpointError, ModelError
 from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.outputs import VocabularyShare, local
 from laurel.models.parallel.context import check_context, share_context
@@ -49,61 +47,6 @@ from laurel.models.parallel.tensor import (
 )
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelShape:
-    """The number of ranks of each kind of parallelism."""
-
-    dp_replicate: int = 1
-    """The number of copies of the sharded model; each reads other data."""
-    dp_shard: int = 1
-    """The number of ranks that hold a shard of every weight; each reads other data."""
-    cp: int = 1
-    """The number of ranks that divide the tokens of every row; they also shard every weight."""
-    tp: int = 1
-    """The number of ranks that split every layer; they read the same data."""
-
-    def __post_init__(self) -> None:
-        """Check that all sizes are positive.
-
-        Raises:
-            ConfigError: A size is below 1.
-        """
-        for name in (REPLICATE, SHARD, CONTEXT, TENSOR):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: a mesh has at least 1 rank")
-
-    @property
-    def num_ranks(self) -> int:
-        """The total number of ranks."""
-        return self.dp * self.each
-
-    @property
-    def each(self) -> int:
-        """The number of ranks that read the same data; their rank numbers are consecutive."""
-        return self.cp * self.tp
-
-    @property
-    def dp(self) -> int:
-        """The number of parts into which the data is divided."""
-        return self.dp_replicate * self.dp_shard
-
-    def mesh(self, device_type: str) -> DeviceMesh:
-        """Create the mesh with the dimensions `dp_replicate`, `dp_shard` and `tp`, on all ranks.
-
-        The dimension `dp_shard` includes the ranks of `cp`, which shard the weights too.
-
-        Raises:
-            ConfigError: The number of processes is not the number of ranks.
-        """
-        started = torch.distributed.get_world_size()
-        if started != self.num_ranks:
-            raise ConfigError(
-                f"{self} needs {self.num_ranks} processes and {started} have been started"
-            )
-        sizes = (self.dp_replicate, self.dp_shard * self.cp, self.tp)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
 
 
 def parallelise(
@@ -273,23 +216,6 @@ def _as_plain(module: nn.Module) -> Iterator[None]:
         module._parameters.update(spread)
         if padding is not None:
             cast(Any, module).padding_idx = padding
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on every rank, gathered if it is sharded.
-
-    All ranks that have its shards call this together.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # Its shard may rest on the host.
-    gathered = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
-    placements: list[Placement] = list(gathered.placements)
-    # Dimensions are gathered one after the other, because torch warns if it has to order them.
-    for dimension in range(len(placements)):
-        placements[dimension] = Replicate()
-        gathered = gathered.redistribute(placements=placements)
-    return gathered.to_local()
 
 
 def host_copy(tensor: Tensor) -> Tensor:
