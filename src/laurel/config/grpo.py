@@ -84,8 +84,8 @@ class GenerationConfig(OpenSection):
     val_top_k: int | None = Field(default=None, ge=1)
     """In validation."""
     max_concurrent: Annotated[int, MAY_CHANGE] = Field(default=256, ge=1)
-    """Completions generated side by side, at most (transformers). Default: a bound on the memory of
-    keys and values."""
+    """Completions generated side by side, at most (vLLM's `max_num_seqs`). Default: a bound on the
+    memory of keys and values."""
     conversation_cache_gib: Annotated[float, MAY_CHANGE] = Field(default=2.0, ge=0)
     """GiB of keys and values that are kept between the turns of conversations (transformers; vLLM
     has its prefix cache). Beyond it, a conversation is computed again from its start; 0 keeps
