@@ -44,8 +44,8 @@ class Variant:
     label: str
     peer: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
-    shares_more: bool = True
-    """Whether rows that begin alike share more than the prompt of each."""
+    shares: str = "all"
+    """What rows that begin alike share: `all`, their `prompts`, or `nothing`."""
 
 
 PADDED = {"sequence_packing": {"enabled": False}}
@@ -55,15 +55,12 @@ VARIANTS = {
         label="TRL, checkpointing off", peer=True, overrides={"gradient_checkpointing": False}
     ),
     "laurel": Variant(label="Laurel"),
-    "prompts": Variant(label="Laurel, prompts shared alone", shares_more=False),
+    "prompts": Variant(label="Laurel, prompts shared alone", shares="prompts"),
     "recompute": Variant(
         label="Laurel, checkpointing on",
         overrides={"dtensor_cfg": {"activation_checkpointing": True}},
     ),
-    "unshared": Variant(
-        label="Laurel, share_prompts=false",
-        overrides={"sequence_packing": {"share_prompts": False}},
-    ),
+    "unshared": Variant(label="Laurel, nothing shared", shares="nothing"),
     "dynamic": Variant(
         label="Laurel, packing off, dynamic batching",
         overrides={"sequence_packing": {"enabled": False, "train_mb_tokens": 8 * 8192}},
@@ -183,7 +180,7 @@ def measure(
                     {
                         **settings,
                         "overrides": variant.overrides,
-                        "shares_more": variant.shares_more,
+                        "shares": variant.shares,
                     },
                     scratch,
                 )

@@ -24,7 +24,7 @@ def careless(
 ) -> Iterator[dict[str, Any]]:
     rows = made_rows(
         TaskSetConfig(tasks=dict(TASKS)),
-        ReasoningGymEnvironmentConfig(answer_tag=None),
+        ReasoningGymEnvironmentConfig(answer_tag=None, system_prompt=None),
     )
     assert rows.make is not None
     made = []

@@ -103,8 +103,9 @@ def main() -> None:
     )
     loss = RewardLoss(LossConfig())
     limits = policy.batch_limits
-    if not SETTINGS["shares_more"]:
-        limits = replace(limits, least_shared=None)
+    if SETTINGS["shares"] != "all":
+        prompts = SETTINGS["shares"] == "prompts"
+        limits = replace(limits, least_shared=None, share_prompts=prompts)
     batcher = Batcher(loaded.model.path, limits, pad_id=loaded.contract.rules.pad_id or 0)
 
     def first_loss(num_pairs: int) -> float:

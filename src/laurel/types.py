@@ -612,13 +612,12 @@ Observation = Mapping[str, str] | Sequence[Mapping[str, str]]
 
 def _tensor(column: Any) -> Any:
     """Convert a column to a tensor; what is no column of numbers stays, and is refused by name."""
-    import numpy as np
     import torch
 
-    if isinstance(column, torch.Tensor):
-        return column
+    # Torch would round Python's own floats to float32.
+    is_plain = isinstance(column, list | tuple) and all(type(one) in (int, float) for one in column)
     try:
-        return torch.as_tensor(np.asarray(column))  # torch would round Python's floats to float32
+        return torch.as_tensor(column, dtype=torch.float64 if is_plain else None)
     except (TypeError, ValueError, RuntimeError):
         return column
 

@@ -95,7 +95,7 @@ def test_a_run_with_it_learns(name, tmp_path, model):
     """Those that change most of a run; what is left are loss and advantages, as above."""
     changes = ["grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false", *MATCHES]
     if name == "gdpo":
-        parts = "{parts: [{env: matches}, {env: math, weight: 2}]}"
+        parts = "{as_components: true, parts: [{env: matches}, {env: math, weight: 2}]}"
         changes += ["data.env_name=both", f"+env.composite.both={parts}"]
     grpo(grpo_settings(tmp_path, model, *changes), path=PRESETS / f"{name}.yaml")
     figures = metrics_of(tmp_path)[1]

@@ -913,12 +913,12 @@ class CompositePart(Section):
 class CompositeEnvironmentConfig(Section):
     """Several environments that grade one sample together."""
 
-    removed: ClassVar[Mapping[str, Removed]] = removed("CompositeEnvironmentConfig")
-
     parts: list[CompositePart] = Field(min_length=1)
     """Each scores every sample."""
     gated_reward: float = 0.0
     """The reward of a sample that a gate shut out."""
+    as_components: bool = False
+    """Keep the parts apart, for GDPO; their sum is the reward that is logged."""
     conducted_by: str | None = None
     """The part that answers the policy and ends the conversation; the others score its end once.
     Null: all score every turn, and any of them ends it."""
@@ -955,8 +955,9 @@ class EnvironmentsConfig(OpenSection):
     """The run stops if an environment fails on more than this share of a batch. Default: the rest
     would be no fair sample."""
     timeout_seconds: Annotated[float, MAY_CHANGE] = Field(default=600.0, gt=0)
-    """Limit of one step of an environment; its samples then fail. Default: longer than any verdict
-    that still helps a step."""
+    """Limit of one step of an environment; its samples then fail. A tenth of it is that of one
+    answer of a server of environments, and of an outage. Default: longer than any verdict that
+    still helps a step."""
 
     @classmethod
     def keys_of_plugins(cls) -> list[str]:

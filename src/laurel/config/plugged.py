@@ -166,8 +166,19 @@ class OpenSection(Section):
         if (chosen := self.chosen()) is None:
             return {}
         key, its = chosen
-        given = [one for one, value in (self.model_extra or {}).items() if value is not None]
-        return {one: f"{key} is {self[key]}" for one in given if one != its}
+        of_kind = {f"{one}{self.suffix_of_plugins}" for one in plugins.names(self.kind_of_plugin)}
+        others = of_kind - {its}
+        given = {
+            one: value
+            for one, value in (self.model_extra or {}).items()
+            if one in others and value is not None and value != self._default_of(one)
+        }
+        return dict.fromkeys(given, f"{key} is {self[key]}")
+
+    def _default_of(self, key: str) -> Section | None:
+        field = self.plugged_in(key)
+        default = None if field is None else field.default
+        return default if isinstance(default, Section) else None
 
 
 def with_chosen_plugins(section: S) -> S:

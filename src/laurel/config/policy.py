@@ -243,6 +243,7 @@ class PackingConfig(Section):
     """Token forests: no padding, and each prompt computed once for all its completions."""
 
     foreign_keys: ClassVar[frozenset[str]] = foreign("PackingConfig")
+    removed: ClassVar[Mapping[str, Removed]] = removed("PackingConfig")
 
     enabled: bool = True
     """On: exact and several times faster. Off: padded rows, one per completion."""
@@ -252,9 +253,6 @@ class PackingConfig(Section):
     rows. A larger group is computed in parts of this size. `auto`: on a GPU the
     largest that fit its memory by the plan, as null on CPUs and clusters; a run that is resumed
     keeps what it began with."""
-    share_prompts: bool = True
-    """Compute a prompt once for all its completions, and once also what else sequences of a
-    micro-batch begin with alike, where that saves a twentieth. Off is for measuring."""
 
     @property
     def tokens(self) -> int | None:
@@ -385,7 +383,6 @@ class PolicyConfig(Section):
             forest_tokens=self.token_budget,
             padded_tokens=self.token_budget if packing.enabled else packing.tokens,
             padded_groups=self.train_micro_batch_size,
-            share_prompts=self.sequence_packing.share_prompts,
             least_shared=LEAST_SHARED,
         )
 

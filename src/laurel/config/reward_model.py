@@ -171,11 +171,9 @@ class RewardTrainingRun(Section):
                 f"not fit rm.loss.type={loss.type}: a process reward model needs "
                 "rm.loss.type=step_bce or step_ranking, and no other model can have them"
             )
-        packing = self.policy.sequence_packing
-        if self.data.group_by_prefix and not (packing.enabled and packing.share_prompts):
-            off = "enabled" if not packing.enabled else "share_prompts"
+        if self.data.group_by_prefix and not self.policy.sequence_packing.enabled:
             raise ValueError(
                 "data.group_by_prefix shares what rows have in common, for which "
-                f"policy.sequence_packing.{off} must be on"
+                "policy.sequence_packing.enabled must be on"
             )
         return self

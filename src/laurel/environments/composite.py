@@ -32,6 +32,8 @@ from laurel.protocols import Environment, MessageLog
 from laurel.types import JudgingUnit, Task, messages_of
 from laurel.workers.threads import CallEnd, begin_in_thread
 
+GATE = "gate"
+"""The name of the component that changes a rejected completion's reward to `gated_reward`."""
 OF_PARTS = "composite_parts"
 """The metadata key of the parts' own metadata, if the conversation goes on."""
 SO_FAR = "composite_rewards"
@@ -44,8 +46,10 @@ class CompositeEnvironment(EnvironmentInterface):
     The reward is the sum of named components: `weight * reward` of each part without a gate, under
     the part's name (`part/component` if the part itself names components).
 
-    If a gate rejects a completion, each component is an even share of `gated_reward`, so that no
-    part alone can raise the reward where an estimator compares components (GDPO).
+    - With `as_components` (for GDPO), if a gate rejects a completion, each component is an even
+    share of `gated_reward`, so that no part alone can raise the reward.
+    - Otherwise components are unchanged, and the component `gate`, which exists if any part has a
+    gate, is the difference to `gated_reward`.
 
     If a part fails on a completion, the completion is a failure, unless the part neither counts
     (weight 0) nor gates. A conversation is over as soon as one part says so, and must not be scored
@@ -81,6 +85,11 @@ class CompositeEnvironment(EnvironmentInterface):
                 "env.composite: a part without a gate is named twice; name it once, with both "
                 "weights added"
             )
+        if self._gates and GATE in names:
+            raise ConfigError(
+                f"env.composite: where parts have gates, none may be called '{GATE}', as their own "
+                "metric is; rename that part"
+            )
         self._conductor = self.config.conducted_by
         if self._conductor is not None and self._conductor not in names:
             raise ConfigError(
@@ -107,7 +116,7 @@ class CompositeEnvironment(EnvironmentInterface):
             if own is None:
                 return None
             names += [f"{part.env}/{name}" for name in own] or [part.env]
-        return tuple(names)
+        return (*names, GATE) if self._gates and not self.config.as_components else tuple(names)
 
     @property
     def parts(self) -> Mapping[str, Environment]:
@@ -248,11 +257,15 @@ class CompositeEnvironment(EnvironmentInterface):
         shut_out = torch.stack([totals[name] < gate for name, gate in self._gates]).any(dim=0)
         if self._conductor is not None:  # the others have not scored yet
             shut_out &= terminateds
-        share = self.config.gated_reward / len(components)
-        return {
-            name: torch.where(shut_out, torch.full_like(values, share), values)
-            for name, values in components.items()
-        }
+        gated = self.config.gated_reward
+        if self.config.as_components:
+            share = gated / len(components)
+            return {
+                name: torch.where(shut_out, torch.full_like(values, share), values)
+                for name, values in components.items()
+            }
+        added = torch.stack(list(components.values())).sum(dim=0)
+        return components | {GATE: torch.where(shut_out, gated - added, torch.zeros_like(added))}
 
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]

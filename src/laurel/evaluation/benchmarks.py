@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from laurel.data.benchmarks import BenchmarkRow
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
 from laurel.data.sources import Row, UnusableRow
-from laurel.errors import DataError, counted, key_of
+from laurel.errors import ConfigError, DataError, counted, key_of
 from laurel.evaluation.statistics import (
     Measured,
     ScoredList,
@@ -81,9 +82,17 @@ def benchmark_named(name: BenchmarkName) -> Benchmark:
     """Return the benchmark of a name.
 
     Raises:
-        ConfigError: The plug-in that brings it cannot be imported.
+        ConfigError: The plug-in that brings it cannot be imported, or makes none of a name.
     """
-    found: Benchmark = plugins.find(plugins.BenchmarkKind, name).make(None, name)
+    kind = plugins.find(plugins.BenchmarkKind, name)
+    try:
+        inspect.signature(kind.make).bind(None, name)
+    except TypeError as error:
+        made_by = f"{type(kind).__module__}.{type(kind).__qualname__}"
+        raise ConfigError(
+            f"the benchmark {name}: make() of {made_by} does not take (section, name): {error}"
+        ) from error
+    found: Benchmark = kind.make(None, name)
     return found
 
 

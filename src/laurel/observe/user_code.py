@@ -18,7 +18,6 @@ from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any, Generic, TypeVar
 
-from laurel.config.yaml_tree import nearest
 from laurel.errors import ConfigError, UserError
 
 _FORM = re.compile(r"[^.:]+(\.[^.:]+)*[.:][^.:]+(\.[^.:]+)*")
@@ -127,6 +126,8 @@ def member_of(
     known = {key: one for key, one in held if key[0] != "_" and not isinstance(one, ModuleType)}
     # Of a module what it defines, unless it defines nothing: imports would hide it.
     own = [key for key, one in known.items() if getattr(one, "__module__", None) == module]
+    from laurel.config.yaml_tree import nearest
+
     near = nearest(name, known)
     listed = ", ".join((own or list(known))[:10]) or "nothing"
     hint = f"did you mean '{near}'?" if near else f"it has: {listed}"

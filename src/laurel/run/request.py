@@ -210,7 +210,7 @@ def _policy(config: Run) -> RoleRequest:
         unit, sequences = "groups", 2  # an item is a pair of conversations
     longest = sequences * policy.max_total_sequence_length
     packing, part_tokens, path_tokens = policy.sequence_packing, None, 0
-    if packing.enabled and packing.share_prompts:
+    if packing.enabled:
         part_tokens = policy.batch_limits.forest_tokens
         group = longest
         if config.command == "grpo":

@@ -58,19 +58,19 @@ def number_of(seed):
 
 
 def test_seeds_become_tasks_and_a_session_plays_one(server, tmp_path):
-    config = config_of(server, first_seed=3)
+    config = config_of(server)
     frame = tmp_path / "prompt.txt"
     frame.write_text("A game.\n\n{}")
     tasks = load(config, env_name="game", max_samples=4, prompt_file=str(frame))
-    assert [m.content for m in tasks[1].prompt] == [
-        "A game.\n\nGuess a number from 1 to 9, game 4.",
+    assert [m.content for m in tasks[3].prompt] == [
+        "A game.\n\nGuess a number from 1 to 9, game 3.",
     ]
     assert [task.environment for task in tasks] == ["game"] * 4
-    wanted = number_of(4)
+    wanted = number_of(3)
     wrong = wanted % 9 + 1
     before = server.counts()[0]
     with create_environment("game", config) as environment:
-        one, other = Game(environment, tasks[1]), Game(environment, tasks[1])
+        one, other = Game(environment, tasks[3]), Game(environment, tasks[3])
         first = one.say(str(wrong))
         assert first.rewards.tolist() == pytest.approx([-0.1])
         said = "lower" if wrong > wanted else "higher"

@@ -444,24 +444,15 @@ def test_a_rollout_that_ends_before_it_is_scored_has_no_figures():
         ({"tasks": {"chain_sum": {"config": {"min_terms": 9, "max_terms": 2}}}}, "AssertionError"),
         ({"tasks": TWO, "train_data_path": "rows.jsonl"}, "leave out path"),
         ({"tasks": TWO, "train_split": "test"}, "has train and validation"),
+        (
+            {"tasks": TWO, "env": {"reasoning_gym": {"system_prompt": "kind"}}},
+            "none of DeepSeekZero, default",
+        ),
     ],
 )
 def test_what_cannot_be_made_is_said(data, said):
     with pytest.raises(ConfigError, match=said):
         load(**data)
-
-
-@pytest.mark.parametrize("tag", ["answer", "solution", None])
-def test_the_system_prompt_asks_for_the_tag_unless_the_set_has_its_own(tmp_path, tag):
-    def systems(**data):
-        env = {"reasoning_gym": {"answer_tag": tag}}
-        (task,) = load(env=env, tasks=TWO, max_samples=1, split_validation_size=0, **data).train
-        return [m.content for m in task.prompt if m.role == "system"]
-
-    assert ["<answer>" in one for one in systems()] == ([True] if tag == "answer" else [])
-    own = tmp_path / "system.txt"
-    own.write_text("Say it.")
-    assert systems(system_prompt_file=str(own)) == ["Say it."]
 
 
 def test_a_set_without_end_cannot_be_mixed():
@@ -583,7 +574,7 @@ def test_a_resumed_run_reads_the_rows_that_an_uninterrupted_one_reads(staleness,
         *MATCHES,
         "data.dataset_name=reasoning_gym",
         "data.tasks={chain_sum: {config: {min_terms: 2, max_terms: 2}}}",
-        "env.reasoning_gym={answer_tag: null}",
+        "env.reasoning_gym={system_prompt: null}",
         f"grpo.max_staleness={staleness}",
         "loss_fn.use_importance_sampling_correction=true",
         "grpo.val_period=2",

@@ -37,8 +37,11 @@ def test_settings_of_a_plugin_that_is_not_chosen_are_named(kind: Kind) -> None:
         for key, field in section.all_plugged_in():
             settings: Any = field.annotation
             name = key.removesuffix(section.suffix_of_plugins)
+            if not settings.model_fields:
+                continue
+            set_by_hand = settings.model_construct(**{next(iter(settings.model_fields)): object()})
             for chosen in ("another", name, "auto"):
-                given: Any = {chooser: chosen, key: settings.model_construct()}
+                given: Any = {chooser: chosen, key: set_by_hand}
                 said = section.model_construct(**given).without_effect()
                 assert said == ({key: f"{chooser} is another"} if chosen == "another" else {})
             tried += 1

@@ -125,10 +125,23 @@ def test_components_of_parts_keep_their_names():
     }
 
 
+def numbers_of_torch(values):
+    return [torch.tensor(one) for one in values]
+
+
+FORMS = {
+    "tensor": torch.tensor,
+    "array": np.array,
+    "list": list,
+    "tuple": tuple,
+    "numbers of torch": numbers_of_torch,
+    "tensors of one": lambda values: [torch.tensor([one]) for one in values],
+    "of both": lambda values: [torch.tensor(values[0]), values[1]],
+}
+
+
 @pytest.mark.parametrize("named", [False, True], ids=["one number", "components"])
-@pytest.mark.parametrize(
-    "column", [torch.tensor, np.array, list, tuple], ids=lambda one: one.__name__
-)
+@pytest.mark.parametrize("column", FORMS.values(), ids=FORMS)
 def test_a_part_may_give_its_numbers_in_any_form(column, named):
     class Gives(Says):
         def step(self, message_log_batch, metadata):
@@ -145,7 +158,8 @@ def test_a_part_may_give_its_numbers_in_any_form(column, named):
     environments = {"gives": Gives(length), "passes": Says(lambda text: 1.0, last_turn=2)}
     returned = judged(composite(parts, environments), "a", "b")
     # Tensors of float32 stand for their shortest decimals; nothing else is rounded to float32.
-    third = float(str(np.float32(1 / 3))) if column is torch.tensor else 1 / 3
+    is_wide = column in (np.array, list, tuple)
+    third = 1 / 3 if is_wide else float(str(np.float32(1 / 3)))
     assert total(returned) == [3.0 * third, 6.0]
     assert returned.terminateds.tolist() == [True, False]
 
@@ -161,8 +175,19 @@ def gated_environments():
     }
 
 
-def test_a_gate_takes_the_sum_to_the_gated_reward_with_an_even_share_of_each_component():
+def test_a_gate_takes_the_sum_to_the_gated_reward_and_leaves_the_components():
     environment = composite(GATED, gated_environments(), gated_reward=-1.0)
+    returned = judged(environment, "ok a", "no a")
+    assert {name: values.tolist() for name, values in returned.rewards.items()} == {
+        "length": [4.0, 4.0],
+        "vowels": [3.0, 3.0],
+        "gate": [0.0, -8.0],
+    }
+    assert total(returned) == [7.0, -1.0]
+
+
+def test_components_kept_apart_are_gated_one_by_one():
+    environment = composite(GATED, gated_environments(), gated_reward=-1.0, as_components=True)
     returned = judged(environment, "ok a", "no a")
     assert {name: values.tolist() for name, values in returned.rewards.items()} == {
         "length": [4.0, -0.5],
@@ -326,6 +351,12 @@ def test_configurations_that_cannot_be_used(parts, message):
         composite(parts, {"x": Says(length)})
 
 
+def test_a_part_may_not_be_called_gate_where_there_is_one():
+    environments = {"gate": Says(length), "x": Says(length)}
+    with pytest.raises(ConfigError, match="none may be called 'gate'"):
+        composite([{"env": "gate"}, {"env": "x", "gate": 0.5}], environments)
+
+
 @pytest.mark.slow
 def test_a_part_that_never_comes_back_keeps_no_process_from_ending():
     program = """
@@ -444,7 +475,8 @@ def test_nobody_else_ends_what_one_conducts():
 def test_a_gate_waits_for_the_end_too():
     environment = conducted(Says(lambda text: 0.0), gate=1.0, gated_reward=-1.0)
     found = environment.step([said("a"), said("a", "b")], [None, None])
-    assert {k: v.tolist() for k, v in found.rewards.items()} == {"tool": [0.5, -1.0]}
+    assert found.rewards["tool"].tolist() == [0.5, 0.5]
+    assert found.rewards["gate"].tolist() == [0.0, -1.5], "0.5 less 1.5 is the gated reward"
 
 
 def test_a_failure_of_the_judge_is_one_of_the_conversation_that_it_judged():

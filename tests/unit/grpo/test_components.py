@@ -135,7 +135,8 @@ def weighed(*names: str, **settings: Any) -> CompositeEnvironment:
 def test_what_composites_name() -> None:
     assert weighed("b", "a").spec.components == ("b", "a")
     gate = {"more": [{"env": "c", "gate": 0.5}]}
-    assert weighed("a", **gate).spec.components == ("a",)
+    assert weighed("a", **gate).spec.components == ("a", "gate")
+    assert weighed("a", **gate, as_components=True).spec.components == ("a",)
     of_unknown = CompositeEnvironment({"parts": [{"env": "a"}]}, {"a": Judge()})
     assert of_unknown.spec.components is None
     outer = CompositeEnvironment(

@@ -233,7 +233,7 @@ LAYOUTS = {
     "in parts": {"sequence_packing": {"train_mb_tokens": 20}},
     "deep": {},
     "deep in parts": {"sequence_packing": {"train_mb_tokens": 20}},
-    "alone": {"sequence_packing": {"share_prompts": False}},
+    "alone": {},
     "padded": {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 3},
 }
 
@@ -250,6 +250,8 @@ def policy(layout):
     limits = section.batch_limits
     if "deep" in layout:
         limits = replace(limits, least_shared=2)
+    if layout == "alone":
+        limits = replace(limits, share_prompts=False)
     dp_size = 2 if layout == "divided" else 1
     return learner, Batcher(path, limits, pad_id=PAD, dp_size=dp_size)
 

@@ -118,10 +118,9 @@ def test_the_order_is_that_of_the_file_or_of_the_seed(kind, section, head):
 def test_rows_that_begin_alike_share_only_where_the_packing_does():
     data = {"group_by_prefix": True}
     assert RewardTrainingRun.model_validate({"data": data}).data.group_by_prefix
-    for key in ("enabled", "share_prompts"):
-        packing = {"sequence_packing": {key: False}}
-        with pytest.raises(ValueError, match=rf"data\.group_by_prefix .*sequence_packing\.{key}"):
-            RewardTrainingRun.model_validate({"data": data, "policy": packing})
+    packing = {"sequence_packing": {"enabled": False}}
+    with pytest.raises(ValueError, match=r"data\.group_by_prefix .*sequence_packing\.enabled"):
+        RewardTrainingRun.model_validate({"data": data, "policy": packing})
 
 
 @pytest.mark.parametrize(

@@ -138,17 +138,11 @@ class OpenEnvServer:
     async def make_rows(self, limit: int | None, split: str, made: list[Row]) -> None:
         """Make a row of each seed, whose prompt is what `reset` shows."""
         assert limit is not None  # `session_rows` has asked for it
-        first = self.config.first_seed
 
         async def make(client: Any) -> None:
-            for seed in range(first + len(made), first + limit):
+            for seed in range(len(made), limit):
                 arguments = {"seed": seed}
                 start = await self.reset(client, arguments)
-                if not start:
-                    raise ConfigError(
-                        f"{self.where}: reset shows nothing, so that there is no prompt: set "
-                        "another observation_key"
-                    )
                 prompt = [{"role": "user", "content": start}]
                 task = {"reset": arguments, "start": start}
                 made.append({"prompt": prompt, "metadata": {self.key: task}})
@@ -516,4 +510,9 @@ def session_rows(set_config: TaskSetConfig, settings: EnvironmentsConfig, *, kin
     limit = settings.timeout_seconds
     with open_sessions(name, environments[name], timeout_seconds=limit) as environment:
         rows = environment.rows(set_config.max_samples, set_config.split or "train")
+    if set_config.prompt_file is None and any(not row["prompt"][0]["content"] for row in rows):
+        raise ConfigError(
+            f"env.{kind}.{name}: a session begins without a text, so that there is no prompt: give "
+            "one by data.prompt_file, or (OpenEnv) name another observation_key"
+        )
     return MadeRows(origin=f"{kind}: {environments[name].url}", rows=rows)

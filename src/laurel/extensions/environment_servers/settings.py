@@ -17,8 +17,8 @@ class SessionsConfig(Section):
     removed: ClassVar[Mapping[str, Removed]] = {
         "system_prompt": Removed("data.system_prompt_file, also of one data set, holds it"),
         "max_observation_chars": Removed("env.max_observation_chars holds for all", 4096),
-        "connect_patience": Removed("a tenth of env.timeout_seconds", 60.0),
-        "step_timeout": Removed("a tenth of env.timeout_seconds", 60.0),
+        "connect_patience": Removed("it is a tenth of env.timeout_seconds"),
+        "step_timeout": Removed("it is a tenth of env.timeout_seconds"),
     }
 
     url: Annotated[str, MAY_CHANGE]
@@ -36,11 +36,10 @@ class OpenEnvConfig(SessionsConfig):
 
     removed: ClassVar[Mapping[str, Removed]] = {
         **SessionsConfig.removed,
+        "first_seed": Removed("seeds count from 0; rows of your own name theirs", 0),
         "instruction": Removed("data.prompt_file, also of one data set, holds it, before {}"),
     }
 
-    first_seed: int = Field(default=0, ge=0)
-    """The seed of the first task, which `reset` gets; the next one has the next."""
     reset: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every `reset`."""
     action_key: str | None = None
@@ -68,7 +67,7 @@ class OpenRewardConfig(SessionsConfig):
 
     removed: ClassVar[Mapping[str, Removed]] = {
         **SessionsConfig.removed,
-        "split": Removed("split of the data set holds it (data.train_split)", "train"),
+        "split": Removed("split of the data set holds it (data.train_split)"),
         "form": Removed("calls are read as policy.tokenizer.chat_template writes them", "auto"),
     }
 

@@ -172,11 +172,7 @@ def made_rows(set_config: TaskSetConfig, config: ReasoningGymEnvironmentConfig) 
         name: value if isinstance(value, GeneratorConfig) else GeneratorConfig(weight=value)
         for name, value in set_config.tasks.items()
     }
-    system = None
-    if config.answer_tag == "answer" and set_config.system_prompt_file is None:
-        gym()
-        prompts = importlib.import_module("reasoning_gym.utils").SYSTEM_PROMPTS
-        system = str(prompts["default"])
+    system = _system_prompt(config)
     share = set_config.split_validation_size or VALIDATION_SHARE
     generators, is_validation = Generators(), set_config.split == "validation"
     for name, generator in configs.items():
@@ -212,6 +208,19 @@ def _number(*parts: Any) -> int:
     """Return a number below 2**31 that depends on all parts."""
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 2**31
+
+
+def _system_prompt(config: ReasoningGymEnvironmentConfig) -> str | None:
+    if config.system_prompt is None:
+        return None
+    gym()
+    prompts = importlib.import_module("reasoning_gym.utils").SYSTEM_PROMPTS
+    if config.system_prompt not in prompts:
+        raise ConfigError(
+            f"env.reasoning_gym.system_prompt={config.system_prompt} is none of "
+            f"{', '.join(prompts)}; a text of your own goes into data.system_prompt_file"
+        )
+    return str(prompts[config.system_prompt])
 
 
 @cache

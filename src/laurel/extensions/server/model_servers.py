@@ -98,13 +98,14 @@ class ServerProcess:
         """Return the file that it writes to, and its machine."""
         return f"{self._log} on {socket.gethostname()}"
 
-    def work(self) -> tuple[int, float, int]:
+    def work(self) -> tuple[int, float, int] | None:
         """Return the bytes that it wrote to its log, and what its processes have done.
 
         That is the seconds that they have computed, and the bytes that they have read and written.
+        None where the system does not say.
         """
-        seconds, moved = _work_of(self._process.pid)
-        return self._log.stat().st_size, seconds, moved
+        work = _work_of(self._process.pid)
+        return None if work is None else (self._log.stat().st_size, *work)
 
     def tail(self) -> str:
         """Return the last that it wrote."""
@@ -123,18 +124,21 @@ class ServerProcess:
         self._folder.remove()
 
 
-def _work_of(launcher: int) -> tuple[float, int]:
-    """Return the seconds and bytes of all processes that a `launch.py` started; 0 where unknown."""
+def _work_of(launcher: int) -> tuple[float, int] | None:
+    """Return the seconds and bytes of all processes that a `launch.py` started; None: unknown."""
     seconds, moved = 0.0, 0
-    with contextlib.suppress(OSError, ValueError):
+    try:
         session = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()[:1]
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has just ended, or is another account's
-                fields = (process / "stat").read_text().rpartition(")")[2].split()
-                if fields[3:4] == session:
-                    seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-                    counts = (process / "io").read_text().split()
-                    moved += int(counts[1]) + int(counts[3])
+    except OSError:
+        return None
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is another account's
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if fields[3:4] == session:
+                # With what its children took that have ended.
+                seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+                counts = (process / "io").read_text().split()
+                moved += int(counts[1]) + int(counts[3])
     return seconds, moved
 
 
@@ -151,7 +155,8 @@ def _is_progress(before: tuple[int, float, int] | None, now: tuple[int, float, i
     if before is None or now is None:
         return True
     written, seconds, moved = (one - other for one, other in zip(now, before, strict=True))
-    return written > 0 or seconds >= _WORK_SECONDS or moved >= _WORK_BYTES
+    # Sums fall where a process has ended, which is progress, too.
+    return written > 0 or not (0 <= seconds < _WORK_SECONDS and 0 <= moved < _WORK_BYTES)
 
 
 class _Server:
@@ -201,7 +206,7 @@ class _Server:
 
     def _work(self) -> tuple[int, float, int] | None:
         with contextlib.suppress(WorkerError):
-            work: tuple[int, float, int] = self._call("work")
+            work: tuple[int, float, int] | None = self._call("work")
             return work
         return None
 
