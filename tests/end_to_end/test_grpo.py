@@ -236,10 +236,9 @@ def test_it_learns(tmp_path, model):
             "policy.generation.top_p=0.9",
             "policy.generation.top_k=50",
         ],
-        ["policy.sequence_packing.enabled=false"],
         ["loss_fn.use_importance_sampling_correction=true", "grpo.max_staleness=1"],
     ],
-    ids=["plain", "adapters", "sampling", "padded", "copy"],
+    ids=["plain", "adapters", "sampling", "copy"],
 )
 def test_on_policy_the_ratio_is_one(tmp_path, model, changes):
     grpo(
