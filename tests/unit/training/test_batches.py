@@ -1,5 +1,6 @@
 """However a batch is cut and laid out, the model sees the same and learns the same."""
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -49,9 +50,10 @@ def policy(**changes):
     return PolicyConfig.model_validate({"max_total_sequence_length": 50, **changes})
 
 
-def cut(path, *, micro_batch_size=1, **changes):
+def cut(path, *, micro_batch_size=1, share_prompts=True, **changes):
     model = model_of(path)
     limits = policy(train_micro_batch_size=micro_batch_size, **changes).batch_limits
+    limits = replace(limits, share_prompts=share_prompts)
     batcher = Batcher(model.path, limits, pad_id=PAD)
     rows = samples()
     return model, batcher.cut([row.tokens for row in rows], [row.preference for row in rows])
@@ -81,7 +83,7 @@ def test_a_group_beyond_the_budget_travels_alone():
 
 
 def test_without_sharing_every_completion_brings_its_prompt():
-    _, batch = cut("forest", sequence_packing={"train_mb_tokens": 90, "share_prompts": False})
+    _, batch = cut("forest", share_prompts=False, sequence_packing={"train_mb_tokens": 90})
     for micro, groups in zip(batch, ids(batch), strict=True):
         assert micro.num_tokens == sum(sum(LENGTHS[g]) for g in groups) <= 90
 
@@ -111,10 +113,10 @@ def test_dynamic_batches_are_of_similar_lengths_within_the_budget():
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "forest, small budget": ("forest", {"sequence_packing": {"train_mb_tokens": 30}}),
-    "forest, not shared": ("forest", {"sequence_packing": {"share_prompts": False}}),
+    "forest, not shared": ("forest", {"share_prompts": False}),
     "forest, not shared, small": (
         "forest",
-        {"sequence_packing": {"share_prompts": False, "train_mb_tokens": 40}},
+        {"share_prompts": False, "sequence_packing": {"train_mb_tokens": 40}},
     ),
     "padded, fixed": ("padded", {}),
     "padded, dynamic": ("padded", DYNAMIC),

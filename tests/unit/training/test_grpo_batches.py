@@ -63,13 +63,16 @@ def gradients(batch, of_batch, *, path="forest", **changes):
     return gradient, count
 
 
-def step_of(batch, of_batch, *, path="forest", loss=None, with_entropy=False, **changes):
+def step_of(
+    batch, of_batch, *, path="forest", share_prompts=True, loss=None, with_entropy=False, **changes
+):
     """The same, and its metrics."""
     model = tiny_policy("qwen3", dtype=torch.float64, precision=torch.float64, path=path)
     model.with_entropy = with_entropy
     policy = GRPOPolicyConfig.model_validate({"max_total_sequence_length": 20, **changes})
     learner = LocalLearner(model, optimizer=NamedCall(name="torch.optim.SGD", kwargs={"lr": 0.0}))
-    batcher = Batcher(path, policy.batch_limits, pad_id=PAD)
+    limits = replace(policy.batch_limits, share_prompts=share_prompts)
+    batcher = Batcher(path, limits, pad_id=PAD)
     micro_batches = batcher.cut(*batcher.divide(batch, of_batch, PolicyLabels.subset))
     loss = loss or loss_of()
     update = learner.update(micro_batches, loss)
@@ -129,7 +132,7 @@ def test_the_gradients_of_the_parts_add_up_to_that_of_the_whole(size, used):
     [
         {"sequence_packing": {"train_mb_tokens": 9}},
         {"sequence_packing": {"train_mb_tokens": 1000}},
-        {"sequence_packing": {"share_prompts": False}},
+        {"share_prompts": False},
         {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 3, "path": "padded"},
         {
             "sequence_packing": {"enabled": False, "train_mb_tokens": 30},
