@@ -45,12 +45,12 @@ from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import BatchLimits, RolloutLoggerConfig
 from laurel.environments.interface import EnvironmentInterface
 from laurel.grpo.loop import GRPO, GRPOSettings, PolicyParts
-from laurel.grpo.metrics import Alarms
 from laurel.grpo.rollouts import RolloutLimits, Rollouts
 from laurel.grpo.source import RolloutSource
 from laurel.models.chat import ChatFormat
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.spec import ParallelShape
+from laurel.observe.health import Alarms
 from laurel.protocols import Generator
 from laurel.training.batches import Batcher
 from laurel.training.learner import StepReport

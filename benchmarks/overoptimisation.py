@@ -94,7 +94,7 @@ from laurel.environments.interface import (
     response_of,
 )
 from laurel.environments.interface import numbers as as_numbers
-from laurel.grpo.metrics import Alarms
+from laurel.observe.health import Alarms
 from laurel.observe.loggers import read_metrics
 from laurel.observe.rules import ALARMS
 from laurel.run.grpo import train_policy

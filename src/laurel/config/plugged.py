@@ -12,10 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError, core_schema
 
 from laurel import plugins
-from laurel.config.yaml_tree import OfMachine, Section, nearest
+from laurel.config.yaml_tree import Section, nearest
 from laurel.errors import ConfigError
 from laurel.plugins import Plugin
-from laurel.sandbox.limits import bound_count
 
 P = TypeVar("P", bound=Plugin)
 S = TypeVar("S", bound=Section)
@@ -247,30 +246,3 @@ def known_keys(section: type[Section]) -> list[str]:
     """Return the keys of a section and the names of its plug-ins, without importing these."""
     more = section.keys_of_plugins() if issubclass(section, OpenSection) else []
     return list(dict.fromkeys([*section.model_fields, *section.short_keys(), *more]))
-
-
-def check_counts(config: Section) -> None:
-    """Check every count of a configuration that this machine has to carry.
-
-    Raises:
-        ConfigError: One of them is too large.
-    """
-    for key, count, bound in counts_in(config):
-        if not bound.is_lowered:
-            bound_count(key, count, bound.what)
-
-
-def counts_in(config: Section, path: str = "") -> Iterator[tuple[str, int, OfMachine]]:
-    """Yield the counts that are marked with `OfMachine`, by dotted key, and their marks."""
-    for name, field in fields_in(config).items():
-        value, here = getattr(config, name), f"{path}{name}"
-        bound = next((one for one in field.metadata if isinstance(one, OfMachine)), None)
-        if bound is not None and value is not None:
-            yield here, value, bound
-        if isinstance(value, Section):
-            yield from counts_in(value, f"{here}.")
-        elif isinstance(value, dict | list):
-            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-                behind = f".{key}." if isinstance(value, dict) else f"[{key}]."
-                if isinstance(one, Section):
-                    yield from counts_in(one, f"{here}{behind}")

@@ -32,8 +32,9 @@ from laurel.grpo.advantages import (
 )
 from laurel.grpo.branching import tree_segments
 from laurel.grpo.grading import RolloutStats
-from laurel.grpo.metrics import Alarms, failure_counts
+from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Rollouts
+from laurel.observe.health import Alarms
 from laurel.protocols import Environment
 from laurel.training.batches import Stream
 from laurel.training.learner import Learner

@@ -341,8 +341,9 @@ def _with_policy(
         context.store.pin(resume_from)
     found = load_policy_bundle(context, data, environments, task_texts(data), trains=True)
     from laurel.grpo.loop import GRPO, GRPOSettings
-    from laurel.grpo.metrics import Alarms, members_of
+    from laurel.grpo.metrics import members_of
     from laurel.grpo.source import GRPORunState, fingerprint_of_tasks
+    from laurel.observe.health import Alarms
     from laurel.training.loop import Schedule
     from laurel.training.state import TRAINING_DATA, VALIDATION_DATA
 

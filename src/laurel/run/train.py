@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, cast
 from rich.text import Text
 
 from laurel.config.load import COLUMN_KEYS, Override, load_config
-from laurel.config.plugged import check_counts
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, DataError, UnsavedError, UserError
@@ -27,6 +26,7 @@ from laurel.run.allocation import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
 from laurel.training.stopping import StopRequest, end_unsaved
+from laurel.workers.bounds import check_counts
 
 if TYPE_CHECKING:
     from rich.console import Console

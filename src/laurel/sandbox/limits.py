@@ -1,4 +1,4 @@
-"""Finds the cores and memory that this process may use in its container, and bounds counts."""
+"""Finds the cores and the memory that this process may use within the limits of its container."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
-
-from laurel.errors import ConfigError, counted, setting_of
 
 _NO_LIMIT = 2**60  # so many bytes or more mean no limit in version 1 of control groups
 
@@ -151,22 +148,3 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
         while folder != tree:
             folder = folder.parent
             yield folder, version
-
-
-PER_CORE = {"threads": 16, "processes": 16, "calls": 1024}
-"""How many of each a core may carry; more would only wait, or take the machine down."""
-
-
-def bound_count(key: str, count: int, what: Literal["threads", "processes", "calls"]) -> None:
-    """Check that this machine can carry a count.
-
-    Raises:
-        ConfigError: It cannot; the message has the key, and the largest count.
-    """
-    cores = available_cores()
-    most = PER_CORE[what] * cores
-    if count > most:
-        raise ConfigError(
-            f"{setting_of(key, count)}: this process may use {counted(cores, 'core')}, on which at "
-            f"most {most} {what} are started; lower it"
-        )

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laurel.config.yaml_tree import THREADS
 from laurel.errors import BroadcastError, ConfigError, setting_of
-from laurel.sandbox.limits import available_cores, bound_count
+from laurel.sandbox.limits import available_cores
+from laurel.workers.bounds import bound_count
 from laurel.workers.rendezvous import LOOPBACK, RankPlace
 
 
@@ -29,7 +31,7 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
     """
     chosen = choose_device(device)
     if cpu_threads is not None:
-        bound_count("cluster.cpu_threads", cpu_threads, "threads")
+        bound_count("cluster.cpu_threads", cpu_threads, THREADS)
     torch.set_num_threads(cpu_threads or available_cores())
     seed_everything(seed)
     return chosen

@@ -12,13 +12,13 @@ import pytest
 from laurel.config.grpo import HealthConfig
 from laurel.grpo.metrics import (
     HEALTH_FILE,
-    Alarms,
     HealthWatch,
     completion_metrics,
     length_correlation,
     repeated_share,
     samples_of,
 )
+from laurel.observe.health import Alarms
 from laurel.types import Message, Rollout, RolloutGroup
 from policy_fakes import ids_of, rollout, rollout_group
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laurel.config.grpo import Alarm, HealthConfig
-from laurel.grpo.metrics import Alarms
+from laurel.observe.health import Alarms
 from laurel.observe.history import (
     CONTROL_TOKENS,
     FAILURES,

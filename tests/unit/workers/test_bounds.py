@@ -4,12 +4,12 @@ import pytest
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config, sections_below
-from laurel.config.plugged import check_counts, counts_in
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import OfMachine
 from laurel.errors import ConfigError, speaking
 from laurel.run.specs import OPTIONS
-from laurel.sandbox.limits import PER_CORE, available_cores
+from laurel.sandbox.limits import available_cores
+from laurel.workers.bounds import PER_CORE, check_counts, counts_in
 from laurel.workers.process import prepare
 
 COUNTS = ("cpu_threads", "num_workers", "num_replicas", "max_concurrent")

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.load import Override, load_config, parse_override, to_yaml, translated
-from laurel.config.plugged import check_counts
 from laurel.config.resuming import Change, changes
 from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.yaml_tree import YamlNode, graft, plain_values
+from laurel.config.yaml_tree import PROCESSES, YamlNode, graft, plain_values
 from laurel.data.preferences import Fold
 from laurel.errors import (
     ConfigError,
@@ -55,8 +54,8 @@ from laurel.run.reward_model import (
     train_reward_model,
     with_rate,
 )
-from laurel.sandbox.limits import bound_count
 from laurel.training.stopping import Selection, StopRequest
+from laurel.workers.bounds import bound_count, check_counts
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -498,7 +497,7 @@ class Sweep:
         number = self.options.num_folds
         if self.base.cluster.address is None:
             check_counts(self.base)
-            bound_count("--workers", self.options.num_workers, "processes")
+            bound_count("--workers", self.options.num_workers, PROCESSES)
         # Read once before the first trial: what is wrong with the data is wrong in every trial.
         data = load_data(self.base, fold=Fold(index=0, number=number, seed=0) if number else None)
         directory, path = self.options.output, self.options.output / IDENTITY
