@@ -30,6 +30,11 @@ from laurel.config.yaml_tree import (
 )
 
 
+def is_import_path(name: str) -> bool:
+    """Report whether a name can only be an import path, because it has a dot or a colon."""
+    return "." in name or ":" in name
+
+
 class SetConfig(Section):
     """One data set: the class that reads it, and its place."""
 

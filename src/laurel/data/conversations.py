@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any, Literal, NamedTuple
 
-from laurel.config.data import DatasetConfig
+from laurel.config.data import DatasetConfig, is_import_path
 from laurel.config.load import COLUMNS_IN_WORDS
 from laurel.config.sft import DemonstrationDataConfig, DemonstrationSetConfig
 from laurel.data.benchmarks import ANSWER_LISTS
@@ -24,6 +24,7 @@ from laurel.data.columns import (
     refuse_tools,
     with_system,
 )
+from laurel.data.own_rows import own_validation_split
 from laurel.data.preferences import (
     DATASET_CLASSES,
     PUBLISHED,
@@ -50,12 +51,10 @@ from laurel.data.sources import (
     UnusableRow,
     answer,
     as_row,
-    is_import_path,
     is_list,
     json_lines,
     locate,
     messages,
-    own_validation_split,
     read_rows,
     required,
     text,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
 
-from laurel.config.data import DatasetConfig
+from laurel.config.data import DatasetConfig, is_import_path
 from laurel.data import steps
 from laurel.data.columns import (
     READ_OTHERWISE,
@@ -20,6 +20,7 @@ from laurel.data.columns import (
     refuse_tools,
     with_system,
 )
+from laurel.data.own_rows import own_validation_split
 from laurel.data.reading import (
     NO_HUB,
     HubSet,
@@ -38,7 +39,6 @@ from laurel.data.sources import (
     UnusableRow,
     answer,
     integer,
-    is_import_path,
     is_list,
     is_transcript,
     json_kind,
@@ -46,7 +46,6 @@ from laurel.data.sources import (
     messages,
     number,
     number_at,
-    own_validation_split,
     parse_transcript,
     required,
     speaker,

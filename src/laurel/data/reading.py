@@ -20,17 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from laurel.config.data import TextSetConfig
+from laurel.config.data import TextSetConfig, is_import_path
+from laurel.data.own_rows import SetConfig, open_own
 from laurel.data.report import Reason, RowReport, conversation_fingerprint, origin_of
 from laurel.data.sources import (
     LEAVE_OUT,
     Row,
-    SetConfig,
     UnusableRow,
     as_row,
     complaint,
-    is_import_path,
-    open_own,
     read_rows,
 )
 from laurel.errors import DataError, counted, counted_that, no_file_at, setting_of

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from laurel import plugins
-from laurel.config.data import TaskDataConfig, TaskSetConfig, is_endless, row_maker
+from laurel.config.data import TaskDataConfig, TaskSetConfig, is_endless, is_import_path, row_maker
 from laurel.config.yaml_tree import nearest
 from laurel.data.columns import (
     READ_OTHERWISE,
@@ -21,6 +21,7 @@ from laurel.data.columns import (
     texts_in,
     with_system,
 )
+from laurel.data.own_rows import own_validation_split
 from laurel.data.reading import (
     NO_HUB,
     HubSet,
@@ -38,10 +39,8 @@ from laurel.data.sources import (
     Row,
     UnusableRow,
     complaint,
-    is_import_path,
     is_list,
     json_kind,
-    own_validation_split,
     required,
     text,
 )
