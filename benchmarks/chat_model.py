@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,21 @@ TOOL_FIGURES = {
 """What is said of held-out problems with a calculator; `malformed` are shares of calls."""
 RATES = (2e-6, 1e-5, 5e-5, 2e-4)
 """Learning rates of the row `rates`: that of Laurel's defaults first."""
+SIZES = {
+    "8_pairs": ("policy.train_global_batch_size=8", "rm.max_num_steps=40"),
+    "16_pairs": ("rm.max_num_steps=20",),
+    "32_pairs": ("policy.train_global_batch_size=32", "rm.max_num_steps=10"),
+    "128_tokens": ("policy.max_total_sequence_length=128", "rm.max_num_steps=20"),
+}
+"""Steps and rows of the row `sizes`, all of 320 pairs; where nothing is said, 16 of 256 tokens."""
+POLICY_SWEEP = {
+    **{f"rate_{rate:g}": (f"policy.optimizer.kwargs.lr={rate}",) for rate in (5e-6, 1e-5, 3e-5)},
+    "rate_0.0001": ("policy.optimizer.kwargs.lr=1e-4",),
+    "2_x_16": ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=16"),
+    "8_x_4": ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4"),
+}
+"""What the row `grpo-sweep` changes in the recipe, which has a rate of 1e-5, and 4 prompts x 8
+completions a step; 5e-6 is Laurel's default."""
 
 
 def main() -> None:
@@ -107,6 +122,8 @@ def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
         "reward-gsm8k": seeds_row,
         "reward-gsm8k-lora": adapters_row,
         "rates": rates_row,
+        "sizes": sizes_row,
+        "grpo-sweep": grpo_sweep_row,
         "tools": tools_row,
         "code": code_row,
         "judge": judge_row,
@@ -120,7 +137,7 @@ def rows() -> dict[str, Callable[[argparse.Namespace], None]]:
 
 def grpo_row(options: argparse.Namespace) -> None:
     """The form of an answer from 32 examples, then GRPO on known answers, once a seed."""
-    problems, warm = written_by("largest_number", options), warm_up(options)
+    settings = problem_settings(options)
     for seed in options.seeds:
         run = options.work / f"grpo_{seed}"
         if figures_of(run):
@@ -130,10 +147,7 @@ def grpo_row(options: argparse.Namespace) -> None:
             "grpo",
             "smollm2_grpo_cpu.yaml",
             run,
-            f"policy.model_name={newest(warm)}",
-            f"data.system_prompt_file={problems}/system.txt",
-            f"data.train.data_path={problems}/tasks.jsonl",
-            f"data.validation.data_path={problems}/tasks_test.jsonl",
+            *settings,
             f"grpo.seed={seed}",
         )
         steps = metrics(run)
@@ -152,13 +166,21 @@ def grpo_row(options: argparse.Namespace) -> None:
         )
 
 
-def unvalidated(options: argparse.Namespace) -> list[str]:
-    """Settings of GRPO on the largest of five numbers, after the warm-up, without validation."""
+def problem_settings(options: argparse.Namespace) -> list[str]:
+    """Settings of GRPO on the largest of five numbers, after the warm-up."""
     problems = written_by("largest_number", options)
     return [
         f"policy.model_name={newest(warm_up(options))}",
         f"data.system_prompt_file={problems}/system.txt",
         f"data.train.data_path={problems}/tasks.jsonl",
+        f"data.validation.data_path={problems}/tasks_test.jsonl",
+    ]
+
+
+def unvalidated(options: argparse.Namespace) -> list[str]:
+    """The same without validation."""
+    return [
+        *problem_settings(options),
         "~data.validation",
         "grpo.val_period=0",
         "grpo.val_at_start=false",
@@ -338,6 +360,8 @@ def has_step(run: Path, step: int) -> bool:
         return False
 
 
+LONG = 2000
+"""Characters that are more than 256 tokens."""
 PLACES = {
     "one process": (),
     "FSDP2 over 2 slots": ("cluster.gpus_per_node=2",),
@@ -369,7 +393,8 @@ def placement_row(options: argparse.Namespace) -> None:
                 continue
             recipe, *changes = short_run(options, command, judge)
             watched = Memory()
-            seconds = train(options, command, recipe, run, *changes, *settings, watch=watched)
+            with all_returned():
+                seconds = train(options, command, recipe, run, *changes, *settings, watch=watched)
             steps = [line for line in metrics(run) if "train/loss" in line]
             write_figures(
                 run,
@@ -388,7 +413,7 @@ def short_run(options: argparse.Namespace, command: str, judge: Path) -> tuple[s
         return (
             "smollm2_reward_cpu.yaml",
             f"policy.model_name={options.model}",
-            f"data.train_data_path={data('ukp_convarg1/train')}",
+            f"data.train_data_path={long_pairs(options)}",
             "~data.val_data_path",
             "policy.train_global_batch_size=2",
             "policy.precision=float32",  # of bfloat16 the losses of places differ by its rounding
@@ -407,6 +432,18 @@ def short_run(options: argparse.Namespace, command: str, judge: Path) -> tuple[s
         "checkpointing.enabled=false",
         "cluster.device=cpu",
     )
+
+
+@contextlib.contextmanager
+def all_returned() -> Iterator[None]:
+    """Let malloc give back what is freed: a plan counts what is in use. Steps take longer then."""
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
 
 
 class Memory:
@@ -640,6 +677,50 @@ def rates_row(options: argparse.Namespace) -> None:
         )
 
 
+def sizes_row(options: argparse.Namespace) -> None:
+    """The same number of pairs in steps of other sizes, and cut shorter."""
+    for name, changes in SIZES.items():
+        reward_row(
+            options,
+            "ukp",
+            "~policy.scheduler",
+            "policy.precision=float32",
+            "policy.optimizer.kwargs.lr=1e-4",
+            *changes,
+            run_name=f"size_{name}",
+        )
+
+
+def grpo_sweep_row(options: argparse.Namespace) -> None:
+    """Eight steps of GRPO on known answers, and how many held-out lists are right then."""
+    for name, changes in POLICY_SWEEP.items():
+        run = options.work / f"policy_{name}"
+        if figures_of(run):
+            continue
+        seconds = train(
+            options,
+            "grpo",
+            "smollm2_grpo_cpu.yaml",
+            run,
+            *problem_settings(options),
+            "grpo.max_num_steps=8",
+            "grpo.val_at_start=false",
+            "grpo.seed=1",
+            *changes,
+        )
+        steps = [line for line in metrics(run) if "train/reward" in line]
+        write_figures(
+            run,
+            right=metrics(run)[-1]["validation/accuracy"],
+            prompts=int(metrics(run)[-1]["validation/num_valid_samples"]),
+            rewards=[line["train/reward"] for line in steps],
+            # A step whose groups all have one reward updates nothing.
+            grad_norms=[line.get("train/grad_norm", 0.0) for line in steps],
+            entropy=[line["train/entropy"] for line in steps],
+            seconds=seconds,
+        )
+
+
 def data(name: str) -> Path:
     path = DATA_DIR.resolve() / f"{name}.jsonl.gz"
     if not path.is_file():
@@ -657,6 +738,21 @@ def sample(options: argparse.Namespace, name: str) -> Path:
         written.parent.mkdir(parents=True, exist_ok=True)
         written.write_text("".join(lines[: options.validation]), encoding="utf-8")
     return written
+
+
+def long_pairs(options: argparse.Namespace) -> Path:
+    """Write pairs of answers that are cut to the longest row: a pass has what a plan counts."""
+    written: Path = options.work / "long_pairs.jsonl"
+    if not written.is_file():
+        with gzip.open(data("ultrafeedback_1k/train"), "rt", encoding="utf-8") as file:
+            lines = [line for line in file if shorter_answer(json.loads(line)) > LONG]
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text("".join(lines), encoding="utf-8")
+    return written
+
+
+def shorter_answer(row: dict[str, str]) -> int:
+    return min(len(row["chosen"]), len(row["rejected"]))
 
 
 def train(
@@ -775,7 +871,8 @@ def report(options: argparse.Namespace) -> str:
         parts.append(table(header, lines, as_markdown=options.markdown))
     found = {
         path.name: run
-        for path in sorted([*options.work.glob("reward_*"), *options.work.glob("rate_*")])
+        for kind in ("reward_*", "rate_*", "size_*")
+        for path in sorted(options.work.glob(kind))
         if (run := figures_of(path))
     }
     if found:
@@ -795,6 +892,7 @@ def report(options: argparse.Namespace) -> str:
         ]
         parts.append(table(header, lines, as_markdown=options.markdown))
     for name, of_run in {
+        "policy_*": lines_of_policy_sweep,
         "tools": lines_of_tools,
         "judge_*": lines_of_judge,
         "resume_*": lines_of_resume,
@@ -856,6 +954,23 @@ def lines_of_resume(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
                 ", ".join(run["seconds"]),
                 f"{sum(run['same_files'].values())} of {len(run['same_files'])}",
                 str(run["same_losses"]),
+            ]
+            for name, run in runs.items()
+        ),
+    ]
+
+
+def lines_of_policy_sweep(runs: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Of each run, held-out answers that are right in the end, and rewards on the way."""
+    return [
+        ["run", "right", "rewards", "largest gradient", "entropy at first, in the end"],
+        *(
+            [
+                name.removeprefix("policy_"),
+                share(run["right"], run["prompts"]),
+                ", ".join(f"{reward:.2f}" for reward in run["rewards"]),
+                f"{max(run['grad_norms']):.1f}",
+                f"{run['entropy'][0]:.2f}, {run['entropy'][-1]:.2f}",
             ]
             for name, run in runs.items()
         ),
