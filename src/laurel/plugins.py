@@ -685,6 +685,34 @@ class Importer(Plugin):
             A `laurel.extensions.importing.rules.Imported`.
         """
 
+    def keys_beside(self, section: type[Any]) -> Mapping[str, str]:
+        """Return keys of this system that a section accepts and does not read, with the reasons.
+
+        With this method, `adapt` and `unread`, commands read its files as they are, without
+        `laurel config import`.
+        """
+        return {}
+
+    def adapt(self, schema: type[Any], work: Any, problems: list[str]) -> None:
+        """Translate the settings of a file that has keys of this system.
+
+        Args:
+            work: The file, a `laurel.config.other_systems.Adapted`, which is changed.
+            problems: What is wrong in the file, to which more may be added.
+
+        Raises:
+            ConfigError: The file asks for features that Laurel does not have.
+        """
+
+    def unread(self, tree: Any, ignored: Sequence[str]) -> list[Any]:
+        """Return a `laurel.config.other_systems.UnreadKey` for each key that is ignored.
+
+        Args:
+            tree: The file after `adapt`, a `laurel.config.yaml_tree.YamlNode`.
+            ignored: The keys of `keys_beside` in the file, dotted from its top.
+        """
+        return []
+
 
 KINDS: Mapping[str, type[Any]] = {
     "losses": Loss,

@@ -156,7 +156,7 @@ def test_what_there_is_not_is_refused_by_its_name(tmp_path: Path) -> None:
     assert len(asked) > 20
     for run, key, feature in sorted(asked):
         name, _, value = key.partition("=")
-        tree: dict[str, Any] = {"policy": {"model_name": "a"}}
+        tree: dict[str, Any] = {"policy": {"model_name": "a"}, "logger": {"monitor_gpus": True}}
         if name.startswith("policy.megatron_cfg."):
             put(tree, "policy.megatron_cfg.enabled", True)
         put(tree, name, yaml.safe_load(value) if value else {"any": 1})
