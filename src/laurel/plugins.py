@@ -800,6 +800,43 @@ class HeadFormat(Plugin):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadModel:
+    """A file with a model, and the Hugging Face directory that was made of it."""
+
+    directory: Path
+    notes: tuple[str, ...]
+    """What was made of the weights and of the tokenizer, as lines for the user."""
+    about: str
+    """Description for a model card, without folders, e.g. `m.gguf (llama, Q8_0, ...)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFile:
+    """A file that is named as a model."""
+
+    name: str
+    """What the user wrote: a path, or a file of a model on the hub."""
+    key: str
+    """The key with the name, for messages."""
+
+
+class ModelFiles(Plugin):
+    """A format of files with a whole model; its name is the ending of these files."""
+
+    @abstractmethod
+    def make(self, section: None, file: NamedFile) -> ReadModel:
+        """Find a file, and write it as a Hugging Face directory unless that was done.
+
+        Args:
+            section: A format has no settings.
+            file: The file.
+
+        Raises:
+            UserError: There is no such file, or it cannot be read or written.
+        """
+
+
 KINDS: Mapping[str, type[Any]] = {
     "losses": Loss,
     "reward_losses": PreferenceLoss,
@@ -807,6 +844,7 @@ KINDS: Mapping[str, type[Any]] = {
     "loggers": Logger,
     "dialects": ServerDialect,
     "heads": HeadFormat,
+    "model_files": ModelFiles,
     "engines": Engine,
     "model_serving": ModelServing,
     "scorers": ScoreSource,
