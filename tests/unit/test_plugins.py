@@ -17,7 +17,6 @@ import laurel
 from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.json_schema import json_schema
 from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.yaml_tree import Section
@@ -25,6 +24,7 @@ from laurel.data.tasks import load_task_data
 from laurel.environments.registry import row_sources, shown_tools
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
+from laurel.extensions.show_config.json_schema import json_schema
 from laurel.generation.load import PluggedMaker
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.observe.loggers import check_available

@@ -21,7 +21,6 @@ from typing import Any
 import yaml
 
 from laurel import plugins
-from laurel.config.json_schema import schema_text
 from laurel.config.load import COLUMN_KEYS, load_config, to_yaml
 from laurel.config.policy import TokenizerConfig
 from laurel.config.schemas import SCHEMAS
@@ -112,7 +111,8 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
         raise ConfigError(f"--reward-model is for --task grpo-rm, not for {task}")
     output = options.output or Path(f"{task}.yaml")
     schema = output.with_name(f"laurel-{table['trainer']}.schema.json")
-    schema_words = schema_text(table["trainer"])
+    show = plugins.find(plugins.Command, "config show").for_programs()
+    schema_words = show.schema_text(table["trainer"])
     # Before the model and the rows are looked at, which takes time.
     _check_files(output, schema, schema_words, force=options.force)
     question = (
