@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laurel.config import nemo_rl
 from laurel.config.load import load_config
 from laurel.config.other_systems import Adapted, UnreadKey
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import DEFAULT, Section, YamlNode, plain_values
 from laurel.errors import ConfigError
+from laurel.extensions.importing import nemo_rl_files
 from laurel.extensions.importing.rules import Imported, KeyOutcome, Source
 from laurel.plugins import Importer
 
@@ -42,15 +42,15 @@ class NemoRl(Importer):
 
     def keys_beside(self, section: type[Section]) -> Mapping[str, str]:
         """Return the keys that only NeMo RL has."""
-        return nemo_rl.keys_beside(section)
+        return nemo_rl_files.keys_beside(section)
 
     def adapt(self, schema: type[Section], work: Adapted, problems: list[str]) -> None:
         """Translate the settings that NeMo RL has in another form."""
-        nemo_rl.adapt(schema, work, problems)
+        nemo_rl_files.adapt(schema, work, problems)
 
     def unread(self, tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
         """Return the ignored keys, a block such as Megatron's by its parts."""
-        return nemo_rl.unread_keys(tree, ignored)
+        return nemo_rl_files.unread_keys(tree, ignored)
 
 
 def _import_nemo_rl(path: Path, run: Kind) -> Imported:
@@ -80,7 +80,7 @@ def _import_nemo_rl(path: Path, run: Kind) -> Imported:
             why=unread.why,
             status="not carried" if unread.is_lost else "not needed",
         )
-        for unread in nemo_rl.unread_keys(loaded.said, loaded.ignored)
+        for unread in nemo_rl_files.unread_keys(loaded.said, loaded.ignored)
         if unread.key not in moved
     ]
     return Imported(

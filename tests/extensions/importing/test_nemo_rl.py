@@ -14,11 +14,11 @@ import yaml
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import LoadedConfig, load_config, translated
-from laurel.config.nemo_rl import MEGATRON_SENTENCE
 from laurel.config.resuming import changes
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import graft, plain_values
 from laurel.errors import ConfigError
+from laurel.extensions.importing.nemo_rl_files import MEGATRON_SENTENCE
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.run.allocation import plan_allocation
 from laurel.training.stopping import (
