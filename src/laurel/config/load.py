@@ -37,7 +37,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.other_systems import Adapted, Move, adapt, foreign_keys, unread_keys
+from laurel.config.other_systems import Adapted, Move, foreign_keys, ignored_keys, translate
 from laurel.config.plugged import all_fields, field_of, fields_in, values_in
 from laurel.config.schema_info import (
     Kinds,
@@ -118,7 +118,7 @@ def load_config(
     adapted = Adapted(tree=filled)
     config, checker = tried(schema, filled, problems)
     if config is None or checker.ignored:
-        adapted = adapt(schema, filled, problems)
+        adapted = translate(schema, filled, problems)
         config, checker = check_tree(schema, adapted.tree, problems)
     return LoadedConfig(
         config=config,
@@ -139,7 +139,7 @@ def translated(schema: type[Section], tree: YamlNode) -> YamlNode:
     found = at_their_place(schema, tree, problems)
     config, checker = tried(schema, found, problems)
     if config is None or checker.ignored:
-        found = adapt(schema, found, problems).tree
+        found = translate(schema, found, problems).tree
     if problems:
         raise all_of(problems)
     return found
@@ -520,7 +520,7 @@ class Checker:
 
     def warnings(self, moved: Collection[str] = ()) -> Iterator[str]:
         """Yield one line for each setting that is lost, ignored, without effect or null."""
-        unread = unread_keys(self.tree, self.ignored) if self.ignored else []
+        unread = ignored_keys(self.tree, self.ignored) if self.ignored else []
         carried = {one.key for one in unread if one.is_carried}
         lost = {one.key: one.why for one in unread if one.is_lost}
         if lost:

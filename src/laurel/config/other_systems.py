@@ -67,7 +67,7 @@ def foreign_keys(section: type[Section]) -> dict[str, str]:
     return found
 
 
-def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted:
+def translate(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted:
     """Translate the settings of a file from other systems' keys to Laurel's.
 
     Problems of the translation are added to `problems`.
@@ -81,7 +81,7 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
     return work
 
 
-def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
+def ignored_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
     """List the keys of a tree that the sections accept but ignore, with reasons.
 
     Args:

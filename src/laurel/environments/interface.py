@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import check_tree, tried
-from laurel.config.other_systems import adapt
+from laurel.config.other_systems import translate
 from laurel.config.schema_info import with_defaults
 from laurel.config.yaml_tree import Section, YamlNode, find_node, graft, with_key
 from laurel.errors import ConfigError, EnvironmentFailedError
@@ -219,7 +219,7 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
     if made is None or checker.ignored:
         place, problems = where.split("."), list[str]()
         run = with_key(YamlNode({}, where), place, read)
-        adapted = find_node(adapt(GRPORun, run, problems).tree, place)
+        adapted = find_node(translate(GRPORun, run, problems).tree, place)
         assert adapted is not None
         made, checker = check_tree(section, with_defaults(section, adapted), problems)
     for warning in checker.warnings():
