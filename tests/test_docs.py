@@ -24,6 +24,7 @@ from doc_pages import PAGES, ROOT, BlockFailed, blocks_of, outputs_of, same, war
 from doc_reference import with_generated
 from laurel import plugins
 from laurel.cli.main import app
+from laurel.config.other_systems import foreign_keys
 from laurel.config.plugged import OpenSection, known_keys
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import Section
@@ -86,7 +87,7 @@ def problem(settings: dict[str, Any]) -> str | None:
     """Say why settings are neither those of a run nor a part of a section; None where they are."""
     told = ""
     for section in (*SCHEMAS.values(), *sections(Section)):
-        foreign = {"defaults", *section.foreign_keys}
+        foreign = {"defaults", *foreign_keys(section)}
         if settings.keys() <= foreign | {*known_keys(section)}:
             try:
                 section.model_validate({k: settings[k] for k in settings.keys() - foreign})

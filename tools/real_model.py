@@ -77,7 +77,7 @@ def bring(cache: Path) -> Path:
 
 def default_cache() -> Path:
     """Return the folder of the file and of what is made of it: Laurel's own cache."""
-    from laurel.models.gguf import cache_folder
+    from laurel.extensions.gguf.reading import cache_folder
 
     return cache_folder()
 
@@ -93,7 +93,8 @@ def directory(cache: Path) -> Path:
     found = find(cache)
     if found is not None:
         return found
-    from laurel.models.gguf import CACHE_VARIABLE, local_files
+    from laurel.extensions.gguf.reading import CACHE_VARIABLE
+    from laurel.models.files import local_files
 
     os.environ[CACHE_VARIABLE] = str(cache)
     return Path(local_files(str(bring(cache))))

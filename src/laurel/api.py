@@ -31,7 +31,6 @@ from laurel.config.data import BenchmarkName
 from laurel.config.load import column_overrides, overrides_of
 from laurel.config.schemas import SCHEMAS, Kind
 from laurel.config.yaml_tree import nearest
-from laurel.data.conversations import scoring_row, with_steps_joined
 from laurel.errors import ConfigError, ModelError, speaking
 from laurel.evaluation.results import Evaluation
 from laurel.observe.console import make_console, say_on, silent_console
@@ -165,27 +164,16 @@ def score(
     Raises:
         UserError: A model or a row that cannot be used.
     """
-    columns = column_overrides(overrides_of(settings or {}), or_bad_rows=True)
-    is_skip = columns.pop("on_bad_row", "error") == "skip"
-    on_bad_row: Literal["error", "skip"] = "skip" if is_skip else "error"
-    read = [
-        scoring_row(
-            dict(row),
-            source=f"rows[{index}]",
-            where=f"rows[{index}]",
-            columns=columns,
-            on_bad_row=on_bad_row,
-        )
-        for index, row in enumerate(rows)
-    ]
-    scorer = open_scorer(model, quiet=True) if isinstance(model, str | Path | None) else model
-    if (steps := scorer.contract.rules.steps) is not None:
-        read = [with_steps_joined(row, steps.separator, on_bad_row) for row in read]
-    scores = iter(scorer.score_now([row.group for row in read if row.problem is None]))
-    return [
-        next(scores) if row.problem is None else (Score(value=None, failure=row.problem),)
-        for row in read
-    ]
+
+    def opened() -> LocalScorer:
+        if isinstance(model, str | Path) or model is None:  # as `outcome.best` may be
+            return open_scorer(model, quiet=True)
+        return model
+
+    scores: list[tuple[Score, ...]] = _functions_of("score").score_rows(
+        opened, rows, settings or {}
+    )
+    return scores
 
 
 def evaluate(

@@ -685,6 +685,157 @@ class Importer(Plugin):
             A `laurel.extensions.importing.rules.Imported`.
         """
 
+    def keys_beside(self, section: type[Any]) -> Mapping[str, str]:
+        """Return keys of this system that a section accepts and does not read, with the reasons.
+
+        With this method, `adapt` and `unread`, commands read its files as they are, without
+        `laurel config import`.
+        """
+        return {}
+
+    def adapt(self, schema: type[Any], work: Any, problems: list[str]) -> None:
+        """Translate the settings of a file that has keys of this system.
+
+        Args:
+            work: The file, a `laurel.config.other_systems.Adapted`, which is changed.
+            problems: What is wrong in the file, to which more may be added.
+
+        Raises:
+            ConfigError: The file asks for features that Laurel does not have.
+        """
+
+    def unread(self, tree: Any, ignored: Sequence[str]) -> list[Any]:
+        """Return a `laurel.config.other_systems.UnreadKey` for each key that is ignored.
+
+        Args:
+            tree: The file after `adapt`, a `laurel.config.yaml_tree.YamlNode`.
+            ignored: The keys of `keys_beside` in the file, dotted from its top.
+        """
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedModel:
+    """A model in whose files a reward head is looked for."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """Its `config.json`."""
+    safetensors_only: bool
+    """Whether pickled weights are refused."""
+
+
+class ForeignHead(ABC):
+    """A reward head that another program saved, and how that program scores with it."""
+
+    program: str
+    """The program's name for people."""
+    is_apart: bool
+    """Whether `put_into` copies the head; if not, transformers loads it with the model."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side on which the program truncates long texts; None: it cuts out the middle."""
+    mean: float | None = None
+    """The mean of the scores, as the program measured it; None if unknown."""
+    std: float | None = None
+    """Their standard deviation."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return a sentence for the user about this head."""
+
+    @abstractmethod
+    def settle_tokenizer(self, tokenizer: Any, notes: list[str]) -> None:
+        """Change a tokenizer so that it renders the text that the program scores.
+
+        Args:
+            notes: Receives remarks for the user.
+
+        Raises:
+            ModelError: The tokenizer cannot be changed so.
+        """
+
+    @abstractmethod
+    def put_into(self, classifier: Any, *, keeps_bias: bool) -> float:
+        """Copy this head into a classifier, a Hugging Face `...ForSequenceClassification`.
+
+        Args:
+            keeps_bias: Whether the bias is copied too. Hugging Face's own classes have no bias in
+                the head.
+
+        Returns:
+            The bias, which the program adds to every score; 0 if there is none, or if transformers
+            loads the head.
+
+        Raises:
+            ModelError: The head does not fit the classifier.
+        """
+
+
+class HeadFormat(Plugin):
+    """A program that saves reward models in a form of its own, recognized by their files."""
+
+    understood: ClassVar[str] = ""
+    """The program and what it saves, for the error about a model without a known head."""
+
+    def check_hub_name(self, name: str, hf_config: Any) -> None:
+        """Check that a model on the hub needs no file but those that transformers reads.
+
+        Args:
+            hf_config: Its configuration, as transformers reads it.
+
+        Raises:
+            ModelError: It has to be downloaded before.
+        """
+
+    @abstractmethod
+    def make(self, section: None, saved: SavedModel) -> ForeignHead | None:
+        """Return the head of a model; None: the program did not save it.
+
+        Args:
+            section: A format has no settings.
+            saved: The model. Only names of weights are read here, and no pickled file is opened.
+
+        Raises:
+            ModelError: The program saved the model, but it is incomplete or gives no reward.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadModel:
+    """A file with a model, and the Hugging Face directory that was made of it."""
+
+    directory: Path
+    notes: tuple[str, ...]
+    """What was made of the weights and of the tokenizer, as lines for the user."""
+    about: str
+    """Description for a model card, without folders, e.g. `m.gguf (llama, Q8_0, ...)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFile:
+    """A file that is named as a model."""
+
+    name: str
+    """What the user wrote: a path, or a file of a model on the hub."""
+    key: str
+    """The key with the name, for messages."""
+
+
+class ModelFiles(Plugin):
+    """A format of files with a whole model; its name is the ending of these files."""
+
+    @abstractmethod
+    def make(self, section: None, file: NamedFile) -> ReadModel:
+        """Find a file, and write it as a Hugging Face directory unless that was done.
+
+        Args:
+            section: A format has no settings.
+            file: The file.
+
+        Raises:
+            UserError: There is no such file, or it cannot be read or written.
+        """
+
 
 KINDS: Mapping[str, type[Any]] = {
     "losses": Loss,
@@ -692,6 +843,8 @@ KINDS: Mapping[str, type[Any]] = {
     "advantages": Advantage,
     "loggers": Logger,
     "dialects": ServerDialect,
+    "heads": HeadFormat,
+    "model_files": ModelFiles,
     "engines": Engine,
     "model_serving": ModelServing,
     "scorers": ScoreSource,

@@ -14,8 +14,9 @@ from laurel.cli.main import app
 from laurel.config.environments import JudgeFile
 from laurel.config.schemas import SCHEMAS
 from laurel.errors import ModelError, UserError
+from laurel.extensions.gguf.reading import CACHE_VARIABLE
 from laurel.models.checkpoint.card import CardFacts
-from laurel.models.gguf import CACHE_VARIABLE, local_files
+from laurel.models.files import local_files
 from policy_runs import TINY_GRPO, TINY_SFT, sums
 from runs import LOADED, pairs, save_model, write_rows
 from site_commands import all_commands

@@ -17,7 +17,6 @@ import laurel
 from laurel import plugins
 from laurel.config.data import BenchmarkSetConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.json_schema import json_schema
 from laurel.config.load import load_config, to_yaml
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.yaml_tree import Section
@@ -25,8 +24,11 @@ from laurel.data.tasks import load_task_data
 from laurel.environments.registry import row_sources, shown_tools
 from laurel.errors import ConfigError, DataError
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
+from laurel.extensions.show_config.json_schema import json_schema
 from laurel.generation.load import PluggedMaker
 from laurel.grpo.advantages import compute_advantages, resolve
+from laurel.models.files import local_files, read_model_file
+from laurel.models.loading.reward_model import find_value_head, understood
 from laurel.observe.loggers import check_available
 from laurel.rewards.open import open_scorer
 from laurel.rewards.spec import NamedSource, ScorerSpec
@@ -488,3 +490,39 @@ def test_a_benchmark_of_a_package_is_a_validation_set(site):
     assert found.possible() == selectable("x") == ["final_score", "accuracy"]
     with pytest.raises(ValueError, match="'x'"):
         BenchmarkSetConfig(benchmark="y")
+
+
+MODELS = """
+from pathlib import Path
+from laurel.plugins import ForeignHead, HeadFormat, ModelFiles, ReadModel
+
+class Toy(ModelFiles):
+    "Files of a toy."
+    def make(self, section, file):
+        return ReadModel(directory=Path(file.name).parent / "made", notes=(file.key,), about="toy")
+
+class ToyHead(ForeignHead):
+    program, is_apart = "Toy", False
+    def describe(self): return "made by Toy"
+    def settle_tokenizer(self, tokenizer, notes): pass
+    def put_into(self, classifier, *, keeps_bias): return 0.0
+
+class ToyForm(HeadFormat):
+    "Heads of a toy."
+    understood = "Toy (toy in config.json)"
+    def make(self, section, saved):
+        return ToyHead() if "toy" in saved.config else None
+"""
+
+
+def test_models_of_a_package_are_read(site):
+    kinds = {"model_files": {"toy": "toy_models:Toy"}, "heads": {"toy": "toy_models:ToyForm"}}
+    installed(site, "theirs", {"toy_models": MODELS}, kinds)
+    assert local_files("a/m.TOY") == str(Path("a/made"))
+    assert read_model_file("a/m.toy", key="policy.model_name").notes == ("policy.model_name",)
+    assert local_files("a/m.other") == "a/m.other"
+    (site / "config.json").write_text('{"toy": true}')
+    head = find_value_head(site)
+    assert head is not None
+    assert head.describe() == "made by Toy"
+    assert understood().endswith("; Toy (toy in config.json)")

@@ -1,4 +1,4 @@
-"""Defines the top-level commands and `laurel config`; heavy packages are imported when one runs.
+"""Defines the commands that train, and groups; heavy packages are imported when one runs.
 
 Typer is extended with dataclasses as parameters, clearer errors, and `--quiet` and `--verbose`,
 which every command accepts at any position.
@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 import typer.main
@@ -27,7 +27,7 @@ from laurel import __version__, plugins
 from laurel.config.yaml_tree import nearest
 from laurel.errors import ConfigError, LaurelError
 from laurel.observe.console import Verbosity, make_console, set_verbosity, verbosity
-from laurel.observe.json_output import json_stream, stdout_for_json, write_json
+from laurel.observe.json_output import stdout_for_json
 from laurel.run.options import CHECKS_OF_OPTIONS, ConfigOption, JsonOption, Overrides
 
 Command = Callable[..., Any]
@@ -240,7 +240,8 @@ class CommandGroup(TyperGroup):
         }
         left = [name for name in after if name not in names]
         while left:
-            ready = [name for name in left if after[name] in names] or left[:1]
+            ready = [name for name in left if after[name] in names]
+            ready = ready or [name for name in left if after[name] not in left][:1] or left[:1]
             for name in reversed(ready):
                 known = after[name] in names
                 names.insert(names.index(after[name]) + 1 if known else len(names), name)
@@ -390,62 +391,6 @@ def config() -> None:
 
     `laurel config --for grpo --describe` means `laurel config show --for grpo --describe`.
     """
-
-
-@config_app.command(SHOW)
-def show_config(
-    config: ConfigOption = None,
-    overrides: Overrides = None,
-    describe: Annotated[
-        bool, typer.Option("--describe", help="Print the meaning of each key above it.")
-    ] = False,
-    kind: Annotated[
-        Literal["rm", "sft", "grpo"],
-        typer.Option("--for", help="The command that the configuration is for."),
-    ] = "rm",
-    json_schema: Annotated[
-        bool,
-        typer.Option(
-            "--json-schema",
-            help="Print a JSON schema of configuration files, for an editor's completion.",
-        ),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Print the configuration of a run with every default, as YAML.
-
-    Of plug-ins, such as environments, those are shown that the run uses or that are set; with
-    `--describe` all are.
-    """
-    from laurel.config.grpo_run import GRPORun
-    from laurel.config.load import load_config, to_yaml
-    from laurel.config.plugged import with_chosen_plugins
-    from laurel.config.schemas import SCHEMAS
-
-    if json_schema:
-        from laurel.config.json_schema import schema_text
-
-        if config is not None or overrides or describe:
-            raise typer.BadParameter(
-                "--json-schema describes every configuration of a command; leave out --config, "
-                "--describe and overrides"
-            )
-        json_stream().write(schema_text(kind))
-        return
-    if as_json and describe:
-        raise typer.BadParameter("--describe writes comments, and JSON has none")
-    loaded = load_config(SCHEMAS[kind], config, overrides or [])
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    run = with_chosen_plugins(loaded.config)
-    if isinstance(run, GRPORun):
-        from laurel.run.tasks import with_asked_environments
-
-        run = with_asked_environments(run)
-    if as_json:
-        write_json(run.model_dump(mode="json"))
-        return
-    sys.stdout.write(to_yaml(run, describe=describe))
 
 
 app = App(

@@ -25,7 +25,6 @@ from laurel.config.yaml_tree import (
     Removed,
     Section,
     YamlNode,
-    foreign,
     removed,
 )
 
@@ -328,8 +327,6 @@ DEFAULT_DATASET = "HelpSteer3"
 class DatasetConfig(SetConfig):
     """One set of preferences: the class that reads it, and its place."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("DatasetConfig")
-
     dataset_name: str | None = None
     """HelpSteer3, HelpSteer2, Tulu3Preference, PKU-SafeRLHF, Nectar, SHP, WebGPT,
     PreferenceDataset, BinaryPreferenceDataset, or the dotted import path of your own class."""
@@ -350,8 +347,6 @@ class DatasetConfig(SetConfig):
 
 class DataConfig(SetsConfig):
     """The rows of preferences."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("DataConfig")
 
     train: Annotated[list[DatasetConfig] | None, IN_LIST] = None
     """Training sets; all rows of all. Null: HelpSteer3. Keys of a set may also stand in `data`
@@ -433,8 +428,6 @@ class GeneratorConfig(Section):
 class TaskSetConfig(TextSetConfig):
     """One set of tasks: the class that reads it, its place, and the environment."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("TaskSetConfig")
-
     dataset_name: str | None = None
     """OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K, DAPOMathAIME2024,
     GSM8K, NuminaMath-1.5, OpenR1-Math-220k, HumanEval, MBPP, CodeTasks (rows with tests),
@@ -458,8 +451,6 @@ class TaskSetConfig(TextSetConfig):
 
 class TaskDataConfig(TextDataConfig):
     """The rows of tasks."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("TaskDataConfig")
 
     env_name: str | None = None
     """The environment of sets that name none; null is `reward_model` where that is enabled, else

@@ -28,7 +28,6 @@ from laurel.config.yaml_tree import (
     PROCESSES,
     Removed,
     Section,
-    foreign,
     removed,
 )
 from laurel.errors import about, key_of
@@ -365,8 +364,6 @@ class ModelServerConfig(Section):
 
 class ScoringGenerationConfig(ScoringEngineSection):
     """The engine that computes the scores of a reward model; the name is NeMo RL's."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("ScoringGenerationConfig")
 
     backend: Annotated[str, NameOf("engines", ("transformers",))] = "transformers"
     """`transformers`: the model itself, in token forests; `vllm`: an engine of its own (extra
@@ -753,8 +750,6 @@ class ScoreTransformConfig(Section):
 class ScoringParallelConfig(Section):
     """The devices that one copy of a reward model is spread over."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("DTensorConfig", "ScoringParallelConfig")
-
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share each layer."""
     custom_parallel_plan: str | dict[str, Any] | None = None
@@ -763,8 +758,6 @@ class ScoringParallelConfig(Section):
 
 class RewardModelEnvironmentConfig(ScorerSource):
     """Conversations scored by reward models, servers, a judge or a function."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("RewardModelEnvironmentConfig")
 
     enabled: bool = False
     """Score with this environment if `data.env_name` names none."""
@@ -939,9 +932,6 @@ class EnvironmentsConfig(OpenSection):
     """The environments, by the names that `data.env_name` uses."""
 
     kind_of_plugin: ClassVar[str] = "environments"
-
-    # NeMo RL's files describe several environments, and use those that `env_name` names.
-    foreign_keys: ClassVar[frozenset[str]] = foreign("EnvironmentsConfig")
 
     reward_model: RewardModelEnvironmentConfig = RewardModelEnvironmentConfig()
     composite: dict[str, CompositeEnvironmentConfig] = Field(default_factory=dict)

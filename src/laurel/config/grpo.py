@@ -24,7 +24,6 @@ from laurel.config.yaml_tree import (
     OffPeriod,
     Removed,
     Section,
-    foreign,
     removed,
 )
 from laurel.plugins import Engine, EngineNeeds
@@ -56,8 +55,6 @@ class GenerationConfig(OpenSection):
 
     kind_of_plugin: ClassVar[str] = "engines"
     suffix_of_plugins: ClassVar[str] = "_cfg"
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("GenerationConfig")
 
     backend: Annotated[str, NameOf("engines", ("auto", "transformers")), MAY_CHANGE] = "auto"
     """`transformers`: in this process, with the learner's own weights; `vllm`: an engine of its own
@@ -196,7 +193,6 @@ class PolicyLossConfig(OpenSection):
     """The loss of an update. Formulas: `laurel/training/policy_loss.py`."""
 
     kind_of_plugin: ClassVar[str] = "losses"
-    foreign_keys: ClassVar[frozenset[str]] = foreign("PolicyLossConfig")
     removed: ClassVar[Mapping[str, Removed]] = removed("PolicyLossConfig")
 
     reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
@@ -431,7 +427,6 @@ class AdvantageConfig(OpenSection):
     """The estimator that turns rewards into advantages."""
 
     kind_of_plugin: ClassVar[str] = "advantages"
-    foreign_keys: ClassVar[frozenset[str]] = foreign("AdvantageConfig")
 
     name: Annotated[str, NameOf("advantages")] = "grpo"
     """`grpo`: against the group; `gdpo`: each component against its group, then weighted and
@@ -542,8 +537,6 @@ class HealthConfig(Section):
 class GRPOPolicyConfig(PolicyConfig):
     """The policy: the trained model, which also generates completions."""
 
-    foreign_keys: ClassVar[frozenset[str]] = PolicyConfig.foreign_keys - {"generation"}
-
     model_name: str | None = "Qwen/Qwen2.5-1.5B"
     """Hub name, directory or GGUF file of a causal language model. Null with `policy.scratch`.
     Default: a small base model that already does some mathematics."""
@@ -577,7 +570,6 @@ UNLIMITED_STEPS = 1_000_000
 class GRPOConfig(Section):
     """The size of a step, how rewards are compared, when the run validates."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("GRPOConfig")
     removed: ClassVar[Mapping[str, Removed]] = removed("GRPOConfig")
 
     num_prompts_per_step: int = Field(default=32, ge=1, le=1_000_000)

@@ -12,14 +12,13 @@ from laurel.config.data import TaskDataConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig, PolicyLossConfig
 from laurel.config.policy import CheckpointingConfig, RolesConfig, RolloutLoggerConfig
-from laurel.config.yaml_tree import LENGTH_MAY_CHANGE, MAY_CHANGE, Section, foreign
+from laurel.config.yaml_tree import LENGTH_MAY_CHANGE, MAY_CHANGE, Section
 
 
 class GRPORun(Section):
     """A complete configuration of `laurel grpo`."""
 
     command: ClassVar[Literal["grpo"]] = "grpo"
-    foreign_keys: ClassVar[frozenset[str]] = foreign("GRPORun")
     other_names: ClassVar[Mapping[str, str]] = {
         "use_reward_loop": "env.reward_model.use_reward_loop",
         "reward_model.use_reward_loop": "env.reward_model.use_reward_loop",

@@ -10,9 +10,9 @@ The steps::
 
     yaml_tree         YAML files and what they inherit  -> a tree that knows every value's line
     apply_overrides   a.b=c, +a.b=c, ++a.b=c, ~a.b      -> the same tree, changed
-    nemo_rl           NeMo RL's own settings            -> the same tree, in Laurel's terms
     interpolation     ${other.key}, ${mul:a,b}, ${oc.env:NAME,default}
     check_tree        tree + schema -> sections, or everything that is wrong in one error
+    other_systems     another system's settings         -> the tree in Laurel's terms, checked again
     to_yaml           sections -> YAML that reads back as the same sections
 """
 
@@ -37,7 +37,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from laurel.config.interpolation import Interpolations, UnresolvedError
-from laurel.config.nemo_rl import Move, adapt, is_carried, unread_keys
+from laurel.config.other_systems import Adapted, Move, foreign_keys, ignored_keys, translate
 from laurel.config.plugged import all_fields, field_of, fields_in, values_in
 from laurel.config.schema_info import (
     Kinds,
@@ -115,8 +115,11 @@ def load_config(
     problems: list[str] = []
     tree = at_their_place(schema, tree, problems)
     filled = apply_overrides(schema, with_defaults(schema, tree), overrides, problems)
-    adapted = adapt(schema, filled, problems)
-    config, checker = check_tree(schema, adapted.tree, problems)
+    adapted = Adapted(tree=filled)
+    config, checker = tried(schema, filled, problems)
+    if config is None or checker.ignored:
+        adapted = translate(schema, filled, problems)
+        config, checker = check_tree(schema, adapted.tree, problems)
     return LoadedConfig(
         config=config,
         warnings=(*adapted.sentences, *checker.warnings({move.key for move in adapted.moves})),
@@ -133,7 +136,10 @@ def translated(schema: type[Section], tree: YamlNode) -> YamlNode:
         ConfigError: It cannot be translated.
     """
     problems: list[str] = []
-    found = adapt(schema, at_their_place(schema, tree, problems), problems).tree
+    found = at_their_place(schema, tree, problems)
+    config, checker = tried(schema, found, problems)
+    if config is None or checker.ignored:
+        found = translate(schema, found, problems).tree
     if problems:
         raise all_of(problems)
     return found
@@ -413,11 +419,19 @@ def check_tree(schema: type[T], tree: YamlNode, problems: Sequence[str] = ()) ->
     Raises:
         ConfigError: The tree has problems; the message lists all of them.
     """
-    checker = Checker(schema, tree, problems)
-    config = checker.section(schema, tree)
-    if checker.problems or isinstance(config, _Broken):
+    config, checker = tried(schema, tree, problems)
+    if config is None:
         raise all_of(checker.problems)
     return config, checker
+
+
+def tried(
+    schema: type[T], tree: YamlNode, problems: Sequence[str] = ()
+) -> tuple[T | None, Checker]:
+    """Build sections like `check_tree`, but return None for a tree with problems."""
+    checker = Checker(schema, tree, problems)
+    config = checker.section(schema, tree)
+    return None if checker.problems or isinstance(config, _Broken) else config, checker
 
 
 # From a tree to the sections of a schema, collecting everything that is wrong on the way.
@@ -483,7 +497,7 @@ class Checker:
                 # The section would validate what a plug-in's key holds again, whatever it is.
                 if key in section.model_fields or not _has_broken(value):
                     values[key] = value
-            elif key in section.foreign_keys:
+            elif key in foreign_keys(section):
                 self.ignored.append(dotted(here))
             elif key in section.removed and says_nothing(section.removed[key], child):
                 self.removed[dotted(here)] = section.removed[key].instead
@@ -506,7 +520,8 @@ class Checker:
 
     def warnings(self, moved: Collection[str] = ()) -> Iterator[str]:
         """Yield one line for each setting that is lost, ignored, without effect or null."""
-        unread = unread_keys(self.tree, self.ignored)
+        unread = ignored_keys(self.tree, self.ignored) if self.ignored else []
+        carried = {one.key for one in unread if one.is_carried}
         lost = {one.key: one.why for one in unread if one.is_lost}
         if lost:
             listed = "; ".join(f"{key} ({why})" for key, why in lost.items())
@@ -515,7 +530,7 @@ class Checker:
             key
             for key in self.ignored
             if key not in moved
-            and not is_carried(key)
+            and key not in carried
             and not any(f"{one}.".startswith(f"{key}.") for one in lost)
         ]
         if nothing:

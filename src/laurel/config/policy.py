@@ -23,7 +23,6 @@ from laurel.config.yaml_tree import (
     THREADS,
     Removed,
     Section,
-    foreign,
     removed,
 )
 
@@ -125,8 +124,6 @@ class Milestones(Section):
 class TokenizerConfig(Section):
     """The tokenizer and its chat template."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("TokenizerConfig")
-
     name: str | None = None
     """Hub name or path; null means `policy.model_name`."""
     chat_template: str | None = "default"
@@ -156,8 +153,6 @@ class TokenizerConfig(Section):
 
 class RewardModelConfig(Section):
     """The head of a reward model, one that is put on a decoder or the one that it has."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("RewardModelConfig")
 
     reward_model_type: Literal["bradley_terry", "regression", "process"] = "bradley_terry"
     """One scalar learned from comparisons, one number per attribute learned from ratings, or one
@@ -200,8 +195,6 @@ class RewardModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (peft). The reward head is always trained and saved whole."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("LoraConfig")
-
     enabled: bool = False
     """Train adapters and the head instead of every weight. Default: full training where it fits."""
     target_modules: list[str] = Field(default_factory=list)
@@ -218,8 +211,6 @@ class LoraConfig(Section):
 
 class DTensorConfig(Section):
     """The parallelism of the model, and what the backward pass recomputes."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("DTensorConfig")
 
     cpu_offload: Annotated[bool, MAY_CHANGE] = False
     """Keep parameters on the host between uses."""
@@ -242,7 +233,6 @@ class DTensorConfig(Section):
 class PackingConfig(Section):
     """Token forests: no padding, and each prompt computed once for all its completions."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("PackingConfig")
     removed: ClassVar[Mapping[str, Removed]] = removed("PackingConfig")
 
     enabled: bool = True
@@ -317,8 +307,6 @@ class ScratchConfig(Section):
 class PolicyConfig(Section):
     """The model that is trained, how, and with what memory."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("PolicyConfig")
-
     model_name: str | None = "meta-llama/Llama-3.2-1B-Instruct"
     """Hub name or directory of a reward model, or of a causal language model that becomes one; or a
     GGUF file of a language model. Null with `policy.scratch`."""
@@ -362,11 +350,17 @@ class PolicyConfig(Section):
     keeps the learning rate constant."""
 
     @model_validator(mode="after")
-    def _one_model(self) -> PolicyConfig:
+    def _keys_fit(self) -> PolicyConfig:
         if self.scratch is None and self.model_name is None:
             raise ValueError("policy.model_name is null: name a model, or describe policy.scratch")
         if self.revision is not None and str(self.model_name).lower().endswith(".gguf"):
             raise ValueError("policy.revision has no effect on a GGUF file; leave it out")
+        cp = self.dtensor_cfg.context_parallel_size
+        if cp > 1 and not self.sequence_packing.enabled:
+            raise ValueError(
+                f"policy.dtensor_cfg.context_parallel_size={cp}: only token forests are divided; "
+                "set it to 1, or policy.sequence_packing.enabled to true"
+            )
         return self
 
     @property
@@ -402,8 +396,6 @@ class RewardPolicyConfig(PolicyConfig):
 
 class CheckpointingConfig(Section):
     """When the run is saved, which saves stay, and how it resumes."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("CheckpointingConfig")
 
     enabled: bool = True
     """Save at all."""
@@ -447,7 +439,6 @@ class LoggerConfig(OpenSection):
 
     kind_of_plugin: ClassVar[str] = "loggers"
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("LoggerConfig")
     removed: ClassVar[Mapping[str, Removed]] = removed("LoggerConfig")
 
     log_dir: str = "logs"
@@ -514,7 +505,6 @@ class ResourcesConfig(Section):
 class ClusterConfig(Section):
     """The devices and processes of the run."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("ClusterConfig")
     roles: ClassVar[tuple[str, ...]] = ("policy",)
 
     gpus_per_node: int = Field(default=1, ge=1, le=1024)

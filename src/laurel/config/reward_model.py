@@ -22,7 +22,6 @@ from laurel.config.yaml_tree import (
     OffPeriod,
     Removed,
     Section,
-    foreign,
     removed,
 )
 from laurel.plugins import PreferenceLoss
@@ -120,8 +119,6 @@ class EarlyStoppingConfig(Section):
 class RewardTrainingConfig(Section):
     """The `rm` section: the length of the run, its validation, and the loss."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("EpochsConfig")
-
     max_num_epochs: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=1, ge=1)
     """Passes over the training set."""
     max_num_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=-1, ge=-1)
@@ -148,7 +145,6 @@ class RewardTrainingRun(Section):
     """A complete configuration of `laurel rm`."""
 
     command: ClassVar[Literal["rm"]] = "rm"
-    foreign_keys: ClassVar[frozenset[str]] = foreign("RewardTrainingRun")
 
     rm: RewardTrainingConfig = RewardTrainingConfig()
     policy: RewardPolicyConfig = RewardPolicyConfig()

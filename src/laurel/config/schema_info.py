@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from laurel.config.other_systems import foreign_keys
 from laurel.config.plugged import NO_SETTINGS, NameOf, field_of, known_keys
 from laurel.config.yaml_tree import (
     BY_NAME,
@@ -118,11 +119,12 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
         return bool(sections_of(inside)) or any(map(holds_sections, inside))
 
     def num_known(section: type[Section]) -> int:
-        known = {*known_keys(section), *section.foreign_keys}
-        return sum(key in known for key in node.value)
+        own = known_keys(section)
+        return sum(key in own or key in foreign_keys(section) for key in node.value)
 
     def takes_all(section: type[Section]) -> bool:
-        return all(any(map(is_mapping, step_into((section,), key).kinds)) for key in node.value)
+        fields = [field_of(section, key) for key in node.value]
+        return all(field and any(map(is_mapping, kinds_of_field(field))) for field in fields)
 
     containers = sorted((kind for kind in kinds if item_kinds(kind)), key=holds_sections)[::-1]
     if isinstance(node.value, list):
@@ -135,7 +137,8 @@ def kind_that_fits(kinds: Kinds, node: YamlNode) -> Any | None:
         and not (node.value and any(map(takes_all, sections)))
     ):
         return named
-    return max(sections, key=num_known)
+    all_known = (one for one in sections if node.value.keys() <= set(known_keys(one)))
+    return next(all_known, None) or max(sections, key=num_known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +157,7 @@ def step_into(kinds: Kinds, key: str | int) -> KeyInfo:
     for section in sections:
         if (field := field_of(section, key)) is not None:
             return KeyInfo(standing="field", kinds=kinds_of_field(field), field=field)
-    if not kinds or any(key in section.foreign_keys for section in sections):
+    if not kinds or any(key in foreign_keys(section) for section in sections):
         return KeyInfo(standing="foreign", kinds=())
     for kind in kinds:
         if kind is Any or kind is dict:

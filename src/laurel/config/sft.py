@@ -23,14 +23,11 @@ from laurel.config.yaml_tree import (
     MAY_CHANGE,
     OffPeriod,
     Section,
-    foreign,
 )
 
 
 class DemonstrationSetConfig(TextSetConfig):
     """One set of conversations to imitate: the class that reads it, and its place."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationSetConfig")
 
     dataset_name: str | None = None
     """squad, tulu3_sft_mixture, OpenMathInstruct-2, GSM8K, openai_format, ResponseDataset, a class
@@ -44,8 +41,6 @@ class DemonstrationSetConfig(TextSetConfig):
 
 class DemonstrationDataConfig(TextDataConfig):
     """The rows of conversations."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("DemonstrationDataConfig")
 
     train: Annotated[list[DemonstrationSetConfig] | None, IN_LIST] = None
     """Training sets: a mixture, all rows of all. Null: squad. Keys of a set may also stand in
@@ -88,8 +83,6 @@ class SFTPolicyConfig(PolicyConfig):
 class SFTConfig(Section):
     """The `sft` section: the length of the run and its validation."""
 
-    foreign_keys: ClassVar[frozenset[str]] = foreign("EpochsConfig")
-
     max_num_epochs: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=1, ge=1)
     """Passes over the training set."""
     max_num_steps: Annotated[int, LENGTH_MAY_CHANGE] = Field(default=-1, ge=-1)
@@ -116,7 +109,6 @@ class SFTRun(Section):
     """A complete configuration of `laurel sft`."""
 
     command: ClassVar[Literal["sft"]] = "sft"
-    foreign_keys: ClassVar[frozenset[str]] = foreign("SFTRun")
     other_names: ClassVar[Mapping[str, str]] = {"data.split": "data.train_split"}
 
     sft: SFTConfig = SFTConfig()

@@ -442,24 +442,6 @@ LENGTH_MAY_CHANGE = MayChange(in_sweeps=False)
 """Marks the length of a run, and when it validates and saves."""
 
 
-@cache
-def _tables(name: str) -> Mapping[str, Any]:
-    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
-    tables: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return tables
-
-
-def nemo_rl_tables() -> Mapping[str, Any]:
-    """Load the tables of NeMo RL's keys and features that Laurel adapts or lacks."""
-    return _tables("nemo_rl.yaml")
-
-
-def foreign(*sections: str) -> frozenset[str]:
-    """Return the keys that the named sections of NeMo RL have and Laurel's lack."""
-    lists = nemo_rl_tables()["foreign_keys"]
-    return frozenset(key for section in sections for key in lists[section])
-
-
 @dataclass(frozen=True, slots=True)
 class Removed:
     """A key that there is no more, or one of the names that a key took."""
@@ -470,11 +452,18 @@ class Removed:
     """The value that asks for what holds now anyway: it is accepted, as null is."""
 
 
+@cache
+def _all_removed() -> Mapping[str, Any]:
+    text = files(__package__).joinpath("removed.yaml").read_text(encoding="utf-8")
+    found: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return found
+
+
 def removed(section: str) -> Mapping[str, Removed]:
     """Return the removed keys and names of a section, from `removed.yaml`."""
     return {
         key: Removed(instead, was)
-        for instead, keys in _tables("removed.yaml")[section].items()
+        for instead, keys in _all_removed()[section].items()
         for key, was in keys.items()
     }
 
@@ -483,8 +472,8 @@ class Section(BaseModel):
     """A frozen, fully checked block of a configuration file.
 
     Unknown keys are errors. Keys that other systems' files carry and that mean nothing here are
-    named in `foreign_keys`: the loader takes them out before validation and mentions all of them
-    in one warning.
+    named in `foreign_keys` or known to importers (`plugins.Importer.keys_beside`): the loader takes
+    them out before validation and mentions all of them in one warning.
     """
 
     model_config = ConfigDict(

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
 from laurel.config.grpo_run import GRPORun
-from laurel.config.load import check_tree
-from laurel.config.nemo_rl import adapt
+from laurel.config.load import check_tree, tried
+from laurel.config.other_systems import translate
 from laurel.config.schema_info import with_defaults
 from laurel.config.yaml_tree import Section, YamlNode, find_node, graft, with_key
 from laurel.errors import ConfigError, EnvironmentFailedError
@@ -214,12 +214,14 @@ def settings_of(section: type[S], given: S | Mapping[str, Any], *, where: str) -
         raise ConfigError(
             f"{where}: must be a {section.__name__} or a dictionary, not {type(given).__name__}"
         )
-    place = where.split(".")
-    run = with_key(YamlNode({}, where), place, graft(dict(given), where))
-    problems: list[str] = []
-    read = find_node(adapt(GRPORun, run, problems).tree, place)
-    assert read is not None
-    made, checker = check_tree(section, with_defaults(section, read), problems)
+    read = graft(dict(given), where)
+    made, checker = tried(section, with_defaults(section, read))
+    if made is None or checker.ignored:
+        place, problems = where.split("."), list[str]()
+        run = with_key(YamlNode({}, where), place, read)
+        adapted = find_node(translate(GRPORun, run, problems).tree, place)
+        assert adapted is not None
+        made, checker = check_tree(section, with_defaults(section, adapted), problems)
     for warning in checker.warnings():
         logging.getLogger(__name__).warning("%s: %s", where, warning)
     return made

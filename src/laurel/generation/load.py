@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from laurel.config.policy import TokenizerConfig
 from laurel.generation.requests import GeneratorSpec
-from laurel.models.gguf import local_files
+from laurel.models.files import local_files
 from laurel.models.spec import ModelSpec
 from laurel.plugins import Engine, EngineStart
 from laurel.protocols import Generator

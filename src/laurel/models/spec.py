@@ -16,7 +16,7 @@ from laurel.config.policy import (
     TokenizerConfig,
 )
 from laurel.errors import ConfigError
-from laurel.models.gguf import is_gguf, local_files
+from laurel.models.files import is_model_file, local_files
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ class ModelSpec:
 
     @property
     def files(self) -> str:
-        """The directory or hub name that `name` is read from: what is made of a GGUF file."""
+        """The directory or hub name that `name` is read from: what is made of a file."""
         return local_files(str(self.name))
 
 
@@ -144,5 +144,7 @@ class ParallelShape:
 
 def hub_name(model: str | None) -> str | None:
     """Return `model` if it is a hub name (`owner/name`) and not a local path, otherwise None."""
-    is_name = model is not None and not is_gguf(model) and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
+    is_name = (
+        model is not None and not is_model_file(model) and re.fullmatch(r"[\w.-]+/[\w.-]+", model)
+    )
     return model if is_name and not Path(str(model)).exists() else None

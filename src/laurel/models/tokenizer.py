@@ -25,7 +25,7 @@ from tokenizers.decoders import DecodeStream
 
 from laurel.config.policy import TokenizerConfig
 from laurel.errors import ConfigError, DataError, ModelError, key_of, no_file_at, setting_of
-from laurel.models.gguf import local_files
+from laurel.models.files import local_files
 from laurel.observe.hub import check_fetchable
 from laurel.types import USUAL_ROLES, Conversation, Message, ToolSchemas
 

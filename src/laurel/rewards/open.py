@@ -35,10 +35,10 @@ from laurel.errors import (
 )
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.loading.reward_model import (
-    UNDERSTOOD,
     LoadedRewardModel,
     load_contract,
     load_reward_model,
+    understood,
 )
 from laurel.models.scoring import FILE_NAME, ScoringContract, ScoringRules
 from laurel.models.spec import ModelSpec, ParallelShape
@@ -505,7 +505,7 @@ def load_scorer(
         if loaded.strange_weights:
             raise ModelError(
                 f"{place.name} has no reward head that is understood. Its weights hold, besides a "
-                f"language model's: {', '.join(loaded.strange_weights[:8])}. {UNDERSTOOD}"
+                f"language model's: {', '.join(loaded.strange_weights[:8])}. {understood()}"
             )
         raise ModelError(headless(place.source))
     contract = loaded.contract

@@ -13,7 +13,7 @@ from laurel.config.policy import PolicyConfig, Precision
 from laurel.errors import CheckpointError, ModelError, Names, setting_of
 from laurel.models.checkpoint.manifest import MANIFEST_NAME, Manifest
 from laurel.models.checkpoint.store import BEST_NAME, CheckpointStore, verify
-from laurel.models.gguf import is_gguf, read_gguf
+from laurel.models.files import is_model_file, read_model_file
 from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.spec import ModelSpec
 from laurel.observe.hub import check_fetchable, check_not_missing, listed
@@ -45,19 +45,19 @@ class ModelPlace:
     """Whether it has a manifest that its files must match."""
     notes: tuple[str, ...] = ()
     """Decisions made while it was searched for, as lines for the user."""
-    gguf: str | None = None
-    """GGUF file that was named, of which the directory was made."""
+    file: str | None = None
+    """File that was named, of which the directory was made."""
 
     @property
     def source(self) -> str:
-        """Name of the model for its users: the GGUF file, or the directory or hub name."""
-        return self.gguf or self.name
+        """Name of the model for its users: its file, directory or hub name."""
+        return self.file or self.name
 
     @property
     def shown(self) -> str:
         """The same for messages: relative if it is in the working directory."""
-        if self.gguf is not None:
-            return self.gguf
+        if self.file is not None:
+            return self.file
         name, here = Path(self.name), Path.cwd()
         return str(name.relative_to(here)) if name.is_relative_to(here) else self.name
 
@@ -174,9 +174,9 @@ def find_model(model: str) -> ModelPlace:
     """
     path = Path(model).expanduser()
     if not path.is_dir():
-        if is_gguf(model):
-            made = read_gguf(model)
-            return ModelPlace(name=str(made.directory), notes=made.notes, gguf=model)
+        if is_model_file(model):
+            made = read_model_file(model)
+            return ModelPlace(name=str(made.directory), notes=made.notes, file=model)
         if path.exists():
             raise ModelError(
                 f"{setting_of('policy.model_name', model)} is a file; name the directory that it "
@@ -199,7 +199,7 @@ def find_model(model: str) -> ModelPlace:
             "them with the program that made them (llamafactory-cli export, OpenRLHF's "
             "lora_combiner, peft's merge_and_unload), and name what comes out"
         )
-    files = [name for name in sorted(os.listdir(path)) if is_gguf(name)]
+    files = [name for name in sorted(os.listdir(path)) if is_model_file(name)]
     hint = f". A GGUF file is named itself: {path / files[0]}" if files else ""
     raise ModelError(
         f"{setting_of('policy.model_name', model)} holds neither a model (config.json) nor "

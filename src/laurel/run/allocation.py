@@ -159,13 +159,8 @@ def plan_allocation(config: Run) -> PlannedAllocation:
         ConfigError: The run does not fit; the message names every problem and the nearest setting.
     """
     plan = plan_to_run(request_of(config))
-    # These can be planned, but are not implemented.
+    # This can be planned, but is not implemented.
     parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
-    if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:
-        raise ConfigError(
-            f"{key}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
-            "policy.sequence_packing.enabled to true"
-        )
     policy = plan.role("policy")
     if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
         raise ConfigError(

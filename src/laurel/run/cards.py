@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.data.report import DataReport, RowReport, TextReport
 from laurel.errors import UserError, counted
-from laurel.models.gguf import is_gguf, read_gguf
+from laurel.models.files import is_model_file, read_model_file
 from laurel.models.spec import hub_name
 
 if TYPE_CHECKING:
@@ -101,10 +101,10 @@ def _base(context: RunContext[R], model: ModelFacts) -> dict[str, str | None]:
 
     policy = context.config.policy
     name = policy.model_name if policy.scratch is None else None
-    if name is not None and is_gguf(name):
+    if name is not None and is_model_file(name):
         described = Path(name).name
         with suppress(UserError):  # a run that goes on does without the file
-            described = read_gguf(name).about
+            described = read_model_file(name).about
         return {"base_model": described, "hub_base": None}
     if name is None or not os.path.isdir(os.path.expanduser(name)):
         return {"base_model": model.base_model, "hub_base": hub_name(name)}

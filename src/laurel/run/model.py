@@ -244,7 +244,7 @@ def found_name(name: str, *, say: Say, instead: str = "") -> str:
     from laurel.rewards.spec import find_model
 
     place = find_model(name)
-    if place.gguf is not None:
+    if place.file is not None:
         for note in place.notes:
             say(note)
         return name  # its loader asks where its files are, and the run keeps its name

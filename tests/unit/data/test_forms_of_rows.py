@@ -16,11 +16,12 @@ from chat_rows import assistant, system, transcript, user
 from laurel.config.data import DatasetConfig, TaskSetConfig
 from laurel.config.sft import DemonstrationSetConfig
 from laurel.data.columns import ColumnNotes
-from laurel.data.conversations import load_demonstrations, scoring_row
+from laurel.data.conversations import load_demonstrations
 from laurel.data.preferences import load_preferences
 from laurel.data.sources import as_row, is_transcript, parse_transcript
 from laurel.data.tasks import load_tasks
 from laurel.errors import DataError
+from laurel.extensions.score.rows import scoring_row
 from laurel.models.chat import ChatFormat
 from laurel.types import Conversation
 from tiny_tokenizers import make_tokenizer

@@ -11,7 +11,6 @@ import torch
 from laurel import plugins
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.config.json_schema import schema_text
 from laurel.config.load import load_config
 from laurel.environments.composite import CompositeEnvironment
 from laurel.environments.interface import (
@@ -29,6 +28,7 @@ from laurel.environments.registry import (
 )
 from laurel.errors import ConfigError
 from laurel.extensions.math.environment import MathEnvironment
+from laurel.extensions.show_config.json_schema import schema_text
 
 made = []
 

@@ -27,7 +27,7 @@ from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, if_interrupted, speaking
 from laurel.extensions.evaluation.options import EvalPolicyOptions
 from laurel.extensions.evaluation.pass_metrics import pass_metrics, reward_metrics
-from laurel.models.gguf import local_files
+from laurel.models.files import local_files
 from laurel.observe.console import (
     format_number,
     make_console,

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from laurel.errors import DataError, ModelError
-from laurel.models.gguf import local_files
+from laurel.models.files import local_files
 from laurel.models.scoring import ScoringContract, TrainedIds, token_group
 from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import render

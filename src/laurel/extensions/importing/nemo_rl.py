@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from laurel.config.load import load_config
-from laurel.config.nemo_rl import unread_keys
+from laurel.config.other_systems import Adapted, UnreadKey
 from laurel.config.schemas import SCHEMAS, Kind
-from laurel.config.yaml_tree import DEFAULT, YamlNode, plain_values
+from laurel.config.yaml_tree import DEFAULT, Section, YamlNode, plain_values
 from laurel.errors import ConfigError
+from laurel.extensions.importing import nemo_rl_files
 from laurel.extensions.importing.rules import Imported, KeyOutcome, Source
 from laurel.plugins import Importer
 
@@ -38,6 +39,18 @@ class NemoRl(Importer):
         kinds: tuple[Kind, ...] = ("grpo", "sft", "rm")
         kinds_found = [kind for kind in kinds if kind in source.values]
         return _import_nemo_rl(source.path, source.run or [*kinds_found, *kinds[-1:]][0])
+
+    def keys_beside(self, section: type[Section]) -> Mapping[str, str]:
+        """Return the keys that only NeMo RL has."""
+        return nemo_rl_files.keys_beside(section)
+
+    def adapt(self, schema: type[Section], work: Adapted, problems: list[str]) -> None:
+        """Translate the settings that NeMo RL has in another form."""
+        nemo_rl_files.adapt(schema, work, problems)
+
+    def unread(self, tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
+        """Return the ignored keys, a block such as Megatron's by its parts."""
+        return nemo_rl_files.unread_keys(tree, ignored)
 
 
 def _import_nemo_rl(path: Path, run: Kind) -> Imported:
@@ -67,7 +80,7 @@ def _import_nemo_rl(path: Path, run: Kind) -> Imported:
             why=unread.why,
             status="not carried" if unread.is_lost else "not needed",
         )
-        for unread in unread_keys(loaded.said, loaded.ignored)
+        for unread in nemo_rl_files.unread_keys(loaded.said, loaded.ignored)
         if unread.key not in moved
     ]
     return Imported(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from laurel.config.yaml_tree import MAY_CHANGE, ONE_PER_CORE, Section, foreign
+from laurel.config.yaml_tree import MAY_CHANGE, ONE_PER_CORE, Section
 
 
 class MathEnvironmentConfig(Section):
     """Answers that are checked against a known one."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("MathEnvironmentConfig")
 
     num_workers: Annotated[int, MAY_CHANGE, ONE_PER_CORE] = Field(default=8, ge=1)
     """Processes that check answers; at most one per core is started. Default: as many as

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +28,12 @@ class ScoreCommand(Command):
     def make(self, section: None, name: str) -> Callable[..., Any]:
         """Return the function."""
         return score_command
+
+    def for_programs(self) -> ModuleType:
+        """Return `score_rows`."""
+        from laurel.extensions.score import programs
+
+        return programs
 
 
 def score_command(

@@ -15,8 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from laurel.data.columns import ColumnNotes
-from laurel.data.conversations import STDIN, ScoringRow, read_scoring_rows, with_steps_joined
 from laurel.errors import DataError, counted, counted_that, if_interrupted
+from laurel.extensions.score.rows import (
+    STDIN,
+    ScoringRow,
+    read_scoring_rows,
+    with_steps_joined,
+)
 from laurel.observe.console import (
     format_number,
     make_console,
@@ -53,7 +58,7 @@ _MESSAGES_SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFile:
-    """The rows to score, as `data.conversations` reads them."""
+    """The rows to score, as `read_scoring_rows` reads them."""
 
     file: str
     """`-` is standard input."""

@@ -21,7 +21,6 @@ from typing import Any
 import yaml
 
 from laurel import plugins
-from laurel.config.json_schema import schema_text
 from laurel.config.load import COLUMN_KEYS, load_config, to_yaml
 from laurel.config.policy import TokenizerConfig
 from laurel.config.schemas import SCHEMAS
@@ -40,7 +39,7 @@ from laurel.errors import (
     speaking,
 )
 from laurel.extensions.starter.options import InitOptions
-from laurel.models.gguf import is_gguf
+from laurel.models.files import is_model_file
 from laurel.observe.console import message_console, quiet_libraries, say_on, shorten_middle, visible
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.hub import check_not_missing
@@ -112,7 +111,8 @@ def run_init(options: InitOptions, *, ask: Ask | None = None, num_gpus: int | No
         raise ConfigError(f"--reward-model is for --task grpo-rm, not for {task}")
     output = options.output or Path(f"{task}.yaml")
     schema = output.with_name(f"laurel-{table['trainer']}.schema.json")
-    schema_words = schema_text(table["trainer"])
+    show = plugins.find(plugins.Command, "config show").for_programs()
+    schema_words = show.schema_text(table["trainer"])
     # Before the model and the rows are looked at, which takes time.
     _check_files(output, schema, schema_words, force=options.force)
     question = (
@@ -245,10 +245,10 @@ def _model(text: str, *, trainer: str) -> Choice:
         return Choice(settings={"policy.model_name": "null"}, notes=[note])
     # With a slash at its end it is a directory, and never a name of the hub.
     is_path = text.endswith("/") and not text.startswith(("/", "~", "."))
-    if not is_gguf(text):
+    if not is_model_file(text):
         check_not_missing(f"./{text}" if is_path else text, key="--model")
     quiet_libraries()
-    if not (is_gguf(text) or Path(text).expanduser().is_dir()):
+    if not (is_model_file(text) or Path(text).expanduser().is_dir()):
         note = f"{text} is no directory here, so it is read from the Hugging Face hub; unchecked"
         choice = Choice(settings={"policy.model_name": json.dumps(text)}, notes=[note])
         with suppress(ModelError):  # the hub need not be reached before the run
@@ -259,7 +259,7 @@ def _model(text: str, *, trainer: str) -> Choice:
 
         place = find_model(text)
         is_model = (Path(text).expanduser() / "config.json").is_file()
-        name = text if is_model or place.gguf is not None else os.path.relpath(place.name)
+        name = text if is_model or place.file is not None else os.path.relpath(place.name)
         settings, notes = {"policy.model_name": json.dumps(name)}, list(place.notes)
 
         try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from laurel.config.yaml_tree import MAY_CHANGE, Section, foreign
+from laurel.config.yaml_tree import MAY_CHANGE, Section
 from laurel.plugins import Engine
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ COLDEST, HOTTEST = 0.01, 2.0
 
 class VllmConfig(Section):
     """The settings of vLLM's engine."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig")
 
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of its weights; `auto` is `policy.precision`."""
@@ -44,8 +42,6 @@ class VllmConfig(Section):
 
 class ScoringVllmConfig(Section):
     """vLLM's own settings, for a reward model."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("VllmConfig", "ScoringVllmConfig")
 
     tensor_parallel_size: Annotated[int, MAY_CHANGE] = Field(default=1, ge=1)
     """GPUs that the model is spread over."""

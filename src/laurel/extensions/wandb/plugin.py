@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from laurel.config.yaml_tree import Section, foreign
+from laurel.config.yaml_tree import Section
 from laurel.plugins import Logger, LoggerServices
 
 
 class WandbConfig(Section):
     """The Weights & Biases logger."""
-
-    foreign_keys: ClassVar[frozenset[str]] = foreign("WandbConfig")
 
     project: str = "laurel"
     """Project."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from laurel.errors import ConfigError, DataError, ModelError, key_of
+from laurel import plugins
+from laurel.errors import ConfigError, ModelError, key_of
 from laurel.models.forest.attention import register
 from laurel.models.forest.decoder import RewardModel
 from laurel.models.loading.adapters import with_adapters
@@ -33,7 +33,6 @@ from laurel.models.loading.pretrained import (
     start_of,
     take_path,
 )
-from laurel.models.loading.weight_names import HEAD_FILES, weight_names
 from laurel.models.parallel.weights import refuse_unspreadable
 from laurel.models.scoring import (
     FILE_NAME,
@@ -45,155 +44,18 @@ from laurel.models.scoring import (
     check_rendering,
 )
 from laurel.models.spec import ModelSpec
-from laurel.models.tokenizer import first_line, render, settle_padding
-from laurel.types import Message
-
-# Reward models of OpenRLHF, LLaMA-Factory and TRL, whose heads and rules differ from Laurel's.
-#
-# What they save, and how they score:
-#
-# - **OpenRLHF**: a decoder and a linear head without bias, under the name that `config.json` gives
-#   as `value_head_prefix`. The text loses its last line breaks and ends with EOS, after a blank if
-#   the template writes no EOS; longer texts are cut on the right and keep EOS.
-# - **LLaMA-Factory**: a causal language model, and `value_head.safetensors` (or `.bin`) with
-#   `v_head.summary.weight` and `v_head.summary.bias`. The template alone writes the text.
-# - **TRL's value heads**: the same two tensors, among the weights of the language model.
-#
-# All of them read the score from the last token that is not padding, whatever its id.
-
-Program = Literal["OpenRLHF", "LLaMA-Factory", "TRL"]
-
-PICKLED = "pytorch_model.bin"
-WEIGHT, BIAS = "v_head.summary.weight", "v_head.summary.bias"
-UNDERSTOOD = (
-    "Understood are: Hugging Face's classifiers (score.weight); OpenRLHF (value_head_prefix in "
-    "config.json, and a weight of that name); LLaMA-Factory (value_head.safetensors or "
-    f"value_head.bin with {WEIGHT} and {BIAS}); TRL (these two among the weights)"
-)
-
-_OPENRLHF_CLASS, _OPENRLHF_CRITIC = "RewardModel", "CriticModel"
-_OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
-_OPENRLHF_TEMPLATE = (
-    "{{% set laurel_text %}}\n{}{{% endset %}}"
-    "{{% if add_generation_prompt %}}{{{{ laurel_text }}}}{{% else %}}"
-    "{{% set laurel_text = laurel_text.rstrip('\\n') %}}{{{{ laurel_text }}}}"
-    "{{% if not laurel_text.endswith(eos_token) %}}{{{{ ' ' + eos_token }}}}{{% endif %}}"
-    "{{% endif %}}"
-)
+from laurel.plugins import ForeignHead, HeadFormat, SavedModel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueHead:
-    """A reward head in a checkpoint that another framework (`program`) saved, such as TRL."""
-
-    program: Program
-    file: Path
-    weight: str
-    bias: str | None
-    mean: float | None = None
-    """The mean of the scores, as the framework measured it; None if unknown."""
-    std: float | None = None
-
-    @property
-    def truncation_side(self) -> Literal["left", "right"] | None:
-        """The side on which the framework that saved this head truncates long texts.
-
-        None if it cuts out the middle.
-        """
-        return "right" if self.program == "OpenRLHF" else None
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether `put_into` copies the head; if not, transformers loads it with the model."""
-        return self.file.name != PICKLED
-
-    def describe(self) -> str:
-        """Return a sentence for the user about this head.
-
-        The sentence names the framework that saved the head, the file of the head, and the token at
-        which the score is read.
-        """
-        where = f"{self.file.name}: {self.weight}" + (f" and {self.bias}" if self.bias else "")
-        rule = {
-            "OpenRLHF": "a text loses its last line breaks and ends with EOS, read there",
-            "LLaMA-Factory": "the text is the saved template's, read from its last token",
-            "TRL": "the text is the saved template's, read from its last token",
-        }[self.program]
-        return f"made by {self.program}; its head is from {where}; {rule}"
-
-    def settle_tokenizer(self, tokenizer: Any, notes: list[str]) -> None:
-        """Change a tokenizer so that it renders the text that the framework of this head scores.
-
-        If padding is EOS, another padding token is chosen. These frameworks find the last token by
-        the attention mask, so they can pad with EOS, and often do. Hugging Face's own classes find
-        it by the id of the padding token.
-
-        Args:
-            tokenizer: The tokenizer, which is changed.
-            notes: Receives a remark for the user if the padding token is changed.
-
-        Raises:
-            ModelError: There is no other padding token, no EOS, or the template cannot be adapted.
-        """
-        if tokenizer.pad_token == tokenizer.eos_token:
-            settle_padding(tokenizer, "auto")
-            notes.append(
-                f"it padded with {tokenizer.eos_token!r}, which ends texts; padding is now "
-                f"{tokenizer.pad_token!r}. No score depends on it"
-            )
-        if self.program == "OpenRLHF":
-            _end_as_openrlhf(tokenizer)
-
-    def put_into(self, classifier: Any, *, keeps_bias: bool) -> float:
-        """Copy this head into a classifier.
-
-        Args:
-            classifier: A Hugging Face `...ForSequenceClassification`. Settings that only the
-                framework of this head reads are removed from its configuration.
-            keeps_bias: Whether the bias is copied too. Hugging Face's own classes have no bias in
-                the head.
-
-        Returns:
-            The bias, which the framework adds to every score; 0 if there is none, or if
-            transformers loads the head.
-
-        Raises:
-            ModelError: The head is not one linear layer with one output over the hidden states.
-        """
-        for key in _OPENRLHF_KEYS if self.program == "OpenRLHF" else ():
-            if key in vars(classifier.config):
-                delattr(classifier.config, key)
-        if not self.is_apart:
-            return 0.0
-        tensors = _tensors(self.file, (self.weight, self.bias))
-        weight = tensors[self.weight]
-        bias = tensors[self.bias] if self.bias else None
-        head = getattr(classifier, "score", None)
-        if not isinstance(head, nn.Linear) or weight.shape != head.weight.shape:
-            wanted = list(head.weight.shape) if isinstance(head, nn.Linear) else "another layer"
-            raise ModelError(
-                f"{self.file}: {self.weight} is {list(weight.shape)}, and the head of "
-                f"{type(classifier).__name__} is {wanted}: they do not belong together"
-            )
-        with torch.no_grad():
-            head.weight.copy_(weight)
-            if bias is not None and keeps_bias:
-                head.bias = nn.Parameter(bias.reshape(1).to(head.weight))
-        return 0.0 if bias is None else float(bias.reshape(()))
-
-    def statistics(self) -> dict[str, float]:
-        """Return the mean and the standard deviation of scores, as the checkpoint records them.
-
-        The framework that trained the head measured them; they are not measured here. The keys are
-        the field names of `ScoringRules`. The result is empty if the checkpoint records none.
-        """
-        if self.mean is None or self.std is None:
-            return {}
-        return {"mean": self.mean, "std": self.std}
+def understood() -> str:
+    """Return the sentence that names the reward heads which can be read."""
+    forms = ["Hugging Face's classifiers (score.weight)"]
+    forms += [one.understood for one in _formats() if one.understood]
+    return f"Understood are: {'; '.join(forms)}"
 
 
-def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueHead | None:
-    """Find the reward head that OpenRLHF, LLaMA-Factory or TRL saved in a directory.
+def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ForeignHead | None:
+    """Find the reward head that another program saved in a directory, in a form of its own.
 
     Only the names of weights are read, and no pickled file is opened.
 
@@ -204,8 +66,7 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
         The head; None for any other model, including Laurel's, and for other directories.
 
     Raises:
-        ModelError: One of these frameworks saved the model, but it is incomplete or gives no
-            reward.
+        ModelError: Such a program saved the model, but it is incomplete or gives no reward.
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -213,131 +74,13 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> ValueH
         return None  # loading reports it best
     if not isinstance(config, dict) or (directory / FILE_NAME).is_file():
         return None
-    for name in HEAD_FILES:
-        if (directory / name).is_file():
-            return ValueHead(
-                program="LLaMA-Factory", file=directory / name, weight=WEIGHT, bias=BIAS
-            )
-    architectures = config.get("architectures") or []
-    if _OPENRLHF_CRITIC in architectures:
-        raise ModelError(
-            f"{directory} is a critic of OpenRLHF: it estimates what single tokens are worth, and "
-            "gives no score of a conversation. Name the reward model of that run"
-        )
-    if "value_head_prefix" in config or _OPENRLHF_CLASS in architectures:
-        return _of_openrlhf(directory, config, safetensors_only=safetensors_only)
-    names = weight_names(directory)
-    if WEIGHT in names:
-        bias = BIAS if BIAS in names else None
-        return ValueHead(program="TRL", file=names[WEIGHT], weight=WEIGHT, bias=bias)
-    return None
+    saved = SavedModel(directory=directory, config=config, safetensors_only=safetensors_only)
+    heads = (one.make(None, saved) for one in _formats())
+    return next((head for head in heads if head is not None), None)
 
 
-def refuse_hub_name(name: str, hf_config: Any) -> None:
-    """Check that a hub name is not that of a model saved by OpenRLHF.
-
-    Such a model must be downloaded first, because its head and its rules are found only in the
-    files of a directory.
-
-    Raises:
-        ModelError: The name is such a hub name.
-    """
-    is_theirs = _OPENRLHF_CLASS in (hf_config.architectures or [])
-    if not Path(name).is_dir() and (is_theirs or hasattr(hf_config, "value_head_prefix")):
-        raise ModelError(
-            f"{name} was made by OpenRLHF, which scores by rules of its own; its files have to be "
-            f"here to follow them: hf download {name} --local-dir DIR, and name DIR"
-        )
-
-
-def foreign_heads(unexpected: Iterable[str]) -> list[str]:
-    """Return the names of weights that may belong to another framework's reward head, sorted.
-
-    An error names them if no reward head can be loaded.
-
-    Args:
-        unexpected: The names of the weights in a model's files that the network lacks, as
-            transformers reports them. Those of a language-model head (`lm_head.`) are left out.
-    """
-    return sorted(key for key in unexpected if not key.startswith("lm_head."))
-
-
-def _of_openrlhf(directory: Path, config: dict[str, Any], *, safetensors_only: bool) -> ValueHead:
-    prefix = str(config.get("value_head_prefix", "score"))
-    names = weight_names(directory)
-    weight, bias = f"{prefix}.weight", f"{prefix}.bias"
-    mean, std = config.get("mean"), config.get("std")
-    if not names and prefix == "score" and not safetensors_only:
-        names = {weight: directory / PICKLED}  # transformers knows the name, and reads the files
-    if not names:
-        raise ModelError(
-            f"{directory} was made by OpenRLHF, and has no weights in safetensors. Pickled weights "
-            "can run code when they are loaded: make safetensors of them, or, where the head is "
-            f"called score, set {key_of('policy.safetensors_only')}=false if you trust them."
-        )
-    if weight not in names:
-        heads = [name for name in names if name.count(".") == 1]
-        raise ModelError(
-            f"{directory} was made by OpenRLHF, and its weights have no {weight} "
-            f"(value_head_prefix in config.json). Outside of the decoder they have: "
-            f"{', '.join(sorted(heads)[:8]) or 'nothing'}. {UNDERSTOOD}"
-        )
-    return ValueHead(
-        program="OpenRLHF",
-        file=names[weight],
-        weight=weight,
-        bias=bias if bias in names else None,
-        mean=float(mean) if isinstance(mean, int | float) else None,
-        std=float(std) if isinstance(std, int | float) else None,
-    )
-
-
-def _end_as_openrlhf(tokenizer: Any) -> None:
-    eos, template = tokenizer.eos_token, tokenizer.chat_template
-    if eos is None:
-        raise ModelError(
-            "the model was made by OpenRLHF, which ends every text with EOS, and its tokenizer "
-            "names none: write its eos_token into tokenizer_config.json"
-        )
-    probe = (Message("user", "a"), Message("assistant", "b"))
-    try:
-        wanted = render(tokenizer, probe, {}).rstrip("\n")
-        wanted += "" if wanted.endswith(eos) else f" {eos}"
-        tokenizer.chat_template = _OPENRLHF_TEMPLATE.format(template.removesuffix("\n"))
-        found = render(tokenizer, probe, {})
-    except DataError as error:
-        raise ModelError(str(error)) from error
-    if found != wanted:
-        raise ModelError(
-            f"the chat template cannot be made to end as OpenRLHF ends texts: it gives {found!r}, "
-            f"and should give {wanted!r}. Choose another: "
-            f"{key_of('policy.tokenizer.chat_template')}=chatml, "
-            "or a path ending in .jinja"
-        )
-
-
-def _tensors(path: Path, names: Iterable[str | None]) -> dict[str, Tensor]:
-    wanted = [name for name in names if name is not None]
-    if path.suffix != ".safetensors":
-        raise ModelError(
-            f"{path} is pickled, and Laurel reads no pickles: they can run code. If you trust it, "
-            'make safetensors of it, in its directory: python -c "import torch, safetensors.torch '
-            "as s; s.save_file(torch.load('value_head.bin', weights_only=True), "
-            "'value_head.safetensors')\""
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            held = list(file.keys())
-            found = {name: file.get_tensor(name) for name in held if name in wanted}
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
-    lacking = [name for name in wanted if name not in found]
-    if lacking:
-        raise ModelError(
-            f"{path} holds no {' and no '.join(lacking)}. It holds: "
-            f"{', '.join(sorted(held)[:8]) or 'nothing'}. {UNDERSTOOD}"
-        )
-    return found
+def _formats() -> Iterator[HeadFormat]:
+    return (plugins.find(HeadFormat, name) for name in plugins.names("heads"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -380,7 +123,7 @@ def load_reward_model(
         resume_from: A checkpoint of the same run, whose tokenizer, contract and weights are used.
         mesh: The mesh over which the model is sharded. All ranks then call this with the same
             arguments.
-        keeps_bias: Whether to keep the bias of a head that another framework saved (`ValueHead`).
+        keeps_bias: Whether to keep the bias of a head that another program saved (`ForeignHead`).
             The bias adds the same number to every score. Laurel's checkpoints cannot store it.
         for_training: Whether a run trains the model. Where it begins, the contract of a reward
             model that an earlier version saved becomes one of this version.
@@ -499,7 +242,7 @@ class _Read:
     classifier: Any
     has_new_head: bool
     strange_weights: tuple[str, ...] = ()
-    foreign: ValueHead | None = None
+    foreign: ForeignHead | None = None
     pad_id: int | None = None
 
 
@@ -557,10 +300,12 @@ def _load(
     dtype: torch.dtype,
     mesh: DeviceMesh | None,
     seed: int,
-    foreign: ValueHead | None,
+    foreign: ForeignHead | None,
 ) -> _Read:
     hf_config = read_config(spec, name)
-    refuse_hub_name(name, hf_config)
+    if not Path(name).is_dir():
+        for form in _formats():
+            form.check_hub_name(name, hf_config)
     is_classifier = _is_classifier(hf_config)
     pad_id = hf_config.get_text_config().pad_token_id
     hf_config.num_labels = _num_outputs(spec)
@@ -585,7 +330,8 @@ def _load(
     has_new_head = lacks_head and foreign is None
     if has_new_head:
         _init_head(model, seed)
-    strange = tuple(foreign_heads(info["unexpected_keys"]))
+    # They may be the reward head of another program; an error names them if there is none.
+    strange = tuple(sorted(k for k in info["unexpected_keys"] if not k.startswith("lm_head.")))
     return _Read(model, has_new_head, strange, foreign, pad_id)
 
 
@@ -718,4 +464,6 @@ def _contract(
     reads_by_padding = foreign is None and not read.has_new_head
     is_named = spec.tokenizer.pad_token not in (None, "auto")
     check_rendering(contract, own_pad=read.pad_id if reads_by_padding and not is_named else None)
-    return contract if foreign is None else contract.with_rules(**foreign.statistics())
+    if foreign is None or foreign.mean is None or foreign.std is None:
+        return contract
+    return contract.with_rules(mean=foreign.mean, std=foreign.std)

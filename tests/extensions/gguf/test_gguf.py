@@ -14,8 +14,9 @@ from gguf_files import gguf, write_tiny
 from laurel.config.load import load_config
 from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, MissingDependencyError, ModelError
+from laurel.extensions.gguf.reading import CACHE_VARIABLE, read_gguf
 from laurel.models.checkpoint.card import CardFacts
-from laurel.models.gguf import CACHE_VARIABLE, local_files, read_gguf
+from laurel.models.files import local_files
 from laurel.models.spec import hub_name
 from laurel.rewards.spec import find_model
 

@@ -12,13 +12,14 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from laurel.config import other_systems
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import LoadedConfig, load_config, translated
-from laurel.config.nemo_rl import MEGATRON_SENTENCE
 from laurel.config.resuming import changes
-from laurel.config.schemas import SCHEMAS, Kind
+from laurel.config.schemas import SCHEMAS, Kind, command_of_file
 from laurel.config.yaml_tree import graft, plain_values
 from laurel.errors import ConfigError
+from laurel.extensions.importing.nemo_rl_files import MEGATRON_SENTENCE
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.run.allocation import plan_allocation
 from laurel.training.stopping import (
@@ -156,7 +157,7 @@ def test_what_there_is_not_is_refused_by_its_name(tmp_path: Path) -> None:
     assert len(asked) > 20
     for run, key, feature in sorted(asked):
         name, _, value = key.partition("=")
-        tree: dict[str, Any] = {"policy": {"model_name": "a"}}
+        tree: dict[str, Any] = {"policy": {"model_name": "a"}, "logger": {"monitor_gpus": True}}
         if name.startswith("policy.megatron_cfg."):
             put(tree, "policy.megatron_cfg.enabled", True)
         put(tree, name, yaml.safe_load(value) if value else {"any": 1})
@@ -463,6 +464,22 @@ def test_the_backend_field_alone_leaves_our_own_examples_as_they_are(file: Path)
     sized = load_config(SCHEMAS[kind], file, both).config
     assert sized.policy.dtensor_cfg.activation_checkpointing
     assert sized.policy.optimizer == plain.policy.optimizer
+
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", [*OWN, *RECIPES], ids=lambda file: file.stem)
+def test_no_importer_is_asked_about_our_own_keys(file: Path, monkeypatch) -> None:
+    def asked() -> list[Any]:
+        raise AssertionError("an importer is asked")
+
+    schema = SCHEMAS[command_of_file(file)]
+    with monkeypatch.context() as patched:
+        patched.setattr(other_systems, "_importers", asked)
+        load_config(schema, file, ["policy.precision=float32", "cluster.device=cpu"])
+        with pytest.raises(AssertionError, match="is asked"):
+            load_config(schema, file, ["+policy.dynamic_batching.enabled=true"])
 
 
 def test_layers_of_megatron_are_those_of_the_decoder(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """Reads GGUF files, the format of llama.cpp, as Hugging Face directories. Imports no torch.
 
 A file is read once, by transformers' own reader, and written with its tokenizer and chat template
-into a cache. Code that loads a model asks `local_files` where its files are; all other code keeps
-the name that the user wrote.
+into a cache.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from laurel.errors import ConfigError, MissingDependencyError, ModelError, setti
 from laurel.observe.console import message_console, quiet_libraries
 from laurel.observe.files import delete_directory, is_disk_error, replace_directory
 from laurel.observe.hub import check_fetchable, listed
+from laurel.plugins import ReadModel
 
 CACHE_VARIABLE = "LAUREL_CACHE"
 """Environment variable that names the cache. Default: `laurel` in `XDG_CACHE_HOME`, or in
 `~/.cache`."""
 
-_ENDING = ".gguf"
 _FACTS = "model_card.json"  # as `CardFacts` reads it: an export's card says what the weights are
 _PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # `tokenizer.ggml.pre` of vocabularies that are split as GPT-2's, which transformers falls back to.
@@ -39,37 +38,7 @@ _PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SPLIT_AS_GPT2 = {"default", "gpt-2", "phi-2", "mpt", "olmo", "smollm"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufModel:
-    """A GGUF file, and the directory that was made of it."""
-
-    directory: Path
-    notes: tuple[str, ...]
-    """What was made of the weights and of the tokenizer, as lines for the user."""
-    about: str
-    """Description for a model card, without folders, e.g. `m.gguf (llama, Q8_0, ...)`."""
-
-
-def is_gguf(name: str) -> bool:
-    """Report whether a model's name is that of a GGUF file."""
-    return name.lower().endswith(_ENDING)
-
-
-def local_files(name: str, *, key: str = "policy.model_name") -> str:
-    """Return what transformers loads for a model's name.
-
-    That is the directory made of a GGUF file, and otherwise the name itself.
-
-    Args:
-        name: A directory, a hub name or a GGUF file.
-
-    Raises:
-        UserError: `read_gguf` cannot read the file.
-    """
-    return str(read_gguf(name, key=key).directory) if is_gguf(name) else name
-
-
-def read_gguf(name: str, *, key: str = "policy.model_name") -> GgufModel:
+def read_gguf(name: str, *, key: str = "policy.model_name") -> ReadModel:
     """Find a GGUF file, and write it as a Hugging Face directory unless the cache has it.
 
     Processes that ask at once wait for the first of them.
@@ -111,7 +80,7 @@ def read_gguf(name: str, *, key: str = "policy.model_name") -> GgufModel:
     facts = json.loads((target / _FACTS).read_text(encoding="utf-8"))
     first, *rest = facts["notes"]
     notes = (f"{first} (read from {target})", *rest)
-    return GgufModel(directory=target, notes=notes, about=facts["base_model"])
+    return ReadModel(directory=target, notes=notes, about=facts["base_model"])
 
 
 def cache_folder() -> Path:

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from chat_rows import assistant, system, transcript, user
-from laurel.data.conversations import read_scoring_rows, with_steps_joined
 from laurel.errors import DataError
+from laurel.extensions.score.rows import read_scoring_rows, with_steps_joined
 from laurel.types import Completion, Message
 
 ASKED = (Message("user", "Why?"),)

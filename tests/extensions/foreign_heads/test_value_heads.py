@@ -229,7 +229,7 @@ def test_what_is_found_and_what_is_understood_is_listed(tmp_path):
     with pytest.raises(
         ModelError,
         match=r"holds no v_head\.summary\.weight and no v_head\.summary\.bias. It holds: "
-        r"reward\.weight\. Understood are: .*OpenRLHF.*LLaMA-Factory.*TRL",
+        r"reward\.weight\. Understood are: .*LLaMA-Factory.*OpenRLHF.*TRL",
     ):
         scored(directory)
 

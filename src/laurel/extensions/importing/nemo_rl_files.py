@@ -2,8 +2,8 @@
 
 A tree goes through three steps before it is checked. Settings that NeMo RL has in another backend
 or section are translated to Laurel's (`megatron_cfg`, `async_grpo`). A feature that Laurel lacks is
-refused by name. All other keys without a meaning in Laurel stay in the tree: the sections know them
-(`foreign_keys`), and `unread_keys` gives the reason, and whether something is lost.
+refused by name. All other keys without a meaning in Laurel stay in the tree: the sections accept
+them (`keys_beside`), and `unread_keys` gives the reason, and whether something is lost.
 
 The tables of these keys and features are in `nemo_rl.yaml`.
 """
@@ -13,12 +13,15 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import files
 from typing import Any
+
+import yaml
 
 from laurel import plugins
 from laurel.config.interpolation import Interpolations, UnresolvedError
+from laurel.config.other_systems import Adapted, UnreadKey, foreign_keys
 from laurel.config.schema_info import (
     Kinds,
     is_mapping,
@@ -34,19 +37,18 @@ from laurel.config.yaml_tree import (
     all_of,
     dotted,
     find_node,
-    foreign,
     graft,
     nearest,
-    nemo_rl_tables,
     overlay,
     plain_values,
     split_key,
     with_key,
 )
 
-_TABLES = nemo_rl_tables()
-
-
+_TABLES: Mapping[str, Any] = yaml.load(
+    files(__package__).joinpath("nemo_rl.yaml").read_text(encoding="utf-8"),
+    getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+)
 # Of a key that several reasons name, the first holds, and that something is lost before all.
 _REASONS = {
     key: (why, block == "lost")
@@ -55,7 +57,7 @@ _REASONS = {
     for key in keys
 }
 _CARRIED = {f"{block}.{key}" for block, keys in _TABLES["carried"].items() for key in keys}
-_ENVIRONMENTS = foreign("EnvironmentsConfig")
+_ENVIRONMENTS = frozenset(_TABLES["foreign_keys"]["EnvironmentsConfig"])
 _OFF: tuple[Any, ...] = (None, False, -1, 0, [], {})
 
 
@@ -73,20 +75,17 @@ def reason(key: str) -> tuple[str, bool] | None:
     return None
 
 
-def is_carried(key: str) -> bool:
-    """Report whether a key is translated as a whole."""
-    return key in _CARRIED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnreadKey:
-    """A key of NeMo RL that Laurel ignores, with the reason."""
-
-    key: str
-    value: Any
-    why: str
-    is_lost: bool
-    """True if ignoring the key makes the run differ from what the file asks for."""
+@cache
+def keys_beside(section: type[Section]) -> Mapping[str, str]:
+    """Return the keys of NeMo RL that a section of Laurel's ignores, with the reasons."""
+    named = {one.__name__ for one in section.__mro__ if one.__module__.startswith("laurel.")}
+    found = {
+        key: reason(key)
+        for sections, keys in _TABLES["foreign_keys"].items()
+        if not named.isdisjoint(sections.split(", "))
+        for key in keys
+    }
+    return {key: why[0] if why else "it means nothing here" for key, why in found.items()}
 
 
 def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
@@ -115,7 +114,10 @@ def unread_keys(tree: YamlNode, ignored: Sequence[str]) -> list[UnreadKey]:
             )
             if may_be_lost and is_off:
                 why, may_be_lost = "it is off, or says what Laurel does", False
-            found.append(UnreadKey(key=key, value=value, why=why, is_lost=may_be_lost))
+            is_carried = key in _CARRIED
+            found.append(
+                UnreadKey(key=key, value=value, why=why, is_lost=may_be_lost, is_carried=is_carried)
+            )
     return found
 
 
@@ -142,36 +144,7 @@ def _is_off(value: Any, same: Sequence[Any] = ()) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A setting of NeMo RL that was translated, with Laurel's keys for it."""
-
-    key: str
-    value: Any
-    to: Mapping[str, Any]
-    """The keys of Laurel that the setting was translated to, with their values."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Adapted:
-    """The values of a file after translation from NeMo RL's keys, with moves and warnings."""
-
-    tree: YamlNode
-    moves: list[Move] = field(default_factory=list)
-    sentences: list[str] = field(default_factory=list)
-
-    def set(self, key: str, value: Any, *, by: str, was: Any) -> None:
-        """Set one of Laurel's keys; `by` and `was` are the translated key and its value."""
-        place = (_at(self.tree, by) or self.tree).place
-        self.tree = with_key(self.tree, key.split("."), graft(value, place))
-        same = next((move for move in self.moves if move.key == by), None)
-        if same is None:
-            self.moves.append(Move(key=by, value=was, to={key: value}))
-        else:
-            self.moves[self.moves.index(same)] = Move(key=by, value=was, to={**same.to, key: value})
-
-
-def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted:
+def adapt(schema: type[Section], work: Adapted, problems: list[str]) -> None:
     """Translate the settings of a file from NeMo RL's keys to Laurel's.
 
     Problems of the translation are added to `problems`.
@@ -179,10 +152,9 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
     Raises:
         ConfigError: The file asks for features that Laurel does not have; all of them are named.
     """
-    work = Adapted(tree=tree)
-    if not isinstance(tree.value, dict):
-        return work
-    values = _Values(schema, tree)
+    if not isinstance(work.tree.value, dict):
+        return
+    values = _Values(schema, work.tree)
     is_megatron = values.get(_MEGATRON + "enabled") is True
     missing = [
         *_missing(schema, values, is_megatron=is_megatron),
@@ -207,7 +179,6 @@ def adapt(schema: type[Section], tree: YamlNode, problems: list[str]) -> Adapted
     if "policy" in schema.model_fields:
         _pack_where_rows_are_divided(work)
         _take_budget_of_padded_rows(work, values)
-    return work
 
 
 class _Values:
@@ -655,7 +626,7 @@ def _with_keywords(block: YamlNode, kinds: Kinds, of_sets: Kinds) -> YamlNode:
     said = block.value.get("dataset_name") if isinstance(block.value, dict) else None
     if said is None or not re.search(r"[.:]", str(said.value)):
         return block
-    known = [key for one in sections_of(of_sets) for key in (*one.model_fields, *one.foreign_keys)]
+    known = [key for one in sections_of(of_sets) for key in (*one.model_fields, *foreign_keys(one))]
     own = {
         key: value
         for key, value in block.value.items()

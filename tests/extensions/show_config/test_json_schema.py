@@ -13,10 +13,10 @@ from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from laurel.cli.main import app
-from laurel.config.json_schema import json_schema, schema_text
 from laurel.config.load import load_config, to_yaml
 from laurel.config.resuming import changes
 from laurel.config.schemas import SCHEMAS, Kind
+from laurel.extensions.show_config.json_schema import json_schema, schema_text
 
 ROOT = Path(__file__).parents[3]
 SCHEMA_FILES = {kind: ROOT / "recipes" / "schemas" / f"{kind}.json" for kind in SCHEMAS}

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from laurel.config.load import sections_below
-from laurel.config.nemo_rl import reason
+from laurel.config.other_systems import foreign_keys
 from laurel.config.plugged import OpenSection, field_of, field_of_section
 from laurel.config.schema_info import item_kinds, kinds_of, sections_of, step_into
 from laurel.config.schemas import SCHEMAS, Kind
@@ -136,9 +136,9 @@ def _accept(
             entry.pop(name, None)
         described = {"description": about} if about else {}
         schema["properties"][key] = {**described, **_accepting(entry), **kept}
-    for key in sorted(section.foreign_keys - section.model_fields.keys()):
-        why, _ = reason(key) or ("it means nothing here", False)
-        schema["properties"][key] = {"description": f"Ignored: {why}."}
+    for key, why in sorted(foreign_keys(section).items()):
+        if key not in section.model_fields:
+            schema["properties"][key] = {"description": f"Ignored: {why}."}
     for key in sorted(section.removed.keys() - section.model_fields.keys()):
         if step_into((section,), key).standing != "foreign":
             gone = f"Removed: {section.removed[key].instead}."
