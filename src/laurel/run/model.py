@@ -11,7 +11,8 @@ from laurel.config.load import to_yaml, translated
 from laurel.config.policy import PolicyConfig, RewardPolicyConfig, RoleName
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError, ModelError, speaking
-from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
+from laurel.models.checkpoint.manifest import MANIFEST_NAME
+from laurel.models.checkpoint.store import steps_in
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries, say_on
 from laurel.observe.hub import check_fetchable

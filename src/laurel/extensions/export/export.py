@@ -140,7 +140,7 @@ def _find(options: ExportOptions) -> list[ModelPlace]:
     if options.step is not None:
         root = Path(name).expanduser()
         if not (root / f"step_{options.step}").is_dir():
-            from laurel.models.checkpoint.manifest import steps_in
+            from laurel.models.checkpoint.store import steps_in
 
             steps = ", ".join(map(str, steps_in(root))) if root.is_dir() else ""
             raise ConfigError(
