@@ -37,6 +37,7 @@ from laurel.models.loading.pretrained import DTYPES
 from laurel.models.loading.reward_model import (
     UNDERSTOOD,
     LoadedRewardModel,
+    check_paths,
     load_contract,
     load_reward_model,
 )
@@ -60,7 +61,6 @@ from laurel.rewards.scorer import (
     LocalScorer,
     ModelScorer,
     check_golden,
-    check_paths,
 )
 from laurel.rewards.spec import (
     MAX_LENGTH,

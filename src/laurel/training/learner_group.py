@@ -25,13 +25,14 @@ from laurel.models.forest.decoder import adapted_layers
 from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.forest.policy import Reference
 from laurel.models.loading.policy import LoadedPolicy, check_policy_paths
+from laurel.models.loading.reward_model import LoadedRewardModel, check_paths
 from laurel.models.parallel.mesh import AcrossRanks, held_bytes
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ParallelShape
 from laurel.observe.console import quiet_libraries
 from laurel.observe.files import is_disk_error
 from laurel.protocols import WorkerGroup
-from laurel.rewards.scorer import check_golden, check_paths
+from laurel.rewards.scorer import check_golden
 from laurel.sandbox.limits import available_cores
 from laurel.training.learner import (
     NOTHING_TO_LEARN,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from laurel.generation.weights.broadcast import Meeting, WeightLink
     from laurel.generation.weights.handles import Chunk, SharedMemory
     from laurel.generation.weights.held import HeldDtype
-    from laurel.models.loading.reward_model import LoadedRewardModel
 
     Loaded = LoadedPolicy | LoadedRewardModel
     Load = Callable[..., Loaded]
