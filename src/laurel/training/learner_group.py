@@ -540,7 +540,8 @@ class LearnerWorker(WeightExporter):
             difference = check_policy_paths(loaded.model)
         else:
             difference = check_paths(loaded.model)
-            check_golden(loaded.model, loaded.contract)
+            if loaded.contract.rules.golden:  # a new model has none
+                check_golden(loaded.model, loaded.contract)
         self._facts = ModelFacts.of(loaded, self_check=difference)
         if isinstance(loaded, LoadedPolicy):
             loaded.model.with_entropy = with_entropy
