@@ -24,7 +24,7 @@ from laurel.models.forest.policy import Reference
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ParallelShape
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from laurel.training.learner import Learner, LocalLearner, MicroBatch, Update
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.training.losses import LossOutput, RewardLoss

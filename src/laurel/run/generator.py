@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
@@ -12,7 +12,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.errors import ConfigError
 from laurel.plugins import Engine, EngineStart
 from laurel.run.context import RunContext
-from laurel.run.specs import generator_spec, model_spec
+from laurel.run.model import model_spec
 from laurel.sandbox.scratch import ScratchFolder
 
 QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from laurel.generation.load import EngineMaker
+    from laurel.generation.requests import GeneratorSpec
     from laurel.generation.weights.routes import WeightTransfer
     from laurel.models.chat import ChatFormat
     from laurel.models.forest.decoder import Path as ModelPath
@@ -73,6 +74,18 @@ def make_generator(
         static_slots=config.policy.generation.transformers_cfg.static_slots,
         # Only a copy can sample from old weights while the learner makes new ones.
         shares_weights=config.grpo.max_staleness == 0,
+    )
+
+
+def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
+    """Return the spec of a GRPO run's sampling engine; `end_ids` are the tokens that end a turn."""
+    from laurel.generation.requests import GeneratorSpec
+
+    return GeneratorSpec(
+        settings=config.policy.generation,
+        max_length=config.policy.max_total_sequence_length,
+        end_ids=tuple(end_ids),
+        seed=config.grpo.seed,
     )
 
 

@@ -28,6 +28,7 @@ from laurel.run.generator import describe_generator, make_generator
 from laurel.run.model import found_teacher, resolve_micro_batches, resolve_model
 from laurel.run.policy import describe_policy, load_policy_to_train
 from laurel.run.request import (
+    batch_notes,
     judge_notes,
     loaded_judges,
     model_server,
@@ -35,7 +36,6 @@ from laurel.run.request import (
     uses_reward_model,
     why_not_validated,
 )
-from laurel.run.specs import batch_notes
 from laurel.run.tasks import (
     check_answers,
     check_environments,

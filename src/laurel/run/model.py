@@ -1,4 +1,4 @@
-"""Finds, sizes and loads the model that a run trains, here or over the ranks of a cluster."""
+"""Describes, finds, sizes and loads the model that a run trains, here or over a cluster's ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.config.load import to_yaml, translated
-from laurel.config.policy import PolicyConfig, RewardPolicyConfig, RoleName
+from laurel.config.policy import (
+    PolicyConfig,
+    RewardModelConfig,
+    RewardPolicyConfig,
+    RoleName,
+    TokenizerConfig,
+)
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError, ModelError, speaking
 from laurel.models.checkpoint.manifest import MANIFEST_NAME
@@ -20,7 +26,6 @@ from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shap
 from laurel.planning.plan import plan_run
 from laurel.run.context import R, RunContext
 from laurel.run.request import model_server, request_of, uses_reward_model
-from laurel.run.specs import model_spec, teacher_spec
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +36,48 @@ if TYPE_CHECKING:
     from laurel.rewards.spec import Say
     from laurel.training.learner import Learner
     from laurel.training.learner_group import Load, ModelFacts
+
+
+_NO_HEAD = RewardModelConfig()
+
+
+def model_spec(policy: PolicyConfig) -> ModelSpec:
+    """Return the spec of the model that a `policy` section describes."""
+    is_named = policy.scratch is None or "model_name" in policy.model_fields_set
+    parallel = policy.dtensor_cfg
+    return ModelSpec(
+        name=policy.model_name if is_named else None,
+        revision=policy.revision,
+        trust_remote_code=policy.trust_remote_code,
+        safetensors_only=policy.safetensors_only,
+        config_overrides=policy.hf_config_overrides,
+        scratch=policy.scratch,
+        tokenizer=policy.tokenizer,
+        head=policy.reward_model_cfg if isinstance(policy, RewardPolicyConfig) else _NO_HEAD,
+        precision=policy.precision,
+        compile=policy.compile,
+        reads_forests=policy.sequence_packing.enabled,
+        lora=parallel.lora_cfg if parallel.lora_cfg.enabled else None,
+        activation_checkpointing=parallel.activation_checkpointing,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        cpu_offload=parallel.cpu_offload,
+        parallel_plan=parallel.custom_parallel_plan,
+    )
+
+
+def teacher_spec(policy: PolicyConfig, name: str) -> ModelSpec:
+    """Return the spec of the model from which a policy learns besides, spread as the policy is."""
+    return replace(
+        model_spec(policy),
+        name=name,
+        revision=None,
+        config_overrides={},
+        scratch=None,
+        tokenizer=TokenizerConfig(),
+        lora=None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

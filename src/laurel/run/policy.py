@@ -12,8 +12,13 @@ from laurel.data.report import TextReport
 from laurel.errors import ModelError
 from laurel.planning.memory import GIB
 from laurel.run.context import R, RunContext, describe_data, describe_output
-from laurel.run.model import TrainedModel, describe_model, load_trained_model
-from laurel.run.specs import model_spec, teacher_spec
+from laurel.run.model import (
+    TrainedModel,
+    describe_model,
+    load_trained_model,
+    model_spec,
+    teacher_spec,
+)
 from laurel.sandbox.limits import available_memory
 
 if TYPE_CHECKING:

@@ -1,12 +1,14 @@
-"""Translates a run's configuration into the resource request that the cluster planner reads."""
+"""Reads what a run needs out of its configuration: resources for the planner, the order of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from laurel import plugins
-from laurel.config.policy import ResourcesConfig
+from laurel.config.policy import PolicyConfig, ResourcesConfig
+from laurel.errors import counted
 from laurel.planning.request import (
     AdapterRequest,
     BatchRequest,
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
     from laurel.config.environments import ModelServerConfig, ScorerSource
     from laurel.config.grpo import GRPOConfig
     from laurel.config.grpo_run import GRPORun
-    from laurel.config.reward_model import RewardTrainingConfig
+    from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
     from laurel.config.schemas import Kind, Run
-    from laurel.config.sft import SFTConfig
+    from laurel.config.sft import SFTConfig, SFTRun
+    from laurel.training.batches import StepOrder
 
 DEFAULT_SCORED_LENGTH = 8192
 """The assumed longest conversation, in tokens, of a reward model without `max_model_len`."""
@@ -181,6 +184,53 @@ def sampling_notes(config: GRPORun) -> list[str]:
         f"{' and '.join(cuts)}: completions are sampled from the likeliest tokens alone, and their "
         "log-probabilities are those of the whole distribution, as the learner's are: ratios, "
         "importance weights and the divergence do not see the cut, and the gradient is biased by it"
+    ]
+
+
+def step_order(
+    config: RewardTrainingRun | SFTRun,
+    num_rows: int,
+    *,
+    units: Sequence[Sequence[int]] | None = None,
+) -> StepOrder:
+    """Return the order in which rows are used: that of the file, or shuffled by the run's seed.
+
+    `units` are rows that stay together; `StepOrder` describes them.
+    """
+    from laurel.training.batches import StepOrder
+
+    section = config.rm if config.command == "rm" else config.sft
+    size = config.policy.train_global_batch_size
+    return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed, units=units)
+
+
+def batch_notes(key: str, size: int, num_rows: int, *, unit: str = "row") -> list[str]:
+    """Say that a step takes more than there is to learn from, if it does."""
+    if size <= num_rows:
+        return []
+    return [f"{key}={size} exceeds the data: there are {counted(num_rows, unit)} to train on"]
+
+
+SMALL_CHANGE = 1e-4
+"""The change of a weight over a whole run below which a model learns little: 8 steps of 2e-6, which
+the defaults take for 1,000 rows, are far below it."""
+
+
+def epoch_notes(policy: PolicyConfig, num_rows: int, num_steps: int) -> list[str]:
+    """Say that a step takes more rows than there are, or a run is too short for its learning rate.
+
+    A step of Adam changes a weight by about the learning rate at most, whatever the gradient is.
+    """
+    rate = policy.optimizer.kwargs.get("lr")
+    change = num_steps * rate if rate and "Adam" in policy.optimizer.name else SMALL_CHANGE
+    notes = batch_notes("policy.train_global_batch_size", policy.train_global_batch_size, num_rows)
+    if change >= SMALL_CHANGE:
+        return notes
+    return [
+        *notes,
+        f"{counted(num_steps, 'step')} with a learning rate of {rate:g} change no weight by much "
+        f"more than {change:.1g}, so the model learns little: raise policy.optimizer.kwargs.lr, "
+        "lower policy.train_global_batch_size, or bring more rows",
     ]
 
 
