@@ -25,8 +25,13 @@ from laurel.run.context import (
     reward_model_metrics,
 )
 from laurel.run.generator import describe_generator, make_generator
-from laurel.run.model import found_teacher, resolve_micro_batches, resolve_model
-from laurel.run.policy import describe_policy, load_policy_to_train
+from laurel.run.model import (
+    describe_policy,
+    found_teacher,
+    load_policy_to_train,
+    resolve_micro_batches,
+    resolve_model,
+)
 from laurel.run.request import (
     batch_notes,
     judge_notes,
