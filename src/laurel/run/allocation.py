@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.policy import ClusterConfig, RoleName
 from laurel.errors import ConfigError
-from laurel.planning.plan import Plan, plan_run, where
-from laurel.planning.request import ClusterRequest
-from laurel.run.request import request_of
+from laurel.planning.plan import Plan, where
+from laurel.run.request import PlannedAllocation
 from laurel.workers.reservations import (
     SETTLING,
     NodeNeed,
@@ -28,7 +27,6 @@ from laurel.workers.reservations import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.config.schemas import Run
     from laurel.models.spec import ParallelShape
     from laurel.protocols import WorkerGroup
     from laurel.workers.ray_cluster import RayCluster, Reservation
@@ -40,15 +38,6 @@ BESIDE_GPUS = Resources(cpus=0.1)
 # Roles may have all CPUs, and Ray spreads over nodes only what takes a resource.
 BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
 """The resources of a worker that has no slot, in a run whose slots are CPUs; memory in bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedAllocation:
-    """A plan of the slots of every role, before anything is reserved."""
-
-    config: Run
-    plan: Plan
-    are_remote: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,31 +141,6 @@ class Allocation:
         ]
 
 
-def plan_allocation(config: Run) -> PlannedAllocation:
-    """Plan the slots of every role of a run without reserving or starting anything.
-
-    Raises:
-        ConfigError: The run does not fit; the message names every problem and the nearest setting.
-    """
-    plan = plan_to_run(request_of(config))
-    # These can be planned, but are not implemented.
-    parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
-    if (cp := parallel.context_parallel_size) > 1 and not config.policy.sequence_packing.enabled:
-        raise ConfigError(
-            f"{key}.context_parallel_size={cp}: only token forests are divided; set it to 1, or "
-            "policy.sequence_packing.enabled to true"
-        )
-    policy = plan.role("policy")
-    if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
-        raise ConfigError(
-            f"{key}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
-            "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
-        )
-    return PlannedAllocation(
-        config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"
-    )
-
-
 def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Console) -> Allocation:
     """Start or join the cluster, and reserve all slots before anything is loaded.
 
@@ -196,45 +160,9 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
     return Allocation(plan=plan, reservations=reservations, stack=stack)
 
 
-Backend = Literal["local", "ray"]
 Device = Literal["cpu", "cuda"]
 LOOKING = 0.25
 """Seconds between checks of a cluster that is not ready."""
-
-
-def plan_to_run(request: ClusterRequest) -> Plan:
-    """Plan a run that is about to start.
-
-    Raises:
-        ConfigError: It does not fit; everything that does not is named, with the nearest setting
-            that does.
-    """
-    plan = plan_run(request)
-    if not plan.fits:
-        conflicts = [conflict for conflict in plan.conflicts if conflict.is_fatal]
-        lines = [f"  {conflict.problem}\n    fix  {conflict.fix}" for conflict in conflicts]
-        raise ConfigError("\n".join(["the run does not fit its cluster", *lines]))
-    return plan
-
-
-def backend_of(plan: Plan, config: ClusterConfig) -> Backend:
-    """Decide whether a run needs Ray: by `cluster.backend`, or for `auto` by the plan.
-
-    Raises:
-        ConfigError: It is to run in this process, and has more ranks or slots than one.
-    """
-    ranks = {role.name: len(role.slots) for role in plan.roles}
-    is_one = max(ranks.values()) == 1 and len({s for role in plan.roles for s in role.slots}) == 1
-    if config.backend == "auto":
-        return "local" if is_one and config.address is None else "ray"
-    if config.backend == "local" and not is_one:
-        said = ", ".join(f"{name} {count}" for name, count in ranks.items())
-        raise ConfigError(
-            f"cluster.backend=local is one process on one slot, and the plan has more ({said} "
-            "slots); set cluster.backend=ray, or cluster.gpus_per_node=1 cluster.num_nodes=1 and "
-            "no resources of the roles' own"
-        )
-    return config.backend
 
 
 def open_cluster(

@@ -25,7 +25,8 @@ from laurel.observe.progress import ProgressWords, TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES
 from laurel.planning.request import optimizer_states
-from laurel.run.allocation import Allocation, PlannedAllocation, open_allocation
+from laurel.run.allocation import Allocation, open_allocation
+from laurel.run.request import PlannedAllocation
 from laurel.training.stopping import WILL_SAVE, Deadline, Position, Selection, StopRequest
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
 from laurel.observe.console import say_on
 from laurel.observe.loggers import check_available
-from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy, settings_of_grpo
 from laurel.run.context import (
     RunContext,
@@ -37,6 +36,7 @@ from laurel.run.request import (
     judge_notes,
     loaded_judges,
     model_server,
+    plan_allocation,
     sampling_notes,
     uses_reward_model,
     why_not_validated,

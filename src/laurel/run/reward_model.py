@@ -24,7 +24,6 @@ from laurel.errors import ConfigError, DataError, ModelError, counted_that
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
 from laurel.observe.console import format_parameters
 from laurel.observe.loggers import check_available
-from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_reward_model
 from laurel.run.context import (
     RunContext,
@@ -43,7 +42,7 @@ from laurel.run.model import (
     resolve_model,
     saved_settings,
 )
-from laurel.run.request import epoch_notes, step_order, why_not_validated
+from laurel.run.request import epoch_notes, plan_allocation, step_order, why_not_validated
 from laurel.training.stopping import Deadline, EarlyStopping, Position, Selection, select_by
 from laurel.types import Preference
 
