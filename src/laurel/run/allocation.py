@@ -1,4 +1,4 @@
-"""Allocates resources to a run's roles: in this process, or in reserved slots of a Ray cluster."""
+"""Reserves slots of a Ray cluster for a run's roles, and starts their workers in them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.policy import ClusterConfig, RoleName
@@ -42,27 +42,22 @@ BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Allocation:
-    """The resources that each role of a run has: by default in this process, or on Ray."""
+    """The slots that each role of a run has on Ray."""
 
-    plan: Plan | None = None
-    reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
-    """The reserved Ray slots of each role; empty if everything runs in this process."""
-    stack: ExitStack | None = None
-    """The exit stack that ends all worker groups; None if everything runs in this process."""
-
-    @property
-    def are_remote(self) -> bool:
-        """Report whether the roles run in other processes, on Ray."""
-        return bool(self.reservations)
+    plan: Plan
+    reservations: Mapping[RoleName, Reservation]
+    """The reserved slots of each role."""
+    stack: ExitStack
+    """The exit stack that ends all worker groups."""
 
     def num_slots(self, role: RoleName) -> int:
-        """Return the number of Ray slots that a remote role has."""
+        """Return the number of slots that a role has."""
         return self.reservations[role].size
 
     def take_turns(self, role: RoleName) -> bool:
         """Report whether a role shares the policy's slots, so that the two must take turns."""
-        found = self.plan.role(role) if self.plan is not None else None
-        return self.are_remote and found is not None and found.shares_with == "policy"
+        found = self.plan.role(role)
+        return found is not None and found.shares_with == "policy"
 
     def shape_of(self, role: RoleName) -> ParallelShape:
         """Return how a role's model is spread over its ranks.
@@ -71,7 +66,6 @@ class Allocation:
         """
         from laurel.models.spec import ParallelShape
 
-        assert self.plan is not None
         found = self.plan.role(role)
         assert found is not None, f"{role} has no place"
         mesh = found.mesh
@@ -126,14 +120,11 @@ class Allocation:
         return self._kept(SpreadGroup(role, each, worker_class, *args, **kwargs))
 
     def _kept(self, group: RayGroup) -> WorkerGroup:
-        assert self.stack is not None
         self.stack.callback(group.shutdown)
         return group
 
     def describe(self) -> list[str]:
-        """Return one line of text per role and its slots; empty if roles are in this process."""
-        if self.plan is None or not self.are_remote:
-            return []
+        """Return one line of text per role and its slots."""
         return [
             f"{role.name}: {where(role.slots)}"
             + (f", in turns with {role.shares_with}" if role.shares_with else "")
@@ -148,8 +139,6 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
         ConfigError: Slots are missing; the message says what is free and who holds the rest.
         MissingDependencyError: Ray is not installed.
     """
-    if not planned.are_remote:
-        return Allocation()
     plan, settings = planned.plan, planned.config.cluster
     with console.status("reserving slots"):
         cluster = stack.enter_context(open_cluster(plan, settings))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from laurel.models.chat import ChatFormat
     from laurel.models.forest.decoder import Path as ModelPath
     from laurel.protocols import Generator, WorkerGroup
+    from laurel.run.allocation import Allocation
     from laurel.run.model import TrainedModel
     from laurel.training.learner import Learner
 
@@ -58,8 +59,8 @@ def make_generator(
             "policy.sequence_packing.enabled=false: the transformers engine reads token forests; "
             "leave packing on, or set policy.generation.backend=vllm"
         )
-    if context.allocation.are_remote:
-        return _replicas(context, model, chat, texts, backend)
+    if context.allocation is not None:
+        return _replicas(context, context.allocation, model, chat, texts, backend)
     if backend != "transformers":
         return _plugged(backend, config, model, chat)
     from laurel.generation.transformers.engine import TransformersEngine
@@ -107,6 +108,7 @@ def _plugged(name: str, config: GRPORun, model: TrainedModel, chat: ChatFormat) 
 
 def _replicas(
     context: RunContext[GRPORun],
+    allocation: Allocation,
     model: TrainedModel,
     chat: ChatFormat,
     texts: Sequence[str],
@@ -117,7 +119,7 @@ def _replicas(
     from laurel.generation.replicas import GeneratorReplicas
     from laurel.types import Weights
 
-    config, allocation = context.config, context.allocation
+    config = context.config
 
     def current() -> Weights | None:
         # The learner must not be asked while it trains or while its shares are off the GPUs.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from laurel.config.schemas import Run
     from laurel.data.report import TextReport
     from laurel.rewards.spec import Say
+    from laurel.run.allocation import Allocation
     from laurel.training.learner import Learner
     from laurel.training.learner_group import Load, ModelFacts
 
@@ -141,7 +142,7 @@ def load_trained_model(
             "load_teacher": load_teacher,
             "with_entropy": with_entropy,
         }
-        if not context.allocation.are_remote:
+        if context.allocation is None:
             from laurel.models.spec import ParallelShape
 
             if check_room is not None:
@@ -152,7 +153,7 @@ def load_trained_model(
             return TrainedModel(
                 learner=worker.learner, facts=worker.describe(), in_process=worker.learner.model
             )
-    return _spread(context, load, settings)
+    return _spread(context.allocation, load, settings, console=context.console)
 
 
 def load_policy_to_train(
@@ -264,12 +265,14 @@ def saved_settings(directory: Path, schema: type[Section]) -> YamlNode:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> TrainedModel:
+def _spread(
+    allocation: Allocation, load: Load, settings: Mapping[str, Any], *, console: Console
+) -> TrainedModel:
     from laurel.training.learner_group import LearnerGroup, LearnerWorker
 
-    shape = context.allocation.shape_of("policy")
-    with context.console.status(f"starting {shape.num_ranks} ranks of the policy"):
-        group = context.allocation.group("policy", LearnerWorker, load, shape=shape, **settings)
+    shape = allocation.shape_of("policy")
+    with console.status(f"starting {shape.num_ranks} ranks of the policy"):
+        group = allocation.group("policy", LearnerWorker, load, shape=shape, **settings)
         learner = LearnerGroup(group, shape)
     return TrainedModel(learner=learner, facts=learner.facts, in_process=None)
 
@@ -284,8 +287,9 @@ def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None
         + (trained if facts.num_trained != facts.num_parameters else "")
         + f", {context.config.policy.precision} on {facts.device}"
     )
-    for line in context.allocation.describe():
-        console.print(f"placed  {line}")
+    if context.allocation is not None:
+        for line in context.allocation.describe():
+            console.print(f"placed  {line}")
     if facts.path == "forest":
         check = f"self-check against one-by-one: {facts.self_check:.1e}"
         console.print(f"path    token forest; {check}")
@@ -453,7 +457,7 @@ def resolve_micro_batches(context: RunContext[R]) -> RunContext[R]:
         return context
     tokens, why = _kept(context), "as the run began"
     if tokens is None:
-        memory = None if context.allocation.are_remote else _device_memory(config)
+        memory = _device_memory(config) if context.allocation is None else None
         tokens, why = _chosen(config, memory)
     context.console.print(f"note    {KEY}=auto: {tokens:,} tokens, {why}", soft_wrap=True)
     return replace(context, config=with_tokens(config, tokens))
