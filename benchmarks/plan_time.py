@@ -30,9 +30,8 @@ from laurel.extensions.doctor.phases import StepPhases
 from laurel.extensions.plan.step_time import Efficiency, StepTime, step_time
 from laurel.models.cpu_matmul import prefers_onednn
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape
-from laurel.planning.operations import Device
+from laurel.planning.operations import Device, Workload
 from laurel.planning.plan import plan_run
-from laurel.planning.request import Workload
 from laurel.run.request import request_of
 
 WORKLOADS = (

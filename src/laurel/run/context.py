@@ -24,7 +24,7 @@ from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import ProgressWords, TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES
-from laurel.planning.request import optimizer_states
+from laurel.planning.plan import optimizer_states
 from laurel.training.stopping import WILL_SAVE, Deadline, Position, Selection, StopRequest
 
 if TYPE_CHECKING:

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Literal
 from laurel import plugins
 from laurel.config.policy import ClusterConfig, PolicyConfig, ResourcesConfig
 from laurel.errors import ConfigError, counted
-from laurel.planning.plan import Plan, plan_run
-from laurel.planning.request import (
+from laurel.planning.plan import (
     AdapterRequest,
     BatchRequest,
     ClusterRequest,
     DrawingRequest,
     OwnSlots,
+    Plan,
     RewardModelRequest,
     RoleRequest,
     ServedModelRequest,
     StepRequest,
     TrainingRequest,
     optimizer_states,
+    plan_run,
 )
 from laurel.plugins import EngineNeeds
 from laurel.training.stopping import NO_SET

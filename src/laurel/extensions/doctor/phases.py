@@ -27,7 +27,7 @@ from laurel.models.loading.pretrained import (
     train_tokenizer,
 )
 from laurel.planning.memory import ModelShape
-from laurel.planning.request import Workload
+from laurel.planning.operations import Workload
 from laurel.training.learner import LocalLearner, MicroBatch, Update
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import Generated, GenerationRequest, SamplingParams, TokenForest, TokenGroup

@@ -33,8 +33,17 @@ from laurel.planning.memory import (
     larger_micro_batch,
     parse_bytes,
 )
-from laurel.planning.plan import BatchPlan, Plan, RolePlan, Slot, as_ranges, title, where
-from laurel.planning.request import ClusterRequest, Workload
+from laurel.planning.operations import Workload
+from laurel.planning.plan import (
+    BatchPlan,
+    ClusterRequest,
+    Plan,
+    RolePlan,
+    Slot,
+    as_ranges,
+    title,
+    where,
+)
 from laurel.run.model import ReadShapes, largest_tokens, read_shapes, with_tokens
 from laurel.run.request import (
     backend_of,
