@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from laurel.errors import BroadcastError, EngineError, LaurelError
-from laurel.generation.waiting import BackgroundLoop
+from laurel.workers.threads import BackgroundLoop
 from laurel.generation.weights.broadcast import Meeting, WeightLink, received
 from laurel.generation.weights.buckets import Bucket, WeightStream
 from laurel.generation.weights.handles import Chunk, OpenedMemory

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from laurel.errors import EngineError, LaurelError, UserError, WorkerError
 from laurel.generation.engine_worker import EngineEvent
-from laurel.generation.waiting import BackgroundLoop, PauseGate
+from laurel.generation.requests import PauseGate
+from laurel.workers.threads import BackgroundLoop
 from laurel.generation.weights.probe import Probe
 from laurel.generation.weights.routes import (
     THROUGH_RAY,

@@ -32,7 +32,7 @@ from laurel.environments.interface import (
     source_of,
 )
 from laurel.errors import DataError, EnvironmentFailedError, WorkerError
-from laurel.generation.waiting import end_all
+from laurel.workers.threads import end_all
 from laurel.models.tokenizer import shared_prefix
 from laurel.observe.user_code import is_installed, is_ours, line_of
 from laurel.protocols import Environment

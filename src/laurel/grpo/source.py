@@ -21,7 +21,7 @@ from laurel import plugins
 from laurel.config.grpo import GRPOConfig, HealthConfig
 from laurel.data.tasks import EndlessTasks
 from laurel.errors import EngineError, TrainingError
-from laurel.generation.waiting import BackgroundLoop, cancel_others
+from laurel.workers.threads import BackgroundLoop, cancel_others
 from laurel.grpo.advantages import (
     component_weights,
     compute_advantages,

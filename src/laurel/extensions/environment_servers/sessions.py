@@ -40,7 +40,7 @@ from laurel.environments.interface import (
     mean_of,
 )
 from laurel.errors import ConfigError, EngineError, EnvironmentFailedError, WorkerError, counted
-from laurel.generation.waiting import BackgroundLoop
+from laurel.workers.threads import BackgroundLoop
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 from laurel.types import ToolSchemas
