@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from laurel.data.forest import to_forest
-from laurel.models.cpu_matmul import fast_matmul
+from laurel.models.forest.policy import fast_matmul
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
 from laurel.models.forest.policy import PolicyModel

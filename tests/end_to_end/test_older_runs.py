@@ -18,7 +18,7 @@ import pytest
 
 import policy_runs
 import runs
-from laurel.models.cpu_matmul import prefers_onednn
+from laurel.models.forest.policy import prefers_onednn
 from laurel.models.forest import attention
 from laurel.observe.loggers import read_metrics
 

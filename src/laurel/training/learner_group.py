@@ -23,7 +23,7 @@ from laurel.errors import (
 )
 from laurel.models.forest.decoder import adapted_layers
 from laurel.models.forest.outputs import TokenOutputs
-from laurel.models.forest.policy import Reference
+from laurel.models.forest.policy import Reference, fast_matmul
 from laurel.models.loading.policy import LoadedPolicy, check_policy_paths
 from laurel.models.loading.reward_model import LoadedRewardModel, check_paths
 from laurel.models.parallel.mesh import AcrossRanks, held_bytes
@@ -563,8 +563,6 @@ class LearnerWorker(WeightExporter):
         )
         if isinstance(loaded, LoadedPolicy) and shape.tp == 1:
             # With more, shares of layers are multiplied by what divided them.
-            from laurel.models.cpu_matmul import fast_matmul
-
             self._learner.matmul = fast_matmul
         if data_place := place.rank // shape.tp:
             # Ranks with different data use different dropout. The first rank uses the random
