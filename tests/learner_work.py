@@ -19,8 +19,7 @@ from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import ClusterConfig, NamedCall, RewardPolicyConfig
 from laurel.config.reward_model import LossConfig
 from laurel.data.forest import to_forest
-from laurel.models.forest.policy import fast_matmul
-from laurel.models.forest.policy import Reference
+from laurel.models.forest.policy import Reference, fast_matmul
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ParallelShape

@@ -30,8 +30,8 @@ from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.observe.loggers import check_available
 from laurel.rewards.open import open_scorer
 from laurel.rewards.spec import NamedSource, ScorerSpec
-from laurel.run.request import _drawing, _generation
 from laurel.run.generator import generator_spec
+from laurel.run.request import _drawing, _generation
 from laurel.run.tasks import needs_of
 from laurel.types import Message, group_of
 from packages import installed

@@ -21,7 +21,6 @@ from typing import Literal
 
 from laurel.config.policy import Precision, RoleName, RolePlacement
 
-
 ONE_STATE = ("SGD", "Adagrad", "Lion")
 """Optimizers that keep one number for each weight; all others keep two, as AdamW does."""
 

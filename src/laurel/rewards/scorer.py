@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+
 from laurel.config.policy import LEAST_SHARED
 from laurel.data.forest import (
     bin_pack,

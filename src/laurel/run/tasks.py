@@ -278,7 +278,9 @@ def scorer_placement(config: GRPORun, allocation: Allocation) -> ScorerPlacement
 
     make_worker = partial(allocation.group_of_one, WORKER, limit=RENDERING_LIMIT)
     if not uses_reward_model(config):  # a row of the data may name one without slots
-        return ScorerPlacement(make_worker=make_worker, make_server=_server_slots(config, allocation))
+        return ScorerPlacement(
+            make_worker=make_worker, make_server=_server_slots(config, allocation)
+        )
     share = 1 / len(config.env.reward_model.loaded)
 
     def make_group(name: str, ranks: range | None) -> Callable[..., WorkerGroup]:

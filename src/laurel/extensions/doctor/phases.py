@@ -16,11 +16,10 @@ from laurel.config.grpo import PolicyLossConfig
 from laurel.config.policy import NamedCall, Precision
 from laurel.data.forest import to_forest
 from laurel.generation.transformers.engine import TransformersEngine
-from laurel.models.forest.policy import fast_matmul
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.compiled import compile_layers
 from laurel.models.forest.decoder import Decoder, RewardModel
-from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.policy import PolicyModel, fast_matmul
 from laurel.models.loading.pretrained import (
     chooses_to_compile,
     recompute_activations,

@@ -441,7 +441,8 @@ def steps_in(root: Path) -> list[int]:
             found = [
                 int(match[1])
                 for entry in entries
-                if (match := STEP_NAME.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
+                if (match := STEP_NAME.fullmatch(entry.name))
+                and entry.is_dir(follow_symlinks=False)
             ]
     except FileNotFoundError:
         return []

@@ -12,7 +12,6 @@ import pathlib
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-
 from typing import Any
 
 import torch
