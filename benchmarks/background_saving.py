@@ -33,7 +33,7 @@ from laurel.models.checkpoint.card import CardFacts
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from laurel.training.learner import LocalLearner, MicroBatch
 from laurel.training.losses import LossOutput
 from laurel.training.state import CheckpointParts, PolicyRunState

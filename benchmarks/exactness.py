@@ -37,10 +37,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from laurel.data.forest import to_forest
-from laurel.models.cpu_matmul import fast_matmul
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel
-from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.policy import PolicyModel, fast_matmul
 from laurel.types import TokenGroup
 from random_trees import groups_of_tree
 

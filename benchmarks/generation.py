@@ -28,9 +28,8 @@ from material import TINY_SHAPE, TRAINING_SHAPE, Shape, qwen3_config
 from rounds import Worker, add_clock, machine, seconds_of, spread, table, write_json
 
 from laurel.generation.transformers.engine import TransformersEngine
-from laurel.models.cpu_matmul import prefers_onednn
 from laurel.models.forest.attention import FOREST, register
-from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.policy import PolicyModel, prefers_onednn
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.types import Generated, GenerationRequest, SamplingParams
 

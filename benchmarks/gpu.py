@@ -48,11 +48,12 @@ from laurel.observe.json_output import json_text
 from laurel.planning.memory import ModelShape, Shapes
 from laurel.planning.operations import (
     Device,
+    Workload,
     forward_operations,
     known_devices,
     training_operations,
 )
-from laurel.planning.request import TrainingRequest, Workload
+from laurel.planning.plan import TrainingRequest
 
 WORKLOADS = ("8x8:512+512", "8x16:1024+256", "2x16:8192+512")
 TINY = ("2x4:32+16",)

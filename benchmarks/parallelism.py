@@ -32,7 +32,7 @@ from laurel.config.policy import ClusterConfig, DTensorConfig, NamedCall, Policy
 from laurel.config.reward_model import LossConfig
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ParallelShape
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from laurel.training.batches import Batcher
 from laurel.training.learner_group import LearnerGroup, LearnerWorker, ModelFacts
 from laurel.training.losses import RewardLoss

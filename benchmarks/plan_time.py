@@ -28,11 +28,10 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.extensions.doctor.phases import StepPhases
 from laurel.extensions.plan.step_time import Efficiency, StepTime, step_time
-from laurel.models.cpu_matmul import prefers_onednn
+from laurel.models.forest.policy import prefers_onednn
 from laurel.planning.memory import ModelShape, Shapes, decoder_shape
-from laurel.planning.operations import Device
+from laurel.planning.operations import Device, Workload
 from laurel.planning.plan import plan_run
-from laurel.planning.request import Workload
 from laurel.run.request import request_of
 
 WORKLOADS = (

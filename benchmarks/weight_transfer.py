@@ -37,7 +37,7 @@ from laurel.generation.weights.routes import WeightTransfer
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.models.spec import ParallelShape
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.workers.ray_cluster import RayCluster
 from laurel.workers.ray_group import RayGroup

@@ -19,12 +19,11 @@ from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import ClusterConfig, NamedCall, RewardPolicyConfig
 from laurel.config.reward_model import LossConfig
 from laurel.data.forest import to_forest
-from laurel.models.cpu_matmul import fast_matmul
-from laurel.models.forest.policy import Reference
+from laurel.models.forest.policy import Reference, fast_matmul
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ParallelShape
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from laurel.training.learner import Learner, LocalLearner, MicroBatch, Update
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.training.losses import LossOutput, RewardLoss

@@ -31,11 +31,11 @@ from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.forest.decoder import Decoder
 from laurel.models.forest.outputs import whole
 from laurel.models.loading.policy import check_policy_paths, load_policy
-from laurel.models.loading.reward_model import load_reward_model
+from laurel.models.loading.reward_model import check_paths, load_reward_model
 from laurel.models.parallel.mesh import AcrossRanks, held_bytes, local, parallelise
 from laurel.models.spec import ParallelShape
-from laurel.rewards.scorer import check_paths, golden_scores
-from laurel.run.specs import model_spec
+from laurel.rewards.scorer import golden_scores
+from laurel.run.model import model_spec
 from laurel.types import Message, group_of
 from laurel.workers.process import give_back_freed_memory
 from parallel_work import EPSILON, SHAPES, Allocations, loss_of, weight_of

@@ -26,7 +26,7 @@ from laurel.config.policy import RewardPolicyConfig  # noqa: E402
 from laurel.config.reward_model import LossConfig  # noqa: E402
 from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
-from laurel.run.specs import model_spec  # noqa: E402
+from laurel.run.model import model_spec  # noqa: E402
 from laurel.training.batches import Batcher, StepOrder  # noqa: E402
 from laurel.training.learner import (  # noqa: E402
     LocalLearner,

@@ -18,8 +18,8 @@ import pytest
 
 import policy_runs
 import runs
-from laurel.models.cpu_matmul import prefers_onednn
 from laurel.models.forest import attention
+from laurel.models.forest.policy import prefers_onednn
 from laurel.observe.loggers import read_metrics
 
 OLDER = Path(__file__).parents[1] / "golden" / "older_runs"

@@ -44,7 +44,6 @@ BRANCHES = {
     "rewards/scorer.py": "test_branches_gpu.py::test_a_scorer_sleeps_on_the_host",
     "extensions/server/replicas.py": "test_branches_gpu.py::test_replicas_of_a_server_take_turns",
     "run/model.py": "test_branches_gpu.py::test_micro_batches_ask_for_the_gpus_memory",
-    "run/policy.py": "test_branches_gpu.py::test_free_memory_is_the_gpus",
     "extensions/doctor/checks.py": "test_branches_gpu.py::test_the_trial_passes",
     "training/learner_group.py": "test_weight_handles_gpu.py::test_another_process_reads_a_chunk",
     "extensions/doctor/machine.py": "test_branches_gpu.py::test_the_doctor_finds_the_gpus",

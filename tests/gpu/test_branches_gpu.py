@@ -29,8 +29,7 @@ from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ModelSpec
 from laurel.rewards.scorer import LocalScorer
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.model import _device_memory
-from laurel.run.policy import _free_bytes
+from laurel.run.model import _device_memory, _free_bytes
 from laurel.types import GenerationRequest, Message, SamplingParams, TokenGroup, group_of
 from laurel.workers.process import choose_device
 from laurel.workers.rendezvous import RankPlace

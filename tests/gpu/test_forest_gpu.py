@@ -7,8 +7,9 @@ import tiny
 import tiny_tokenizers as made
 from laurel.data.forest import to_forest, to_padded
 from laurel.models.loading.pretrained import recompute_activations
+from laurel.models.loading.reward_model import check_paths
 from laurel.models.scoring import ScoringContract
-from laurel.rewards.scorer import LocalScorer, check_paths
+from laurel.rewards.scorer import LocalScorer
 from laurel.types import Message, group_of
 
 pytestmark = [

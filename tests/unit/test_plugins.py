@@ -32,8 +32,8 @@ from laurel.models.loading.reward_model import find_value_head, understood
 from laurel.observe.loggers import check_available
 from laurel.rewards.open import open_scorer
 from laurel.rewards.spec import NamedSource, ScorerSpec
+from laurel.run.generator import generator_spec
 from laurel.run.request import _drawing, _generation
-from laurel.run.specs import generator_spec
 from laurel.run.tasks import needs_of
 from laurel.types import Message, group_of
 from packages import installed

@@ -173,3 +173,17 @@ class RewardTrainingRun(Section):
                 "policy.sequence_packing.enabled must be on"
             )
         return self
+
+
+# What a learning rate of `auto` becomes.
+
+SMALL_MODEL = 500_000_000
+"""Parameters from which a pretrained model is no small one."""
+RATE, RATE_OF_SMALL = 2e-6, 1e-4
+"""The learning rate of a reward model, and of a small one: half of the best of four rates for one
+of 135M parameters, because longer runs bear less (docs/benchmarks.md)."""
+
+
+def is_small(num_parameters: int) -> bool:
+    """Report whether a pretrained model is small; 0: its size is not known."""
+    return 0 < num_parameters < SMALL_MODEL

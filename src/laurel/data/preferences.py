@@ -54,12 +54,9 @@ from laurel.data.sources import (
 )
 from laurel.data.steps import (
     SEPARATOR,
-    SHEPHERD_MARK,
     ReadSteps,
     StepRow,
-    is_prm800k_row,
-    is_shepherd_row,
-    is_trl_row,
+    form_of_steps,
     joined_steps,
 )
 from laurel.errors import DataError, counted_that
@@ -738,12 +735,10 @@ def infer_class(row: Row, config: DatasetConfig) -> tuple[str, str] | None:
         if all(row.get(column) not in (None, "") for column in columns):
             other = "; safer_response_id is not read" if "safer_response_id" in row else ""
             return name, f"columns {', '.join(sorted(columns))}{other}"
-    if is_trl_row(row, config.prompt_key):
-        return "StepwiseSupervision", f"columns {config.prompt_key}, completions and labels"
-    if is_shepherd_row(row):
-        return "MathShepherd", f"columns input and label, and the mark {SHEPHERD_MARK}"
-    if is_prm800k_row(row):
-        return "PRM800K", "columns question and label.steps"
+    if row.keys() & {"label", "labels"}:
+        in_steps = form_of_steps(row, config.prompt_key)
+        if in_steps is not None:
+            return in_steps
     if not {config.chosen_key, config.rejected_key} <= row.keys():
         return None
     chosen, rejected = row[config.chosen_key], row[config.rejected_key]

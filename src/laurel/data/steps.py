@@ -143,15 +143,19 @@ def is_trl_row(row: Row, prompt_key: str) -> bool:
     return {prompt_key, "completions", "labels"} <= row.keys()
 
 
-def is_shepherd_row(row: Row) -> bool:
-    """Report whether a row is one of Math-Shepherd."""
-    return "label" in row and SHEPHERD_MARK in str(row.get("input"))
+def form_of_steps(row: Row, prompt_key: str) -> tuple[str, str] | None:
+    """Return the class of a row with labelled steps, and the columns that show it; None of others.
 
-
-def is_prm800k_row(row: Row) -> bool:
-    """Report whether a row is one of PRM800K."""
+    Such rows have the column `label` or `labels`.
+    """
+    if is_trl_row(row, prompt_key):
+        return "StepwiseSupervision", f"columns {prompt_key}, completions and labels"
     label = row.get("label")
-    return "question" in row and isinstance(label, Mapping) and "steps" in label
+    if "label" in row and SHEPHERD_MARK in str(row.get("input")):
+        return "MathShepherd", f"columns input and label, and the mark {SHEPHERD_MARK}"
+    if "question" in row and isinstance(label, Mapping) and "steps" in label:
+        return "PRM800K", "columns question and label.steps"
+    return None
 
 
 def joined_steps(answer_S: Sequence[Step], separator: str) -> tuple[str, tuple[float, ...]]:

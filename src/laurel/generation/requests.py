@@ -1,7 +1,10 @@
-"""The settings of a generator, and the validation of its requests."""
+"""The settings of a generator, the validation of its requests, and the gate that they wait at."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from laurel.config.grpo import GenerationConfig
@@ -69,3 +72,47 @@ def _check_sampling(sampling: SamplingParams, where: str, vocab_size: int) -> No
         wrong = f"stop_token_ids {odd} are not in the model's vocabulary of {vocab_size} tokens"
     if wrong is not None:
         raise ConfigError(f"{where}: {wrong}")
+
+
+class PauseGate:
+    """A gate in one event loop that admits requests side by side or holds them back.
+
+    It begins closed. While it is closed, other work can have the engine for itself.
+    """
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._alone = asyncio.Lock()
+        self._num_inside = 0
+
+    def open(self) -> None:
+        """Open the gate, so that waiting and new requests enter."""
+        self._open.set()
+
+    async def empty(self) -> None:
+        """Wait until no request is inside the gate."""
+        await self._idle.wait()
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Enter the gate as a request: wait until it is open, and leave it with the context."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._num_inside += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Close the gate and wait until all requests have left; the caller must open it again."""
+        async with self._alone:
+            self._open.clear()
+            await self._idle.wait()
+            yield

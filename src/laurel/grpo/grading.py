@@ -32,7 +32,6 @@ from laurel.environments.interface import (
     source_of,
 )
 from laurel.errors import DataError, EnvironmentFailedError, WorkerError
-from laurel.generation.waiting import end_all
 from laurel.models.tokenizer import shared_prefix
 from laurel.observe.user_code import is_installed, is_ours, line_of
 from laurel.protocols import Environment
@@ -49,7 +48,7 @@ from laurel.types import (
     Turn,
     messages_of,
 )
-from laurel.workers.threads import DaemonThread
+from laurel.workers.threads import DaemonThread, end_all
 
 if TYPE_CHECKING:
     from laurel.types import LogProbs, Mask, TokenIds

@@ -21,7 +21,6 @@ import numpy as np
 
 from laurel.config.grpo import TreeConfig
 from laurel.errors import ConfigError, DataError, EngineError, EnvironmentFailedError
-from laurel.generation.waiting import end_all
 from laurel.grpo.branching import CHOICE, branch_off
 from laurel.grpo.grading import (
     BatchBarrier,
@@ -46,6 +45,7 @@ from laurel.types import (
     SamplingParams,
     Task,
 )
+from laurel.workers.threads import end_all
 
 if TYPE_CHECKING:
     from laurel.models.chat import ChatFormat

@@ -21,7 +21,6 @@ from laurel import plugins
 from laurel.config.grpo import GRPOConfig, HealthConfig
 from laurel.data.tasks import EndlessTasks
 from laurel.errors import EngineError, TrainingError
-from laurel.generation.waiting import BackgroundLoop, cancel_others
 from laurel.grpo.advantages import (
     component_weights,
     compute_advantages,
@@ -50,6 +49,7 @@ from laurel.types import (
     Task,
     Turn,
 )
+from laurel.workers.threads import BackgroundLoop, cancel_others
 
 if TYPE_CHECKING:
     from laurel.models.chat import ChatFormat

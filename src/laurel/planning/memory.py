@@ -11,8 +11,7 @@ from typing import Literal
 
 from laurel.config.policy import Precision, RoleName
 from laurel.errors import ConfigError
-from laurel.planning.plan import Mesh, Plan
-from laurel.planning.request import AdapterRequest, ClusterRequest, TrainingRequest
+from laurel.planning.plan import AdapterRequest, ClusterRequest, Mesh, Plan, TrainingRequest
 
 # The measures of a decoder, from which its memory is estimated.
 

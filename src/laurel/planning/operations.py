@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from laurel.planning.memory import ModelShape
-from laurel.planning.request import TrainingRequest, Workload
+from laurel.planning.plan import TrainingRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,81 @@ class Device:
     """Bytes per second to a device of another node."""
     source: str
     """The publications that the numbers are taken from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The prompts and completions of a training step; each kind has one length."""
+
+    num_prompts: int
+    per_prompt: int
+    """Number of completions to each prompt."""
+    prompt_tokens: int
+    completion_tokens: int
+    alike_tokens: int = 0
+    """Number of tokens with which the completions of a prompt begin alike."""
+    copies: int = 1
+    """Number of times that each prompt is computed; 1 if all its completions share it."""
+    skips_unread: bool = True
+    """Whether the last layer skips tokens whose hidden states are not read, except for their keys
+    and values."""
+
+    def shared(self) -> Workload:
+        """Return the same conversations as trees: what completions begin with alike is computed
+        once, as more of the prompt.
+
+        The few tokens that it has count as unread, though each has a label.
+        """
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens + self.alike_tokens,
+            completion_tokens=self.completion_tokens - self.alike_tokens,
+            alike_tokens=0,
+        )
+
+    def padded(self) -> Workload:
+        """Return the same conversations as others compute them: each with its own prompt, whole."""
+        return replace(self, copies=self.per_prompt, skips_unread=False)
+
+    def divided(self, budget: int) -> Workload:
+        """Return the same conversations in passes of at most `budget` tokens.
+
+        Where the completions of a prompt do not fit into one pass, the prompt is computed in
+        several.
+        """
+        together = max(1, (budget - self.prompt_tokens) // max(1, self.completion_tokens))
+        return replace(self, copies=-(-self.per_prompt // together))
+
+    def computed_before(self, budget: int, *, joins_completions: bool) -> Workload | None:
+        """Return what is computed once more, without gradients, before the training passes.
+
+        Where a prompt and its completions do not fit into one part, these are the prompts, whose
+        keys and values the parts below need; and the completions, if a loss needs several parts.
+
+        Args:
+            joins_completions: Whether all completions of a prompt have one loss.
+        """
+        together = -(-self.per_prompt // self.copies)
+        if self.prompt_tokens + together * self.completion_tokens <= budget:
+            return None
+        if joins_completions or self.completion_tokens > budget:
+            return self
+        return replace(self, per_prompt=self.copies, completion_tokens=0)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that a model reads, with all copies of the prompts."""
+        return self.num_prompts * (
+            self.copies * self.prompt_tokens + self.per_prompt * self.completion_tokens
+        )
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of a token and a token that it attends to, itself included."""
+        whole = self.prompt_tokens + self.completion_tokens
+        trunk = self.prompt_tokens * (self.prompt_tokens + 1) // 2
+        alone = self.per_prompt * whole * (whole + 1) // 2
+        return self.num_prompts * (alone - (self.per_prompt - self.copies) * trunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self, TypeVar
 
 from laurel.errors import EngineError, EnvironmentFailedError
-from laurel.generation.waiting import BackgroundLoop, cancel_others
 from laurel.protocols import Scorer
 from laurel.rewards.remote.replica import close_scorer
 from laurel.types import Group, Score
+from laurel.workers.threads import BackgroundLoop, cancel_others
 
 _log = logging.getLogger(__name__)
 

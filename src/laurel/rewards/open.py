@@ -36,6 +36,7 @@ from laurel.errors import (
 from laurel.models.loading.pretrained import DTYPES
 from laurel.models.loading.reward_model import (
     LoadedRewardModel,
+    check_paths,
     load_contract,
     load_reward_model,
     understood,
@@ -60,7 +61,6 @@ from laurel.rewards.scorer import (
     LocalScorer,
     ModelScorer,
     check_golden,
-    check_paths,
 )
 from laurel.rewards.spec import (
     MAX_LENGTH,

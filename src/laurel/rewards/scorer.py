@@ -14,7 +14,6 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from laurel.config.policy import LEAST_SHARED
 from laurel.data.forest import (
@@ -27,13 +26,6 @@ from laurel.data.forest import (
 )
 from laurel.errors import ScoringContractError, setting_of
 from laurel.models.forest.decoder import Path, RewardModel, weights_as
-from laurel.models.loading.policy import (
-    Probe,
-    check_batches,
-    inputs_alone,
-    make_probe,
-    own_attention,
-)
 from laurel.models.scoring import GoldenScore, ScoringContract
 from laurel.rewards.preparing import Prepared, Preparing, Rendered, fill_in, prepared_by
 from laurel.rewards.version import model_version
@@ -266,7 +258,7 @@ class ContractScorer(ModelScorer):
             )
 
 
-# A reward model in this process as a Scorer, and the checks at load.
+# A reward model in this process as a Scorer, and the check of its golden scores.
 
 GOLDEN_TOLERANCE = {"float64": 1e-4, "float32": 1e-4}
 """Allowed difference from a golden score, in units of max(1, |score|), by the dtype of the weights.
@@ -616,57 +608,3 @@ def _score_alone(
     with model.in_full_precision():
         alone = [[group] for group in groups]
         return np.concatenate(score_batches(model, alone, pad_id=pad_id or 0))
-
-
-# The self-check at load: a batch must score as its sequences do one by one.
-
-SHAPES = ((11, (5, 1, 8)), (0, (7,)))
-"""Trunk and branch lengths of the probe that `make_probe` makes."""
-
-
-def check_paths(model: RewardModel) -> float:
-    """Compare a small batch on the model's path with the model's own forward pass, one by one.
-
-    Returns:
-        The largest relative difference found.
-
-    Raises:
-        ModelError: They disagree, so batches would give wrong scores.
-    """
-    # Hidden states are compared because a new head makes every score small; scores are then
-    # compared with those that Hugging Face's class returns by itself.
-    probe = make_probe(model, SHAPES, seed=0)
-    return check_batches(
-        model, lambda: _largest_difference(model, probe), what="score", role="reward model"
-    )
-
-
-def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
-    """Compare the batch with one-by-one passes; None where the latter are not finite."""
-    batch = probe.batch(model.path)
-    scores_NK = model(batch).double()
-    if model.head_name is None:
-        own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
-        if not own_NK.isfinite().all():
-            return None
-        return float((scores_NK - own_NK).abs().max() / own_NK.abs().max().clamp_min(1e-12))
-    hidden_ND = model.last_hidden(batch).double()
-    with own_attention(model):
-        own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
-        base = model.classifier.base_model
-        own_ND = torch.cat(
-            [base(**inputs_alone(model, ids)).last_hidden_state[:, -1] for ids in probe.sequences_N]
-        ).double()
-    if not (own_NK.isfinite().all() and own_ND.isfinite().all()):
-        return None
-    size_N = own_ND.norm(dim=1).clamp_min(1e-12)
-    head_K = getattr(model.classifier, model.head_name).weight.double().norm(dim=1)
-    hidden = ((hidden_ND - own_ND).norm(dim=1) / size_N).max()
-    scores = ((scores_NK - own_NK).abs() / (size_N[:, None] * head_K).clamp_min(1e-12)).max()
-    return float(torch.maximum(hidden, scores))
-
-
-def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
-    # A token classifier gives the outputs of every token.
-    return logits if logits.dim() == 2 else logits[:, -1]

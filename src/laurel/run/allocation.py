@@ -1,4 +1,4 @@
-"""Allocates resources to a run's roles: in this process, or in reserved slots of a Ray cluster."""
+"""Reserves slots of a Ray cluster for a run's roles, and starts their workers in them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.policy import ClusterConfig, RoleName
 from laurel.errors import ConfigError
-from laurel.planning.plan import Plan, plan_run, where
-from laurel.planning.request import ClusterRequest
-from laurel.run.request import request_of
+from laurel.planning.plan import Plan, where
+from laurel.run.request import PlannedAllocation
 from laurel.workers.reservations import (
     SETTLING,
     NodeNeed,
@@ -28,7 +27,6 @@ from laurel.workers.reservations import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from laurel.config.schemas import Run
     from laurel.models.spec import ParallelShape
     from laurel.protocols import WorkerGroup
     from laurel.workers.ray_cluster import RayCluster, Reservation
@@ -43,37 +41,23 @@ BESIDE_CPUS = Resources(cpus=0, others={"memory": 2**28})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedAllocation:
-    """A plan of the slots of every role, before anything is reserved."""
-
-    config: Run
-    plan: Plan
-    are_remote: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Allocation:
-    """The resources that each role of a run has: by default in this process, or on Ray."""
+    """The slots that each role of a run has on Ray."""
 
-    plan: Plan | None = None
-    reservations: Mapping[RoleName, Reservation] = field(default_factory=dict)
-    """The reserved Ray slots of each role; empty if everything runs in this process."""
-    stack: ExitStack | None = None
-    """The exit stack that ends all worker groups; None if everything runs in this process."""
-
-    @property
-    def are_remote(self) -> bool:
-        """Report whether the roles run in other processes, on Ray."""
-        return bool(self.reservations)
+    plan: Plan
+    reservations: Mapping[RoleName, Reservation]
+    """The reserved slots of each role."""
+    stack: ExitStack
+    """The exit stack that ends all worker groups."""
 
     def num_slots(self, role: RoleName) -> int:
-        """Return the number of Ray slots that a remote role has."""
+        """Return the number of slots that a role has."""
         return self.reservations[role].size
 
     def take_turns(self, role: RoleName) -> bool:
         """Report whether a role shares the policy's slots, so that the two must take turns."""
-        found = self.plan.role(role) if self.plan is not None else None
-        return self.are_remote and found is not None and found.shares_with == "policy"
+        found = self.plan.role(role)
+        return found is not None and found.shares_with == "policy"
 
     def shape_of(self, role: RoleName) -> ParallelShape:
         """Return how a role's model is spread over its ranks.
@@ -82,7 +66,6 @@ class Allocation:
         """
         from laurel.models.spec import ParallelShape
 
-        assert self.plan is not None
         found = self.plan.role(role)
         assert found is not None, f"{role} has no place"
         mesh = found.mesh
@@ -137,39 +120,16 @@ class Allocation:
         return self._kept(SpreadGroup(role, each, worker_class, *args, **kwargs))
 
     def _kept(self, group: RayGroup) -> WorkerGroup:
-        assert self.stack is not None
         self.stack.callback(group.shutdown)
         return group
 
     def describe(self) -> list[str]:
-        """Return one line of text per role and its slots; empty if roles are in this process."""
-        if self.plan is None or not self.are_remote:
-            return []
+        """Return one line of text per role and its slots."""
         return [
             f"{role.name}: {where(role.slots)}"
             + (f", in turns with {role.shares_with}" if role.shares_with else "")
             for role in self.plan.roles
         ]
-
-
-def plan_allocation(config: Run) -> PlannedAllocation:
-    """Plan the slots of every role of a run without reserving or starting anything.
-
-    Raises:
-        ConfigError: The run does not fit; the message names every problem and the nearest setting.
-    """
-    plan = plan_to_run(request_of(config))
-    # This can be planned, but is not implemented.
-    parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
-    policy = plan.role("policy")
-    if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
-        raise ConfigError(
-            f"{key}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
-            "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
-        )
-    return PlannedAllocation(
-        config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"
-    )
 
 
 def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Console) -> Allocation:
@@ -179,8 +139,6 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
         ConfigError: Slots are missing; the message says what is free and who holds the rest.
         MissingDependencyError: Ray is not installed.
     """
-    if not planned.are_remote:
-        return Allocation()
     plan, settings = planned.plan, planned.config.cluster
     with console.status("reserving slots"):
         cluster = stack.enter_context(open_cluster(plan, settings))
@@ -191,45 +149,9 @@ def open_allocation(planned: PlannedAllocation, stack: ExitStack, console: Conso
     return Allocation(plan=plan, reservations=reservations, stack=stack)
 
 
-Backend = Literal["local", "ray"]
 Device = Literal["cpu", "cuda"]
 LOOKING = 0.25
 """Seconds between checks of a cluster that is not ready."""
-
-
-def plan_to_run(request: ClusterRequest) -> Plan:
-    """Plan a run that is about to start.
-
-    Raises:
-        ConfigError: It does not fit; everything that does not is named, with the nearest setting
-            that does.
-    """
-    plan = plan_run(request)
-    if not plan.fits:
-        conflicts = [conflict for conflict in plan.conflicts if conflict.is_fatal]
-        lines = [f"  {conflict.problem}\n    fix  {conflict.fix}" for conflict in conflicts]
-        raise ConfigError("\n".join(["the run does not fit its cluster", *lines]))
-    return plan
-
-
-def backend_of(plan: Plan, config: ClusterConfig) -> Backend:
-    """Decide whether a run needs Ray: by `cluster.backend`, or for `auto` by the plan.
-
-    Raises:
-        ConfigError: It is to run in this process, and has more ranks or slots than one.
-    """
-    ranks = {role.name: len(role.slots) for role in plan.roles}
-    is_one = max(ranks.values()) == 1 and len({s for role in plan.roles for s in role.slots}) == 1
-    if config.backend == "auto":
-        return "local" if is_one and config.address is None else "ray"
-    if config.backend == "local" and not is_one:
-        said = ", ".join(f"{name} {count}" for name, count in ranks.items())
-        raise ConfigError(
-            f"cluster.backend=local is one process on one slot, and the plan has more ({said} "
-            "slots); set cluster.backend=ray, or cluster.gpus_per_node=1 cluster.num_nodes=1 and "
-            "no resources of the roles' own"
-        )
-    return config.backend
 
 
 def open_cluster(

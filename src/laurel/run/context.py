@@ -24,8 +24,7 @@ from laurel.observe.loggers import next_run_dir, open_loggers
 from laurel.observe.progress import ProgressWords, TrainingProgress
 from laurel.observe.run_record import DATA_REPORT
 from laurel.planning.memory import MASTER_BYTES
-from laurel.planning.request import optimizer_states
-from laurel.run.allocation import Allocation, PlannedAllocation, open_allocation
+from laurel.planning.plan import optimizer_states
 from laurel.training.stopping import WILL_SAVE, Deadline, Position, Selection, StopRequest
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.models.checkpoint.card import CardFacts
     from laurel.protocols import Environment
+    from laurel.run.allocation import Allocation
+    from laurel.run.request import PlannedAllocation
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import OnValidation, RunServices, Schedule
     from laurel.training.state import CheckpointParts, RunState
@@ -53,8 +54,8 @@ class RunContext(Generic[R]):
     """The console that shows what is read, loaded and decided."""
     stack: ExitStack
     """The exit stack that closes everything that the run starts."""
-    allocation: Allocation = field(default_factory=Allocation)
-    """The resources that each role of the run has."""
+    allocation: Allocation | None = None
+    """The slots of each role on Ray; None if the run is in this process."""
     store: CheckpointStore | None = None
     """The store of checkpoints; None if no checkpoints are saved."""
     resume_from: Path | None = None
@@ -112,12 +113,16 @@ class RunContext(Generic[R]):
         return replace(context, store=store, resume_from=newest.path, day=day)
 
     def with_slots(self, planned: PlannedAllocation) -> RunContext[R]:
-        """Return this context with all planned slots reserved.
+        """Return this context with all planned slots reserved, if there are any outside of here.
 
         Raises:
             ConfigError: The cluster does not have the slots.
             MissingDependencyError: Ray is not installed.
         """
+        if not planned.are_remote:
+            return self
+        from laurel.run.allocation import open_allocation
+
         return replace(self, allocation=open_allocation(planned, self.stack, self.console))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
@@ -12,7 +12,7 @@ from laurel.config.grpo_run import GRPORun
 from laurel.errors import ConfigError
 from laurel.plugins import Engine, EngineStart
 from laurel.run.context import RunContext
-from laurel.run.specs import generator_spec, model_spec
+from laurel.run.model import model_spec
 from laurel.sandbox.scratch import ScratchFolder
 
 QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from laurel.generation.load import EngineMaker
+    from laurel.generation.requests import GeneratorSpec
     from laurel.generation.weights.routes import WeightTransfer
     from laurel.models.chat import ChatFormat
     from laurel.models.forest.decoder import Path as ModelPath
     from laurel.protocols import Generator, WorkerGroup
+    from laurel.run.allocation import Allocation
     from laurel.run.model import TrainedModel
     from laurel.training.learner import Learner
 
@@ -57,8 +59,8 @@ def make_generator(
             "policy.sequence_packing.enabled=false: the transformers engine reads token forests; "
             "leave packing on, or set policy.generation.backend=vllm"
         )
-    if context.allocation.are_remote:
-        return _replicas(context, model, chat, texts, backend)
+    if context.allocation is not None:
+        return _replicas(context, context.allocation, model, chat, texts, backend)
     if backend != "transformers":
         return _plugged(backend, config, model, chat)
     from laurel.generation.transformers.engine import TransformersEngine
@@ -73,6 +75,18 @@ def make_generator(
         static_slots=config.policy.generation.transformers_cfg.static_slots,
         # Only a copy can sample from old weights while the learner makes new ones.
         shares_weights=config.grpo.max_staleness == 0,
+    )
+
+
+def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
+    """Return the spec of a GRPO run's sampling engine; `end_ids` are the tokens that end a turn."""
+    from laurel.generation.requests import GeneratorSpec
+
+    return GeneratorSpec(
+        settings=config.policy.generation,
+        max_length=config.policy.max_total_sequence_length,
+        end_ids=tuple(end_ids),
+        seed=config.grpo.seed,
     )
 
 
@@ -94,6 +108,7 @@ def _plugged(name: str, config: GRPORun, model: TrainedModel, chat: ChatFormat) 
 
 def _replicas(
     context: RunContext[GRPORun],
+    allocation: Allocation,
     model: TrainedModel,
     chat: ChatFormat,
     texts: Sequence[str],
@@ -104,7 +119,7 @@ def _replicas(
     from laurel.generation.replicas import GeneratorReplicas
     from laurel.types import Weights
 
-    config, allocation = context.config, context.allocation
+    config = context.config
 
     def current() -> Weights | None:
         # The learner must not be asked while it trains or while its shares are off the GPUs.

@@ -16,7 +16,6 @@ from laurel.environments.registry import environment_names, row_sources
 from laurel.errors import ConfigError, DataError
 from laurel.observe.console import say_on
 from laurel.observe.loggers import check_available
-from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy, settings_of_grpo
 from laurel.run.context import (
     RunContext,
@@ -25,17 +24,23 @@ from laurel.run.context import (
     reward_model_metrics,
 )
 from laurel.run.generator import describe_generator, make_generator
-from laurel.run.model import found_teacher, resolve_micro_batches, resolve_model
-from laurel.run.policy import describe_policy, load_policy_to_train
+from laurel.run.model import (
+    describe_policy,
+    found_teacher,
+    load_policy_to_train,
+    resolve_micro_batches,
+    resolve_model,
+)
 from laurel.run.request import (
+    batch_notes,
     judge_notes,
     loaded_judges,
     model_server,
+    plan_allocation,
     sampling_notes,
     uses_reward_model,
     why_not_validated,
 )
-from laurel.run.specs import batch_notes
 from laurel.run.tasks import (
     check_answers,
     check_environments,
@@ -336,7 +341,7 @@ def _with_policy(
 ) -> tuple[GRPO, Position]:
     """Load the policy, and build everything that depends on it."""
     config, console, resume_from = context.config, context.console, context.resume_from
-    if context.store is not None and resume_from is not None and context.allocation.are_remote:
+    if context.store is not None and resume_from is not None and context.allocation is not None:
         # A lost replica of generation is restarted from this checkpoint.
         context.store.pin(resume_from)
     found = load_policy_bundle(context, data, environments, task_texts(data), trains=True)
@@ -449,6 +454,7 @@ def _parts(
     from laurel.grpo.validation import PolicyValidation
 
     config, grpo, allocation = context.config, context.config.grpo, context.allocation
+    scorers_take_turns = allocation is not None and allocation.take_turns("reward_model")
 
     # An environment that grades single completions can batch only concurrent calls.
     grades_single = any(one.spec.judges == "completion" for one in environments.values())
@@ -505,7 +511,7 @@ def _parts(
         generator_rests=take_turns or devices is not None,
         learner_rests=take_turns,
         # Servers that the run starts know themselves whether they are on a GPU of the policy's.
-        scorers_rest=(allocation.take_turns("reward_model") or model_server(config) is not None)
+        scorers_rest=(scorers_take_turns or model_server(config) is not None)
         and grpo.max_staleness == 0
         and devices is None,
         devices=devices,
@@ -525,7 +531,7 @@ def _shared_devices(
 
     allocation = context.allocation
     resting = [one for one in alone(environments.values()) if one.spec.rests]
-    share = not allocation.are_remote or (
+    share = allocation is None or (
         allocation.take_turns("generation") and allocation.take_turns("reward_model")
     )
     if not resting or not share or context.config.grpo.max_staleness > 0:
@@ -554,7 +560,7 @@ def _take_turns(context: RunContext[GRPORun], generator: Generator) -> bool:
     config, allocation = context.config, context.allocation
     if config.grpo.max_staleness > 0:
         return False
-    if allocation.are_remote:
+    if allocation is not None:
         return allocation.take_turns("generation")
     # In one process our own engine has nothing to free: its weights are the learner's.
     is_our_own = isinstance(generator, TransformersEngine)

@@ -1,25 +1,33 @@
-"""Finds, sizes and loads the model that a run trains, here or over the ranks of a cluster."""
+"""Describes, finds, sizes and loads the model that a run trains, here or over a cluster's ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laurel.config.load import to_yaml, translated
-from laurel.config.policy import PolicyConfig, RewardPolicyConfig, RoleName
+from laurel.config.policy import (
+    PolicyConfig,
+    RewardModelConfig,
+    RewardPolicyConfig,
+    RoleName,
+    TokenizerConfig,
+)
 from laurel.config.yaml_tree import Section, YamlNode, plain_values, read_document
 from laurel.errors import CheckpointError, ConfigError, ModelError, speaking
-from laurel.models.checkpoint.manifest import MANIFEST_NAME, steps_in
+from laurel.models.checkpoint.manifest import MANIFEST_NAME
+from laurel.models.checkpoint.store import steps_in
 from laurel.models.spec import ModelSpec
 from laurel.observe.console import format_parameters, quiet_libraries, say_on
 from laurel.observe.hub import check_fetchable
-from laurel.planning.memory import ModelShape, Shapes, decoder_shape, parse_shape
+from laurel.planning.memory import GIB, ModelShape, Shapes, decoder_shape, parse_shape
 from laurel.planning.plan import plan_run
-from laurel.run.context import R, RunContext
+from laurel.run.context import R, RunContext, describe_data, describe_output
 from laurel.run.request import model_server, request_of, uses_reward_model
-from laurel.run.specs import model_spec, teacher_spec
+from laurel.sandbox.limits import available_memory
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +35,53 @@ if TYPE_CHECKING:
 
     from laurel.config.environments import ScorerSource, ScoringParallelConfig
     from laurel.config.schemas import Run
+    from laurel.data.report import TextReport
     from laurel.rewards.spec import Say
+    from laurel.run.allocation import Allocation
     from laurel.training.learner import Learner
     from laurel.training.learner_group import Load, ModelFacts
+
+
+_NO_HEAD = RewardModelConfig()
+
+
+def model_spec(policy: PolicyConfig) -> ModelSpec:
+    """Return the spec of the model that a `policy` section describes."""
+    is_named = policy.scratch is None or "model_name" in policy.model_fields_set
+    parallel = policy.dtensor_cfg
+    return ModelSpec(
+        name=policy.model_name if is_named else None,
+        revision=policy.revision,
+        trust_remote_code=policy.trust_remote_code,
+        safetensors_only=policy.safetensors_only,
+        config_overrides=policy.hf_config_overrides,
+        scratch=policy.scratch,
+        tokenizer=policy.tokenizer,
+        head=policy.reward_model_cfg if isinstance(policy, RewardPolicyConfig) else _NO_HEAD,
+        precision=policy.precision,
+        compile=policy.compile,
+        reads_forests=policy.sequence_packing.enabled,
+        lora=parallel.lora_cfg if parallel.lora_cfg.enabled else None,
+        activation_checkpointing=parallel.activation_checkpointing,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        cpu_offload=parallel.cpu_offload,
+        parallel_plan=parallel.custom_parallel_plan,
+    )
+
+
+def teacher_spec(policy: PolicyConfig, name: str) -> ModelSpec:
+    """Return the spec of the model from which a policy learns besides, spread as the policy is."""
+    return replace(
+        model_spec(policy),
+        name=name,
+        revision=None,
+        config_overrides={},
+        scratch=None,
+        tokenizer=TokenizerConfig(),
+        lora=None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +142,7 @@ def load_trained_model(
             "load_teacher": load_teacher,
             "with_entropy": with_entropy,
         }
-        if not context.allocation.are_remote:
+        if context.allocation is None:
             from laurel.models.spec import ParallelShape
 
             if check_room is not None:
@@ -101,7 +153,66 @@ def load_trained_model(
             return TrainedModel(
                 learner=worker.learner, facts=worker.describe(), in_process=worker.learner.model
             )
-    return _spread(context, load, settings)
+    return _spread(context.allocation, load, settings, console=context.console)
+
+
+def load_policy_to_train(
+    context: RunContext[R],
+    *,
+    seed: int,
+    texts: Iterable[str],
+    temperature: float = 1.0,
+    needs_reference: bool = False,
+    teacher: str | None = None,
+    samples_from_copy: bool = False,
+    with_entropy: bool = False,
+) -> TrainedModel:
+    """Load the policy with its optimizer, after checking that it fits into memory.
+
+    Args:
+        seed: The seed of adapters, a model from scratch and dropout.
+        texts: The texts on which a tokenizer from scratch is trained.
+        temperature: The temperature at which completions are sampled.
+        needs_reference: Whether a frozen copy of the policy before training is kept.
+        samples_from_copy: Whether the generator keeps a copy of the weights.
+    """
+    with context.console.status("loading torch"):
+        from laurel.models.loading.policy import load_policy
+    policy, resume_from = context.config.policy, context.resume_from
+    load = partial(
+        load_policy,
+        model_spec(policy),
+        seed=seed,
+        max_length=policy.max_total_sequence_length,
+        texts=tuple(texts) if policy.scratch is not None else (),
+        temperature=temperature,
+    )
+    resumed = partial(load, resume_from=resume_from) if resume_from else load
+    check_room = partial(
+        check_memory,
+        policy,
+        needs_reference=needs_reference,
+        samples_from_copy=samples_from_copy,
+        teacher=teacher,
+    )
+    load_teacher = None
+    if teacher is not None:
+        load_teacher = partial(
+            load_policy,
+            teacher_spec(policy, teacher),
+            seed=seed,
+            max_length=policy.max_total_sequence_length,
+            temperature=temperature,
+        )
+    return load_trained_model(
+        context,
+        load=resumed,
+        seed=seed,
+        check_room=check_room,
+        load_reference=load if needs_reference else None,
+        load_teacher=load_teacher,
+        with_entropy=with_entropy,
+    )
 
 
 def check_same_settings(directory: Path, config: Section) -> list[str]:
@@ -154,12 +265,14 @@ def saved_settings(directory: Path, schema: type[Section]) -> YamlNode:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _spread(context: RunContext[R], load: Load, settings: Mapping[str, Any]) -> TrainedModel:
+def _spread(
+    allocation: Allocation, load: Load, settings: Mapping[str, Any], *, console: Console
+) -> TrainedModel:
     from laurel.training.learner_group import LearnerGroup, LearnerWorker
 
-    shape = context.allocation.shape_of("policy")
-    with context.console.status(f"starting {shape.num_ranks} ranks of the policy"):
-        group = context.allocation.group("policy", LearnerWorker, load, shape=shape, **settings)
+    shape = allocation.shape_of("policy")
+    with console.status(f"starting {shape.num_ranks} ranks of the policy"):
+        group = allocation.group("policy", LearnerWorker, load, shape=shape, **settings)
         learner = LearnerGroup(group, shape)
     return TrainedModel(learner=learner, facts=learner.facts, in_process=None)
 
@@ -174,8 +287,9 @@ def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None
         + (trained if facts.num_trained != facts.num_parameters else "")
         + f", {context.config.policy.precision} on {facts.device}"
     )
-    for line in context.allocation.describe():
-        console.print(f"placed  {line}")
+    if context.allocation is not None:
+        for line in context.allocation.describe():
+            console.print(f"placed  {line}")
     if facts.path == "forest":
         check = f"self-check against one-by-one: {facts.self_check:.1e}"
         console.print(f"path    token forest; {check}")
@@ -188,6 +302,74 @@ def describe_model(kind: str, facts: ModelFacts, context: RunContext[R]) -> None
         )
     for note in facts.notes:
         console.print(note if note.startswith("warning: ") else f"note    {note}")
+
+
+def describe_policy(
+    context: RunContext[R], facts: ModelFacts, reports: Mapping[str, TextReport], run_dir: Path
+) -> None:
+    """Print the facts of the data and the policy that were loaded, and the output directories."""
+    describe_data(reports, run_dir, context.console)
+    describe_model("policy", facts, context)
+    describe_output(context, run_dir)
+
+
+# The check that a policy fits beside what is loaded already, before it is loaded.
+
+
+def check_memory(
+    policy: PolicyConfig,
+    device: torch.device,
+    *,
+    needs_reference: bool,
+    samples_from_copy: bool,
+    teacher: str | None = None,
+) -> None:
+    """Check that a policy's weights, gradients and optimizer state fit into the free memory.
+
+    Activations come on top: a policy that passes may still be too large for its batches.
+
+    Raises:
+        ModelError: They do not fit; the message has the sizes, and settings that need less.
+    """
+    if policy.scratch is not None:
+        return
+    from laurel.models.loading.pretrained import count_parameters
+
+    num_parameters = count_parameters(model_spec(policy))
+    has_adapters = policy.dtensor_cfg.lora_cfg.enabled
+    copies = {"weights": 1}
+    if not has_adapters:
+        copies |= {"gradients": 1, "optimizer": 2}
+        copies |= {"reference": 1} if needs_reference else {}
+    copies |= {"generator's copy": 1} if samples_from_copy else {}
+    needed = {what: 4 * count * num_parameters for what, count in copies.items()}
+    if teacher is not None:
+        needed["teacher"] = 4 * count_parameters(teacher_spec(policy, teacher))
+    free = _free_bytes(device)
+    if free is None or sum(needed.values()) <= free:
+        return
+    parts = ", ".join(f"{what} {size / GIB:.1f}" for what, size in needed.items())
+    advice = "a smaller policy or reward model"
+    if not has_adapters:
+        advice += "; policy.dtensor_cfg.lora_cfg.enabled=true, which trains adapters only"
+        if needs_reference:
+            advice += "; loss_fn.reference_policy_kl_penalty=0, which needs no reference"
+    if teacher is not None:
+        advice += "; a smaller teacher (loss_fn.distillation.model_name)"
+    raise ModelError(
+        f"policy.model_name={policy.model_name} has {num_parameters / 1e9:.2f}G parameters: to "
+        f"train it takes {sum(needed.values()) / GIB:.1f} GiB ({parts}) besides activations, and "
+        f"{free / GIB:.1f} GiB of {device.type} memory are free beside what is loaded already. "
+        f"What would fit: {advice}."
+    )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()
 
 
 # The model that a run starts from, resolved as in every command before anything heavy is loaded.
@@ -275,7 +457,7 @@ def resolve_micro_batches(context: RunContext[R]) -> RunContext[R]:
         return context
     tokens, why = _kept(context), "as the run began"
     if tokens is None:
-        memory = None if context.allocation.are_remote else _device_memory(config)
+        memory = _device_memory(config) if context.allocation is None else None
         tokens, why = _chosen(config, memory)
     context.console.print(f"note    {KEY}=auto: {tokens:,} tokens, {why}", soft_wrap=True)
     return replace(context, config=with_tokens(config, tokens))

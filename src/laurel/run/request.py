@@ -1,24 +1,28 @@
-"""Translates a run's configuration into the resource request that the cluster planner reads."""
+"""Reads out of a configuration what its run needs, and plans the slots of its roles."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from laurel import plugins
-from laurel.config.policy import ResourcesConfig
-from laurel.planning.request import (
+from laurel.config.policy import ClusterConfig, PolicyConfig, ResourcesConfig
+from laurel.errors import ConfigError, counted
+from laurel.planning.plan import (
     AdapterRequest,
     BatchRequest,
     ClusterRequest,
     DrawingRequest,
     OwnSlots,
+    Plan,
     RewardModelRequest,
     RoleRequest,
     ServedModelRequest,
     StepRequest,
     TrainingRequest,
     optimizer_states,
+    plan_run,
 )
 from laurel.plugins import EngineNeeds
 from laurel.training.stopping import NO_SET
@@ -27,9 +31,12 @@ if TYPE_CHECKING:
     from laurel.config.environments import ModelServerConfig, ScorerSource
     from laurel.config.grpo import GRPOConfig
     from laurel.config.grpo_run import GRPORun
-    from laurel.config.reward_model import RewardTrainingConfig
+    from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
     from laurel.config.schemas import Kind, Run
-    from laurel.config.sft import SFTConfig
+    from laurel.config.sft import SFTConfig, SFTRun
+    from laurel.training.batches import StepOrder
+
+Backend = Literal["local", "ray"]
 
 DEFAULT_SCORED_LENGTH = 8192
 """The assumed longest conversation, in tokens, of a reward model without `max_model_len`."""
@@ -77,6 +84,70 @@ def request_of(config: Run) -> ClusterRequest:
             ),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedAllocation:
+    """A plan of the slots of every role, before anything is reserved."""
+
+    config: Run
+    plan: Plan
+    are_remote: bool
+
+
+def plan_allocation(config: Run) -> PlannedAllocation:
+    """Plan the slots of every role of a run without reserving or starting anything.
+
+    Raises:
+        ConfigError: The run does not fit; the message names every problem and the nearest setting.
+    """
+    plan = plan_to_run(request_of(config))
+    # This can be planned, but is not implemented.
+    parallel, key = config.policy.dtensor_cfg, "policy.dtensor_cfg"
+    policy = plan.role("policy")
+    if parallel.cpu_offload and policy is not None and policy.mesh.size == 1:
+        raise ConfigError(
+            f"{key}.cpu_offload=true: shares of a spread model can be kept on the host, and the "
+            "policy has one rank; set it to false, or give it more slots (cluster.gpus_per_node)"
+        )
+    return PlannedAllocation(
+        config=config, plan=plan, are_remote=backend_of(plan, config.cluster) == "ray"
+    )
+
+
+def plan_to_run(request: ClusterRequest) -> Plan:
+    """Plan a run that is about to start.
+
+    Raises:
+        ConfigError: It does not fit; everything that does not is named, with the nearest setting
+            that does.
+    """
+    plan = plan_run(request)
+    if not plan.fits:
+        conflicts = [conflict for conflict in plan.conflicts if conflict.is_fatal]
+        lines = [f"  {conflict.problem}\n    fix  {conflict.fix}" for conflict in conflicts]
+        raise ConfigError("\n".join(["the run does not fit its cluster", *lines]))
+    return plan
+
+
+def backend_of(plan: Plan, config: ClusterConfig) -> Backend:
+    """Decide whether a run needs Ray: by `cluster.backend`, or for `auto` by the plan.
+
+    Raises:
+        ConfigError: It is to run in this process, and has more ranks or slots than one.
+    """
+    ranks = {role.name: len(role.slots) for role in plan.roles}
+    is_one = max(ranks.values()) == 1 and len({s for role in plan.roles for s in role.slots}) == 1
+    if config.backend == "auto":
+        return "local" if is_one and config.address is None else "ray"
+    if config.backend == "local" and not is_one:
+        said = ", ".join(f"{name} {count}" for name, count in ranks.items())
+        raise ConfigError(
+            f"cluster.backend=local is one process on one slot, and the plan has more ({said} "
+            "slots); set cluster.backend=ray, or cluster.gpus_per_node=1 cluster.num_nodes=1 and "
+            "no resources of the roles' own"
+        )
+    return config.backend
 
 
 def uses_reward_model(config: GRPORun) -> bool:
@@ -181,6 +252,53 @@ def sampling_notes(config: GRPORun) -> list[str]:
         f"{' and '.join(cuts)}: completions are sampled from the likeliest tokens alone, and their "
         "log-probabilities are those of the whole distribution, as the learner's are: ratios, "
         "importance weights and the divergence do not see the cut, and the gradient is biased by it"
+    ]
+
+
+def step_order(
+    config: RewardTrainingRun | SFTRun,
+    num_rows: int,
+    *,
+    units: Sequence[Sequence[int]] | None = None,
+) -> StepOrder:
+    """Return the order in which rows are used: that of the file, or shuffled by the run's seed.
+
+    `units` are rows that stay together; `StepOrder` describes them.
+    """
+    from laurel.training.batches import StepOrder
+
+    section = config.rm if config.command == "rm" else config.sft
+    size = config.policy.train_global_batch_size
+    return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed, units=units)
+
+
+def batch_notes(key: str, size: int, num_rows: int, *, unit: str = "row") -> list[str]:
+    """Say that a step takes more than there is to learn from, if it does."""
+    if size <= num_rows:
+        return []
+    return [f"{key}={size} exceeds the data: there are {counted(num_rows, unit)} to train on"]
+
+
+SMALL_CHANGE = 1e-4
+"""The change of a weight over a whole run below which a model learns little: 8 steps of 2e-6, which
+the defaults take for 1,000 rows, are far below it."""
+
+
+def epoch_notes(policy: PolicyConfig, num_rows: int, num_steps: int) -> list[str]:
+    """Say that a step takes more rows than there are, or a run is too short for its learning rate.
+
+    A step of Adam changes a weight by about the learning rate at most, whatever the gradient is.
+    """
+    rate = policy.optimizer.kwargs.get("lr")
+    change = num_steps * rate if rate and "Adam" in policy.optimizer.name else SMALL_CHANGE
+    notes = batch_notes("policy.train_global_batch_size", policy.train_global_batch_size, num_rows)
+    if change >= SMALL_CHANGE:
+        return notes
+    return [
+        *notes,
+        f"{counted(num_steps, 'step')} with a learning rate of {rate:g} change no weight by much "
+        f"more than {change:.1g}, so the model learns little: raise policy.optimizer.kwargs.lr, "
+        "lower policy.train_global_batch_size, or bring more rows",
     ]
 
 

@@ -9,7 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from laurel.config.data import DatasetConfig
-from laurel.config.reward_model import RewardTrainingRun
+from laurel.config.reward_model import (
+    RATE,
+    RATE_OF_SMALL,
+    SMALL_MODEL,
+    RewardTrainingRun,
+    is_small,
+)
 from laurel.config.yaml_tree import plain_values
 from laurel.data.preferences import Fold, hold_out, load_preferences, own_validation_preferences
 from laurel.data.reading import encoded, holds_out
@@ -18,7 +24,6 @@ from laurel.errors import ConfigError, DataError, ModelError, counted_that
 from laurel.evaluation.benchmarks import BenchmarkSet, selectable
 from laurel.observe.console import format_parameters
 from laurel.observe.loggers import check_available
-from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_reward_model
 from laurel.run.context import (
     RunContext,
@@ -32,20 +37,12 @@ from laurel.run.model import (
     TrainedModel,
     describe_model,
     load_trained_model,
+    model_spec,
     resolve_micro_batches,
     resolve_model,
     saved_settings,
 )
-from laurel.run.request import why_not_validated
-from laurel.run.specs import (
-    RATE,
-    RATE_OF_SMALL,
-    SMALL_MODEL,
-    epoch_notes,
-    is_small,
-    model_spec,
-    step_order,
-)
+from laurel.run.request import epoch_notes, plan_allocation, step_order, why_not_validated
 from laurel.training.stopping import Deadline, EarlyStopping, Position, Selection, select_by
 from laurel.types import Preference
 

@@ -12,13 +12,15 @@ from laurel.data.reading import encoded, holds_out
 from laurel.data.report import no_rows_left
 from laurel.errors import DataError
 from laurel.observe.loggers import check_available
-from laurel.run.allocation import plan_allocation
 from laurel.run.cards import facts_of_policy
 from laurel.run.context import RunContext, checkpoint_parts, make_services
-from laurel.run.model import resolve_micro_batches, resolve_model
-from laurel.run.policy import describe_policy, load_policy_to_train
-from laurel.run.request import why_not_validated
-from laurel.run.specs import epoch_notes, step_order
+from laurel.run.model import (
+    describe_policy,
+    load_policy_to_train,
+    resolve_micro_batches,
+    resolve_model,
+)
+from laurel.run.request import epoch_notes, plan_allocation, step_order, why_not_validated
 from laurel.training.stopping import Deadline, Position, Selection, select_demonstrations_by
 
 if TYPE_CHECKING:

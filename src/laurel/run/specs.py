@@ -1,8 +1,8 @@
-"""Translates configurations and command options into the settings (specs) of components."""
+"""Translates command options and settings into the specs of scorers and judges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,151 +10,29 @@ from typing import TYPE_CHECKING
 
 from laurel import plugins
 from laurel.config.load import load_config, parse_override
-from laurel.config.policy import (
-    PolicyConfig,
-    RewardModelConfig,
-    RewardPolicyConfig,
-    TokenizerConfig,
-)
-from laurel.config.reward_model import RewardTrainingRun
-from laurel.config.sft import SFTRun
-from laurel.errors import ConfigError, counted, key_of, setting_of, speaking
-from laurel.models.spec import ModelSpec
+from laurel.config.policy import PolicyConfig, RewardPolicyConfig
+from laurel.errors import ConfigError, key_of, setting_of, speaking
 from laurel.observe.console import say_on
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from laurel.config.environments import JudgeFile
-    from laurel.config.grpo_run import GRPORun
-    from laurel.generation.requests import GeneratorSpec
     from laurel.models.scoring import ScoringRules
     from laurel.rewards.blocking import BlockingScorer
     from laurel.rewards.scorer import LocalScorer, ModelScorer
     from laurel.rewards.spec import Say, ScorerSpec
-    from laurel.training.batches import StepOrder
-
-
-_NO_HEAD = RewardModelConfig()
-
-
-def model_spec(policy: PolicyConfig) -> ModelSpec:
-    """Return the spec of the model that a `policy` section describes."""
-    is_named = policy.scratch is None or "model_name" in policy.model_fields_set
-    parallel = policy.dtensor_cfg
-    return ModelSpec(
-        name=policy.model_name if is_named else None,
-        revision=policy.revision,
-        trust_remote_code=policy.trust_remote_code,
-        safetensors_only=policy.safetensors_only,
-        config_overrides=policy.hf_config_overrides,
-        scratch=policy.scratch,
-        tokenizer=policy.tokenizer,
-        head=policy.reward_model_cfg if isinstance(policy, RewardPolicyConfig) else _NO_HEAD,
-        precision=policy.precision,
-        compile=policy.compile,
-        reads_forests=policy.sequence_packing.enabled,
-        lora=parallel.lora_cfg if parallel.lora_cfg.enabled else None,
-        activation_checkpointing=parallel.activation_checkpointing,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-        cpu_offload=parallel.cpu_offload,
-        parallel_plan=parallel.custom_parallel_plan,
-    )
-
-
-def teacher_spec(policy: PolicyConfig, name: str) -> ModelSpec:
-    """Return the spec of the model from which a policy learns besides, spread as the policy is."""
-    return replace(
-        model_spec(policy),
-        name=name,
-        revision=None,
-        config_overrides={},
-        scratch=None,
-        tokenizer=TokenizerConfig(),
-        lora=None,
-    )
 
 
 def scorer_spec(asked: ScorerSpec, policy: PolicyConfig) -> ScorerSpec:
     """Complete a requested scorer's spec with how the `policy` section says its model is loaded."""
+    from laurel.run.model import model_spec
+
     length = asked.max_length
     if length is None and "max_total_sequence_length" in policy.model_fields_set:
         length = policy.max_total_sequence_length
     model = replace(model_spec(policy), name=asked.model.name)
     return replace(asked, max_length=length, model=model)
-
-
-def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
-    """Return the spec of a GRPO run's sampling engine; `end_ids` are the tokens that end a turn."""
-    from laurel.generation.requests import GeneratorSpec
-
-    return GeneratorSpec(
-        settings=config.policy.generation,
-        max_length=config.policy.max_total_sequence_length,
-        end_ids=tuple(end_ids),
-        seed=config.grpo.seed,
-    )
-
-
-def step_order(
-    config: RewardTrainingRun | SFTRun,
-    num_rows: int,
-    *,
-    units: Sequence[Sequence[int]] | None = None,
-) -> StepOrder:
-    """Return the order in which rows are used: that of the file, or shuffled by the run's seed.
-
-    `units` are rows that stay together; `StepOrder` describes them.
-    """
-    from laurel.training.batches import StepOrder
-
-    section = config.rm if isinstance(config, RewardTrainingRun) else config.sft
-    size = config.policy.train_global_batch_size
-    return StepOrder(num_rows, size, shuffle=config.data.shuffle, seed=section.seed, units=units)
-
-
-def batch_notes(key: str, size: int, num_rows: int, *, unit: str = "row") -> list[str]:
-    """Say that a step takes more than there is to learn from, if it does."""
-    if size <= num_rows:
-        return []
-    return [f"{key}={size} exceeds the data: there are {counted(num_rows, unit)} to train on"]
-
-
-SMALL_MODEL = 500_000_000
-"""Parameters from which a pretrained model is no small one."""
-RATE, RATE_OF_SMALL = 2e-6, 1e-4
-"""The learning rate of a reward model, and of a small one: half of the best of four rates for one
-of 135M parameters, because longer runs bear less (docs/benchmarks.md)."""
-
-
-def is_small(num_parameters: int) -> bool:
-    """Report whether a pretrained model is small; 0: its size is not known."""
-    return 0 < num_parameters < SMALL_MODEL
-
-
-SMALL_CHANGE = 1e-4
-"""The change of a weight over a whole run below which a model learns little: 8 steps of 2e-6, which
-the defaults take for 1,000 rows, are far below it."""
-
-
-def epoch_notes(policy: PolicyConfig, num_rows: int, num_steps: int) -> list[str]:
-    """Say that a step takes more rows than there are, or a run is too short for its learning rate.
-
-    A step of Adam changes a weight by about the learning rate at most, whatever the gradient is.
-    """
-    rate = policy.optimizer.kwargs.get("lr")
-    change = num_steps * rate if rate and "Adam" in policy.optimizer.name else SMALL_CHANGE
-    notes = batch_notes("policy.train_global_batch_size", policy.train_global_batch_size, num_rows)
-    if change >= SMALL_CHANGE:
-        return notes
-    return [
-        *notes,
-        f"{counted(num_steps, 'step')} with a learning rate of {rate:g} change no weight by much "
-        f"more than {change:.1g}, so the model learns little: raise policy.optimizer.kwargs.lr, "
-        "lower policy.train_global_batch_size, or bring more rows",
-    ]
 
 
 # The options of a command line that say which reward model is meant, and how it is loaded.

@@ -21,7 +21,6 @@ from laurel.data.tasks import TaskData, TaskNeeds, environments_named
 from laurel.environments.registry import OTHER_NAMES, create_environments
 from laurel.errors import ConfigError, DataError
 from laurel.observe.user_code import ForkGuard
-from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.request import model_server, uses_reward_model
 from laurel.types import RejectedTask
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, WorkerGroup
     from laurel.rewards.open import ScorerPlacement
+    from laurel.run.allocation import Allocation
     from laurel.types import Task, TokenIds, ToolSchemas
     from laurel.workers.reservations import ClusterNodes
 
@@ -114,7 +114,7 @@ def environments_of(data: TaskData, context: RunContext[GRPORun]) -> dict[str, E
     config, allocation = context.config, context.allocation
     say = partial(context.console.print, markup=False, highlight=False, soft_wrap=True)
     names = sorted({task.environment for task in (*data.train, *data.validation)})
-    opening = scorer_placement(context) if allocation.are_remote else None
+    opening = None if allocation is None else scorer_placement(config, allocation)
     with context.console.status("starting the environments"):
         environments = create_environments(
             names,
@@ -250,12 +250,12 @@ def fit_prompts(
 # The nodes that run the programs of the policy: this machine, or every node of a cluster.
 
 
-def nodes_of(allocation: Allocation) -> ClusterNodes | None:
+def nodes_of(allocation: Allocation | None) -> ClusterNodes | None:
     """Return the cluster nodes that run programs; None if this machine runs them.
 
     Nothing is started.
     """
-    if not allocation.are_remote:
+    if allocation is None:
         return None
     from laurel.workers.ray_group import NodeGroup, is_on_the_only_node, nodes_to_work_on
     from laurel.workers.reservations import ClusterNodes
@@ -266,7 +266,7 @@ def nodes_of(allocation: Allocation) -> ClusterNodes | None:
 # The scorers of a run on a cluster: models in slots, renderers spread over the nodes.
 
 
-def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
+def scorer_placement(config: GRPORun, allocation: Allocation) -> ScorerPlacement:
     """Return where a run on a cluster places the models and processes of its environments.
 
     Each replica of a model gets slots of the reward-model role. Several models get replicas on all
@@ -276,10 +276,11 @@ def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
     from laurel.rewards.preparing import WORKER
     from laurel.rewards.replicas import ROLE
 
-    config, allocation = context.config, context.allocation
     make_worker = partial(allocation.group_of_one, WORKER, limit=RENDERING_LIMIT)
     if not uses_reward_model(config):  # a row of the data may name one without slots
-        return ScorerPlacement(make_worker=make_worker, make_server=_server_slots(context))
+        return ScorerPlacement(
+            make_worker=make_worker, make_server=_server_slots(config, allocation)
+        )
     share = 1 / len(config.env.reward_model.loaded)
 
     def make_group(name: str, ranks: range | None) -> Callable[..., WorkerGroup]:
@@ -291,17 +292,17 @@ def scorer_placement(context: RunContext[GRPORun]) -> ScorerPlacement:
     )
 
 
-def _server_slots(context: RunContext[GRPORun]) -> Callable[[int], Callable[..., WorkerGroup]]:
+def _server_slots(
+    config: GRPORun, allocation: Allocation
+) -> Callable[[int], Callable[..., WorkerGroup]]:
     """Return what places the replicas of a served model, by their numbers.
 
     They go round the groups of slots of the reward-model role; several in a group share it.
     """
     from laurel.workers.ray_group import RayGroup, own_address
 
-    allocation = context.allocation
-
     def make(index: int) -> Callable[..., WorkerGroup]:
-        section = model_server(context.config)
+        section = model_server(config)
         assert section is not None
         each = section.tensor_parallel_size
         groups = allocation.num_slots("reward_model") // each

@@ -22,7 +22,7 @@ from laurel.errors import ConfigError, DataError, UnsavedError, UserError
 from laurel.observe.console import make_console, message_console, print_command, visible
 from laurel.observe.json_output import write_json
 from laurel.observe.user_code import ForkGuard
-from laurel.run.allocation import plan_allocation
+from laurel.run.request import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
 from laurel.training.stopping import StopRequest, end_unsaved

@@ -328,7 +328,7 @@ class LocalLearner:
         self.max_grad_norm = max_grad_norm
         self.ranks = ranks
         self.matmul: Callable[[nn.Module], AbstractContextManager[None]] | None = None
-        """A context for forward and backward passes, such as `cpu_matmul.fast_matmul`."""
+        """A context for forward and backward passes, such as `forest.policy.fast_matmul`."""
         _reshard(model)  # or some weights would be found whole, as a forward pass has left them
         self.named_parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizer = build_optimizer(optimizer, self.named_parameters)

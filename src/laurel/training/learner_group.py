@@ -23,15 +23,16 @@ from laurel.errors import (
 )
 from laurel.models.forest.decoder import adapted_layers
 from laurel.models.forest.outputs import TokenOutputs
-from laurel.models.forest.policy import Reference
+from laurel.models.forest.policy import Reference, fast_matmul
 from laurel.models.loading.policy import LoadedPolicy, check_policy_paths
+from laurel.models.loading.reward_model import LoadedRewardModel, check_paths
 from laurel.models.parallel.mesh import AcrossRanks, held_bytes
 from laurel.models.scoring import ScoringContract
 from laurel.models.spec import ParallelShape
 from laurel.observe.console import quiet_libraries
 from laurel.observe.files import is_disk_error
 from laurel.protocols import WorkerGroup
-from laurel.rewards.scorer import check_golden, check_paths
+from laurel.rewards.scorer import check_golden
 from laurel.sandbox.limits import available_cores
 from laurel.training.learner import (
     NOTHING_TO_LEARN,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from laurel.generation.weights.broadcast import Meeting, WeightLink
     from laurel.generation.weights.handles import Chunk, SharedMemory
     from laurel.generation.weights.held import HeldDtype
-    from laurel.models.loading.reward_model import LoadedRewardModel
 
     Loaded = LoadedPolicy | LoadedRewardModel
     Load = Callable[..., Loaded]
@@ -540,7 +540,8 @@ class LearnerWorker(WeightExporter):
             difference = check_policy_paths(loaded.model)
         else:
             difference = check_paths(loaded.model)
-            check_golden(loaded.model, loaded.contract)
+            if loaded.contract.rules.golden:  # a new model has none
+                check_golden(loaded.model, loaded.contract)
         self._facts = ModelFacts.of(loaded, self_check=difference)
         if isinstance(loaded, LoadedPolicy):
             loaded.model.with_entropy = with_entropy
@@ -562,8 +563,6 @@ class LearnerWorker(WeightExporter):
         )
         if isinstance(loaded, LoadedPolicy) and shape.tp == 1:
             # With more, shares of layers are multiplied by what divided them.
-            from laurel.models.cpu_matmul import fast_matmul
-
             self._learner.matmul = fast_matmul
         if data_place := place.rank // shape.tp:
             # Ranks with different data use different dropout. The first rank uses the random

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,7 +72,11 @@ class RewardTraining(EpochTraining[PreferenceSample, Preference]):
         self.benchmarks = parts.benchmarks
         self._bag_of_words: BagOfWords | None = None
         self._baselines: dict[int, float] = {}
-        self.scorer = LearnerScorer(parts.learner, contract, parts.batcher)
+
+    @cached_property
+    def scorer(self) -> LearnerScorer:
+        """A scorer over the model in training, for the benchmarks if there are any."""
+        return LearnerScorer(self.learner, self.contract, self.batcher)
 
     def label(self, sample: PreferenceSample) -> Preference:
         """Return the preference of a row."""

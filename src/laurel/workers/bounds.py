@@ -19,6 +19,8 @@ def bound_count(key: str, count: int, bound: OfMachine) -> None:
     Raises:
         ConfigError: It cannot; the message has the key, and the largest count.
     """
+    if count <= PER_CORE[bound.what]:  # one core carries them
+        return
     cores = available_cores()
     most = PER_CORE[bound.what] * cores
     if count > most:

@@ -1,16 +1,20 @@
-"""Calls in daemon threads: the end of the process does not wait for one that never returns."""
+"""Calls in daemon threads, and an event loop in one, for callers of any thread.
+
+The end of the process does not wait for a call that never returns.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from laurel.errors import EngineError
 from laurel.observe.user_code import ForkGuard
 
 T = TypeVar("T")
@@ -88,3 +92,151 @@ async def in_thread(function: Callable[[], T], *, name: str) -> T:
     # Its thread knows the context of the caller, as those of `asyncio.to_thread` do.
     work: Callable[[], T] = partial(contextvars.copy_context().run, function)
     return (await asyncio.wrap_future(begin_in_thread(work, name=name)))()
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own, which runs coroutines for callers of any thread."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop, and return a future of its result.
+
+        Cancelling the future cancels the coroutine.
+
+        Raises:
+            EngineError: The loop was closed.
+        """
+        with self._closing:
+            if not self._is_closed:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise EngineError(f"{self._thread.name} was closed")
+
+    def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and block until its result.
+
+        A call from the loop's own thread would deadlock.
+
+        Raises:
+            EngineError: The loop was closed.
+        """
+        return self.submit(work).result()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> Running:
+        """Start a coroutine in the loop, and return a handle that can abort it.
+
+        Raises:
+            EngineError: The loop was closed.
+        """
+        with self._closing:
+            if not self._is_closed:
+                return Running(self.loop, work)
+        work.close()
+        raise EngineError(f"{self._thread.name} was closed")
+
+    async def run_to_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the loop to its end, even where the caller is cancelled.
+
+        A half-made change, such as of weights, would leave a state that nobody knows.
+        """
+        await asyncio.shield(asyncio.wrap_future(self.submit(work)))
+
+    def close(
+        self,
+        last: Coroutine[Any, Any, None],
+        *,
+        patience: float | None = None,
+        limit: float | None = None,
+    ) -> bool:
+        """Refuse new coroutines, run a last one, cancel the others, and end the thread.
+
+        Args:
+            patience: Seconds to wait for the cancelled coroutines to end, after which they are
+                abandoned. None: no limit.
+            limit: Seconds for the whole call; None: no limit.
+
+        Returns:
+            False if the loop was closed before, whose end it awaits too.
+
+        Raises:
+            TimeoutError: The limit passed, because something blocks the loop.
+        """
+        with self._closing:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            last.close()
+            self._thread.join(limit)
+            return False
+        ending = asyncio.run_coroutine_threadsafe(_finish(last, patience), self.loop)
+        ending.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
+        try:
+            ending.result(limit)
+        finally:
+            if ending.done():
+                self._thread.join()
+        return True
+
+
+class Running:
+    """A handle of a coroutine that runs in a `BackgroundLoop`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+        self._loop = loop
+        self._ended: Future[None] = Future()
+        self._task: asyncio.Task[None] | None = None
+        loop.call_soon_threadsafe(self._begin, work)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._ended.set_result(None)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def abort(self) -> None:
+        """Cancel the coroutine and wait until it has ended."""
+        if not self._ended.done():
+            self._loop.call_soon_threadsafe(self._cancel)
+            await asyncio.shield(asyncio.wrap_future(self._ended))
+
+
+async def _finish(last: Coroutine[Any, Any, None], patience: float | None) -> None:
+    try:
+        await last
+    finally:
+        await cancel_others(patience)
+
+
+async def cancel_others(patience: float | None) -> None:
+    """Cancel all other tasks of the running loop, and wait until they have ended.
+
+    Args:
+        patience: Most seconds to wait; None: no limit.
+    """
+    await end_all(asyncio.all_tasks() - {asyncio.current_task()}, patience=patience)
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]], *, patience: float | None = None) -> None:
+    """Cancel tasks, and wait until they have ended, at most `patience` seconds."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        ended, _ = await asyncio.wait(tasks, timeout=patience)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # which tells the loop that somebody has seen it

@@ -12,7 +12,7 @@ from laurel.cli.main import app
 from laurel.extensions.doctor import checks
 from laurel.extensions.doctor.checks import ALL_CHECKS, SMALL, Sizes, Trial, run_trial
 from laurel.extensions.doctor.doctor import run_doctor_trial, trial_row
-from laurel.planning.request import Workload
+from laurel.planning.operations import Workload
 from laurel.types import TokenForest
 
 EXACT = {name: check for name, check in ALL_CHECKS.items() if name.startswith("forest")}

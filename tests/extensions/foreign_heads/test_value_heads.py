@@ -20,7 +20,7 @@ from laurel.errors import ModelError
 from laurel.models.loading.reward_model import find_value_head
 from laurel.rewards.open import load_scorer
 from laurel.rewards.spec import ScorerSpec, find_model
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from laurel.types import Message, group_of
 from model_directories import edit_json
 

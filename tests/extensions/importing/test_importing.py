@@ -33,8 +33,7 @@ from laurel.extensions.importing.import_config import to_text
 from laurel.extensions.importing.rules import Imported, shown
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
 from laurel.extensions.importing.tables import TableImporter
-from laurel.run.allocation import plan_to_run
-from laurel.run.request import request_of
+from laurel.run.request import plan_to_run, request_of
 from packages import installed
 
 IMPORTERS = {name: plugins.find(plugins.Importer, name) for name in plugins.names("importers")}

@@ -21,7 +21,7 @@ from laurel.config.yaml_tree import graft, plain_values
 from laurel.errors import ConfigError
 from laurel.extensions.importing.nemo_rl_files import MEGATRON_SENTENCE
 from laurel.extensions.importing.sources import ImportRequest, import_configuration
-from laurel.run.allocation import plan_allocation
+from laurel.run.request import plan_allocation
 from laurel.training.stopping import (
     Selection,
     select_by,

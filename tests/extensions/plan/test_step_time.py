@@ -23,12 +23,12 @@ from laurel.planning.memory import Shapes, decoder_shape
 from laurel.planning.operations import (
     Device,
     Operations,
+    Workload,
     forward_operations,
     known_devices,
     training_operations,
 )
-from laurel.planning.plan import plan_run
-from laurel.planning.request import AdapterRequest, TrainingRequest, Workload
+from laurel.planning.plan import AdapterRequest, TrainingRequest, plan_run
 from laurel.run.request import request_of
 
 # A layer has 16 + 8 + 8 + 16 weights of attention and 3 x 32 of the feed-forward: 144.

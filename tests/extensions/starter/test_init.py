@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 import tiny_tokenizers
 from laurel.cli.main import app
 from laurel.config.load import load_config
+from laurel.config.reward_model import RATE
 from laurel.config.schemas import SCHEMAS
 from laurel.errors import ConfigError, UserError
 from laurel.extensions.starter.options import InitOptions
 from laurel.extensions.starter.starter import TASKS, run_init
-from laurel.run.specs import RATE
 from model_directories import save_model
 from tiny import tiny_language_model
 

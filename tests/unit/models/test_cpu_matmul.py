@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from laurel.models import cpu_matmul
-from laurel.models.cpu_matmul import _OneDnnLinear, fast_matmul
+from laurel.models.forest.policy import _OneDnnLinear, fast_matmul, prefers_onednn
 
 if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
     pytest.skip("this torch has no oneDNN", allow_module_level=True)
@@ -63,7 +62,7 @@ def test_layers_are_what_they_were_afterwards():
 
     model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.LayerNorm(4))
     before = [type(module) for module in model]
-    inside = [_OneDnnLinear if cpu_matmul.prefers_onednn() else nn.Linear, *before[1:]]
+    inside = [_OneDnnLinear if prefers_onednn() else nn.Linear, *before[1:]]
     with fast_matmul(model):
         assert [type(module) for module in model] == inside
     assert [type(module) for module in model] == before

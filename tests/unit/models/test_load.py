@@ -12,7 +12,7 @@ from laurel.data.forest import to_forest, to_padded
 from laurel.errors import CheckpointError, ConfigError, ModelError
 from laurel.models.forest.attention import FOREST
 from laurel.models.loading.reward_model import load_reward_model
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from laurel.types import Message, group_of
 from model_directories import edit_json, edit_weights
 

@@ -24,7 +24,7 @@ from laurel.models.forest.policy import PolicyModel
 from laurel.models.loading.adapters import ADAPTERS
 from laurel.models.loading.policy import check_policy_paths, load_policy
 from laurel.models.tokenizer import load_tokenizer
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from model_directories import edit_json
 from planted_faults import double_logits
 

@@ -18,7 +18,7 @@ from laurel.errors import DataError, ModelError, ScoringContractError
 from laurel.extensions.export.plain import plain_scores
 from laurel.models.checkpoint.card import CardFacts, reward_model_card
 from laurel.models.checkpoint.export import save_reward_model
-from laurel.models.loading.reward_model import load_reward_model
+from laurel.models.loading.reward_model import check_paths, load_reward_model
 from laurel.models.scoring import (
     ScoringContract,
     ScoringRules,
@@ -29,7 +29,7 @@ from laurel.models.scoring import (
     step_ends,
 )
 from laurel.models.spec import ModelSpec
-from laurel.rewards.scorer import LocalScorer, check_golden, check_paths, golden_scores
+from laurel.rewards.scorer import LocalScorer, check_golden, golden_scores
 from laurel.types import Completion, Group, Message
 from process_models import process_model, solutions
 

@@ -7,10 +7,9 @@ from laurel.config.policy import PolicyConfig, ScratchConfig
 from laurel.data.forest import to_forest
 from laurel.errors import ConfigError
 from laurel.models.loading.pretrained import scratch_config, start_of, train_tokenizer
-from laurel.models.loading.reward_model import load_reward_model
+from laurel.models.loading.reward_model import check_paths, load_reward_model
 from laurel.models.spec import ModelSpec
-from laurel.rewards.scorer import check_paths
-from laurel.run.specs import model_spec
+from laurel.run.model import model_spec
 from laurel.types import Message, group_of
 
 TEXTS = ["the gate by the wall", "the wall by the gate", "där är lagern 月桂"] * 20

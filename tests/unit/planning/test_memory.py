@@ -27,8 +27,7 @@ from laurel.planning.memory import (
     parse_shape,
     training_memory,
 )
-from laurel.planning.plan import Mesh
-from laurel.planning.request import TrainingRequest
+from laurel.planning.plan import Mesh, TrainingRequest
 from laurel.run.model import read_shapes
 from laurel.types import TokenGroup
 from parallel_runs import together

@@ -9,7 +9,7 @@ from laurel.errors import ModelError
 from laurel.models.forest import attention
 from laurel.models.forest.attention import FOREST
 from laurel.models.forest.decoder import RewardModel
-from laurel.rewards.scorer import check_paths
+from laurel.models.loading.reward_model import check_paths
 from planted_faults import double_logits
 
 

@@ -10,8 +10,8 @@ from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.config.reward_model import RewardTrainingRun
 from laurel.errors import ConfigError, MissingDependencyError
-from laurel.run.allocation import plan_allocation
 from laurel.run.grpo import check_engines, check_judges
+from laurel.run.request import plan_allocation
 
 JUDGED = ("env.reward_model.enabled=true", "env.reward_model.model_name=judge")
 ONE_FOR_JUDGING = (*JUDGED, "env.reward_model.resources.gpus_per_node=1")

@@ -104,7 +104,7 @@ def test_the_precision_of_gpus_is_noted_on_a_cpu_unless_it_was_chosen(device, as
     context = SimpleNamespace(
         console=Console(file=stream, width=300),
         config=settings(*asked),
-        allocation=SimpleNamespace(describe=list),
+        allocation=None,
     )
     describe_model("policy", facts, context)
     assert ("policy.precision=bfloat16 is the default, for GPUs" in stream.getvalue()) == is_noted

@@ -17,7 +17,10 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.sft import SFTRun
 from laurel.models.spec import ModelSpec
 from laurel.rewards.spec import ScorerSpec
-from laurel.run.specs import epoch_notes, generator_spec, model_spec, scorer_spec, step_order
+from laurel.run.generator import generator_spec
+from laurel.run.model import model_spec
+from laurel.run.request import epoch_notes, step_order
+from laurel.run.specs import scorer_spec
 
 SECTION = {
     "model_name": "gods/laurel",

@@ -20,10 +20,12 @@ from laurel.config.yaml_tree import Section
 from laurel.data.tasks import environments_named
 from laurel.errors import ConfigError
 from laurel.models.checkpoint.store import CheckpointStore
+from laurel.planning.plan import plan_run
 from laurel.plugins import EnvironmentKind
 from laurel.run.allocation import Allocation
 from laurel.run.context import RunContext
 from laurel.run.grpo import _load_data
+from laurel.run.request import request_of
 from laurel.run.tasks import dated, environments_of, needs_of, nodes_of
 from laurel.training.stopping import Selection
 from laurel.types import Message, Task
@@ -33,7 +35,11 @@ DATA: Any = SimpleNamespace(
     train=[Task(id="1", prompt=(Message("user", "Why?"),), environment="reward_model")],
     validation=[],
 )
-ELSEWHERE: Any = {"policy": None}
+ELSEWHERE = Allocation(
+    plan=plan_run(request_of(load_config(GRPORun, None, []).config)),
+    reservations={},
+    stack=ExitStack(),
+)
 """Somebody has slots, and the reward model has none."""
 
 
@@ -42,8 +48,7 @@ def config_of(*overrides):
 
 
 def elsewhere(config, stack):
-    allocation = Allocation(reservations=ELSEWHERE)
-    return RunContext(config=config, console=Console(), stack=stack, allocation=allocation)
+    return RunContext(config=config, console=Console(), stack=stack, allocation=ELSEWHERE)
 
 
 def test_a_function_is_called_here_though_the_run_is_on_a_cluster():
@@ -62,8 +67,8 @@ def test_a_model_goes_into_its_slots(tmp_path):
 
 
 def test_programs_run_here_unless_roles_are_in_processes_of_their_own():
-    assert nodes_of(Allocation()) is None
-    assert nodes_of(Allocation(reservations=ELSEWHERE)) is not None
+    assert nodes_of(None) is None
+    assert nodes_of(ELSEWHERE) is not None
 
 
 def test_a_run_that_is_resumed_keeps_its_first_day(tmp_path):

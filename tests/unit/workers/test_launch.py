@@ -18,8 +18,8 @@ from laurel.config.load import load_config
 from laurel.config.policy import ClusterConfig
 from laurel.errors import ConfigError, WorkerError
 from laurel.planning.plan import Plan
-from laurel.run.allocation import backend_of, device_of, open_cluster, plan_to_run, reserve_roles
-from laurel.run.request import request_of
+from laurel.run.allocation import device_of, open_cluster, reserve_roles
+from laurel.run.request import backend_of, plan_to_run, request_of
 from laurel.workers.reservations import NodeNeed, NodeState, Resources, match
 from planned import planned
 

@@ -57,8 +57,9 @@ from laurel.observe.console import (
 from laurel.observe.hub import check_fetchable
 from laurel.observe.json_output import write_json
 from laurel.rewards.spec import find_model
+from laurel.run.model import model_spec
 from laurel.run.reward_model import load_data, tokenise
-from laurel.run.specs import OPTIONS, model_spec
+from laurel.run.specs import OPTIONS
 from laurel.run.tasks import fit_prompts, needs_of
 from laurel.types import Conversation, Preference, Task
 

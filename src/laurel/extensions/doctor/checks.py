@@ -45,9 +45,13 @@ from laurel.models.loading.policy import load_policy
 from laurel.models.parallel.mesh import held_bytes
 from laurel.models.spec import ModelSpec, ParallelShape
 from laurel.planning.memory import ModelShape, decoder_shape, training_memory
-from laurel.planning.operations import forward_operations, known_devices, training_operations
-from laurel.planning.plan import Mesh
-from laurel.planning.request import TrainingRequest, Workload
+from laurel.planning.operations import (
+    Workload,
+    forward_operations,
+    known_devices,
+    training_operations,
+)
+from laurel.planning.plan import Mesh, TrainingRequest
 from laurel.plugins import EngineStart
 from laurel.run.generator import probe_of, transfer_of
 from laurel.sandbox.scratch import ScratchFolder

@@ -16,18 +16,17 @@ from laurel.config.grpo import PolicyLossConfig
 from laurel.config.policy import NamedCall, Precision
 from laurel.data.forest import to_forest
 from laurel.generation.transformers.engine import TransformersEngine
-from laurel.models.cpu_matmul import fast_matmul
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.compiled import compile_layers
 from laurel.models.forest.decoder import Decoder, RewardModel
-from laurel.models.forest.policy import PolicyModel
+from laurel.models.forest.policy import PolicyModel, fast_matmul
 from laurel.models.loading.pretrained import (
     chooses_to_compile,
     recompute_activations,
     train_tokenizer,
 )
 from laurel.planning.memory import ModelShape
-from laurel.planning.request import Workload
+from laurel.planning.operations import Workload
 from laurel.training.learner import LocalLearner, MicroBatch, Update
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import Generated, GenerationRequest, SamplingParams, TokenForest, TokenGroup

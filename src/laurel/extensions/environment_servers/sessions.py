@@ -40,10 +40,10 @@ from laurel.environments.interface import (
     mean_of,
 )
 from laurel.errors import ConfigError, EngineError, EnvironmentFailedError, WorkerError, counted
-from laurel.generation.waiting import BackgroundLoop
 from laurel.observe.user_code import error_with_line
 from laurel.protocols import MessageLog
 from laurel.types import ToolSchemas
+from laurel.workers.threads import BackgroundLoop
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0

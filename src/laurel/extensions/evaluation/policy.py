@@ -41,10 +41,10 @@ from laurel.observe.console import (
 from laurel.observe.files import check_output, replace_file
 from laurel.observe.json_output import json_text, write_json
 from laurel.observe.progress import ProgressWords, TrainingProgress
-from laurel.run.allocation import plan_allocation
 from laurel.run.context import RunContext
 from laurel.run.grpo import check_grpo_run, load_policy_bundle
 from laurel.run.model import found_name, resolve_model
+from laurel.run.request import plan_allocation
 from laurel.run.specs import OPTIONS
 from laurel.run.tasks import check_answers, environments_of, needs_of
 

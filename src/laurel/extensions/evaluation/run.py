@@ -54,10 +54,10 @@ from laurel.observe.files import replace_file
 from laurel.observe.json_output import write_json
 from laurel.observe.progress import RowProgress
 from laurel.rewards.spec import ScorerSpec
+from laurel.run.model import model_spec
 from laurel.run.specs import (
     asked_scorer,
     check_judge,
-    model_spec,
     open_asked,
     open_asked_judge,
     policy_of_settings,

@@ -16,7 +16,8 @@ from laurel.observe.console import message_console, quiet_libraries, say_on
 from laurel.observe.files import replace_directory
 from laurel.observe.json_output import write_json
 from laurel.rewards.spec import ModelPlace, Say, ScorerSpec, check_files, find_model
-from laurel.run.specs import OPTIONS, model_spec, policy_of_settings, scorer_spec
+from laurel.run.model import model_spec
+from laurel.run.specs import OPTIONS, policy_of_settings, scorer_spec
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -140,7 +141,7 @@ def _find(options: ExportOptions) -> list[ModelPlace]:
     if options.step is not None:
         root = Path(name).expanduser()
         if not (root / f"step_{options.step}").is_dir():
-            from laurel.models.checkpoint.manifest import steps_in
+            from laurel.models.checkpoint.store import steps_in
 
             steps = ", ".join(map(str, steps_in(root))) if root.is_dir() else ""
             raise ConfigError(

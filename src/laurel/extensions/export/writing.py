@@ -22,8 +22,8 @@ from laurel.extensions.export.average import (
 from laurel.extensions.export.plain import largest_difference, plain_logprobs, plain_scores
 from laurel.models.checkpoint.card import HERE, CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.export import save_policy, save_reward_model
-from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy, make_probe
-from laurel.models.loading.pretrained import DTYPES
+from laurel.models.loading.policy import SHAPES, check_policy_paths, load_policy
+from laurel.models.loading.pretrained import DTYPES, make_probe
 from laurel.models.scoring import FORMAT, ScoringContract
 from laurel.models.spec import ModelSpec, hub_name
 from laurel.observe.console import format_parameters

@@ -16,8 +16,15 @@ from laurel.planning.memory import (
     estimate,
     power_of_two,
 )
-from laurel.planning.plan import Conflict, Plan, RolePlan, divisors, plan_run
-from laurel.planning.request import ClusterRequest, TrainingRequest
+from laurel.planning.plan import (
+    ClusterRequest,
+    Conflict,
+    Plan,
+    RolePlan,
+    TrainingRequest,
+    divisors,
+    plan_run,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

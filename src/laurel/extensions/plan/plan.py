@@ -33,11 +33,20 @@ from laurel.planning.memory import (
     larger_micro_batch,
     parse_bytes,
 )
-from laurel.planning.plan import BatchPlan, Plan, RolePlan, Slot, as_ranges, title, where
-from laurel.planning.request import ClusterRequest, Workload
-from laurel.run.allocation import backend_of
+from laurel.planning.operations import Workload
+from laurel.planning.plan import (
+    BatchPlan,
+    ClusterRequest,
+    Plan,
+    RolePlan,
+    Slot,
+    as_ranges,
+    title,
+    where,
+)
 from laurel.run.model import ReadShapes, largest_tokens, read_shapes, with_tokens
 from laurel.run.request import (
+    backend_of,
     judge_notes,
     request_of,
     sampling_notes,

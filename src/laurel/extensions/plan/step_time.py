@@ -24,12 +24,19 @@ from laurel.planning.memory import (
 )
 from laurel.planning.operations import (
     Device,
+    Workload,
     forward_operations,
     known_devices,
     training_operations,
 )
-from laurel.planning.plan import Mesh, Plan, RolePlan
-from laurel.planning.request import ClusterRequest, RewardModelRequest, TrainingRequest, Workload
+from laurel.planning.plan import (
+    ClusterRequest,
+    Mesh,
+    Plan,
+    RewardModelRequest,
+    RolePlan,
+    TrainingRequest,
+)
 
 PhaseName = Literal["generation", "scoring", "log-probs", "training", "weight transfer"]
 Limit = Literal["products", "memory", "link", "host"]

@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from laurel.generation.waiting import BackgroundLoop, cancel_others, end_all
 from laurel.rewards.remote.replica import slow_after
 from laurel.workers.rendezvous import LOOPBACK
+from laurel.workers.threads import BackgroundLoop, cancel_others, end_all
 
 _MOST_BYTES = 64 << 20
 _END_SECONDS, _PROBE = 5.0, 10.0

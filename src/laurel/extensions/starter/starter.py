@@ -23,6 +23,7 @@ import yaml
 from laurel import plugins
 from laurel.config.load import COLUMN_KEYS, load_config, to_yaml
 from laurel.config.policy import TokenizerConfig
+from laurel.config.reward_model import RATE_OF_SMALL, is_small
 from laurel.config.schemas import SCHEMAS
 from laurel.config.yaml_tree import nearest
 from laurel.data.preferences import DATASET_CLASSES
@@ -45,7 +46,6 @@ from laurel.observe.files import check_output, replace_file
 from laurel.observe.hub import check_not_missing
 from laurel.observe.json_output import write_json
 from laurel.rewards.spec import find_model
-from laurel.run.specs import RATE_OF_SMALL, is_small
 
 _TABLE = yaml.safe_load(files(__package__).joinpath("starters.yaml").read_text(encoding="utf-8"))
 TASKS: Mapping[str, Any] = _TABLE["tasks"]

@@ -44,7 +44,7 @@ from laurel.extensions.sweep.options import SweepOptions
 from laurel.models.checkpoint.store import DirectoryLock
 from laurel.observe.console import silent_console
 from laurel.observe.files import is_disk_error, replace_file
-from laurel.run.allocation import plan_allocation
+from laurel.run.request import plan_allocation
 from laurel.run.reward_model import (
     check_reward_run,
     is_rate_auto,

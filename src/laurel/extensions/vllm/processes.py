@@ -26,7 +26,7 @@ from laurel.extensions.vllm.settings import (
     cpu_environment,
     environment,
 )
-from laurel.generation.waiting import BackgroundLoop
+from laurel.workers.threads import BackgroundLoop
 
 Result = TypeVar("Result")
 WATCH_SECONDS = 0.2

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from laurel.errors import EngineError
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
-from laurel.models.cpu_matmul import fast_matmul as fast_matmul_of
 from laurel.models.forest.decoding import KeptTokens, KeyValueStore
 from laurel.models.forest.policy import PolicyModel, rounded_weights
+from laurel.models.forest.policy import fast_matmul as fast_matmul_of
 from laurel.models.tokenizer import TextStream, plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, SamplingParams
 

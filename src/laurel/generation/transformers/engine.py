@@ -75,7 +75,7 @@ class TransformersEngine:
                 are kept between turns. With 0, every turn is computed from the first token of its
                 prompt.
             fast_matmul: Whether to multiply with the faster of torch's two CPU libraries
-                (`cpu_matmul`), rather than with the one that the learner uses.
+                (`fast_matmul`), rather than with the one that the learner uses.
             static_slots: Whether decoding steps have few shapes, each of which a CUDA graph
                 repeats; `auto`: on a GPU, unless the model is sharded.
 

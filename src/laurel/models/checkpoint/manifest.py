@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +23,8 @@ from laurel.errors import CheckpointError
 from laurel.observe.files import sync_directory, sync_tree
 
 MANIFEST_NAME = "MANIFEST.json"
+INFO_NAME = "training_info.json"
+STEP_NAME = re.compile(r"step_(0|[1-9][0-9]*)")
 FORMAT = "laurel-checkpoint"
 FORMAT_VERSION = 1
 
@@ -216,61 +218,8 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-# Finding and checking the checkpoints in a directory, without a lock and without torch.
-
-INFO_NAME = "training_info.json"
-
-_STEP = re.compile(r"step_(0|[1-9][0-9]*)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewestCheckpoint:
-    """The checkpoint from which a run resumes, and newer ones that are incomplete or damaged."""
-
-    path: Path | None
-    """The newest complete checkpoint; None if there is none."""
-    skipped: tuple[str, ...]
-    """The newer directories that cannot be used, newest first, each with the reason."""
-
-
-def verify(path: str | os.PathLike[str]) -> Manifest:
-    """Check the sizes and contents of a checkpoint directory against its manifest.
-
-    Raises:
-        CheckpointError: The directory is incomplete, altered or no checkpoint. The message names
-            the bad files and, if there is one, the newest earlier checkpoint that is complete.
-    """
-    directory = Path(os.path.realpath(path))
-    try:
-        return verify_directory(directory, hashes=True)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{_hint(directory)}") from None
-
-
-def steps_to_keep(
-    metrics: Mapping[int, float | None],
-    *,
-    keep_top_k: int | None,
-    higher_is_better: bool,
-    just_saved: int,
-) -> set[int]:
-    """Return the steps in `metrics` whose checkpoints are kept; with `keep_top_k` None, all are.
-
-    Otherwise the best `keep_top_k`, the one just saved and the latest are kept. Of equal metrics
-    the newer step is better, and a step without a metric is worse than any other; so without
-    metrics the most recent steps are kept. At least two are kept, in case one is damaged.
-    """
-    if keep_top_k is None:
-        return set(metrics)
-    latest_first = sorted(metrics, reverse=True)
-    kept = {*best_first(metrics, higher_is_better)[:keep_top_k], *latest_first[:1]}
-    if just_saved in metrics:
-        kept.add(just_saved)
-    return kept if len(kept) > 1 else {*kept, *latest_first[:2]}
-
-
 def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
-    """Check a checkpoint directory against its manifest, as `verify` does.
+    """Check a checkpoint directory against its manifest, as `store.verify` does.
 
     The error message names no earlier checkpoint.
 
@@ -286,7 +235,7 @@ def verify_directory(directory: Path, *, hashes: bool) -> Manifest:
     except CheckpointError as error:
         raise CheckpointError(f"'{directory}' cannot be used: {error}.") from error
     problems = find_problems(directory, manifest, hashes=hashes)
-    match = _STEP.fullmatch(directory.name)
+    match = STEP_NAME.fullmatch(directory.name)
     if match and int(match[1]) != manifest.step:
         problems.insert(0, f"{MANIFEST_NAME} is of step {manifest.step}, not of step {match[1]}")
     if problems:
@@ -301,62 +250,3 @@ def is_whole(directory: Path) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def find_newest(root: Path, steps: Iterable[int]) -> NewestCheckpoint:
-    """Find the newest complete checkpoint among `steps`, and the newer ones that are not."""
-    skipped: list[str] = []
-    for step in sorted(steps, reverse=True):
-        path = root / f"step_{step}"
-        try:
-            verify_directory(path, hashes=True)
-        except CheckpointError as error:
-            skipped.append(str(error))
-        else:
-            return NewestCheckpoint(path=path, skipped=tuple(skipped))
-    return NewestCheckpoint(path=None, skipped=tuple(skipped))
-
-
-def steps_in(root: Path) -> list[int]:
-    """List the steps that have a directory in `root`, in rising order; other names are ignored.
-
-    Raises:
-        CheckpointError: `root` exists and cannot be listed.
-    """
-    try:
-        with os.scandir(root) as entries:
-            found = [
-                int(match[1])
-                for entry in entries
-                if (match := _STEP.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
-            ]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"'{root}' cannot be read: {error.strerror}.") from error
-    return sorted(found)
-
-
-def best_first(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
-    """Sort steps by metric, best first: newer first if equal, steps without a metric last."""
-    sign = -1.0 if higher_is_better else 1.0
-
-    def rank(step: int) -> tuple[bool, float, int]:
-        metric = metrics[step]
-        return (metric is None, 0.0 if metric is None else sign * metric, -step)
-
-    return sorted(metrics, key=rank)
-
-
-def _hint(directory: Path) -> str:
-    try:
-        if directory.is_dir() and (inside := steps_in(directory)):
-            return f" It holds checkpoints: name one of them, e.g. '{directory}/step_{inside[-1]}'."
-        match = _STEP.fullmatch(directory.name)
-        if match is None:
-            return ""
-        earlier = [step for step in steps_in(directory.parent) if step < int(match[1])]
-    except OSError:
-        return ""
-    previous = find_newest(directory.parent, earlier).path
-    return f" The newest whole checkpoint before it is '{previous}'." if previous else ""

@@ -153,7 +153,7 @@ def load_training_state(
 
     Raises:
         CheckpointError: The files are missing or damaged, or belong to another model, optimizer or
-            scheduler. (`manifest.verify` checks only that the bytes are intact.)
+            scheduler. (`store.verify` checks only that the bytes are intact.)
     """
     groups = [] if optimizer is None else named_groups(optimizer)
     try:

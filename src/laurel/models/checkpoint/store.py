@@ -25,9 +25,10 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,28 +38,16 @@ from laurel.errors import CheckpointError, counted
 from laurel.models.checkpoint.manifest import (
     INFO_NAME,
     MANIFEST_NAME,
+    STEP_NAME,
     Manifest,
-    NewestCheckpoint,
-    best_first,
-    find_newest,
     is_whole,
     seal_files,
     software_versions,
-    steps_in,
-    steps_to_keep,
-    verify,
     verify_directory,
     write_manifest,
 )
 from laurel.observe.files import delete_directory, is_disk_error, put_in_place, sync_directory
 from laurel.observe.json_output import json_text
-
-__all__ = [
-    "CheckpointStore",
-    "NewestCheckpoint",
-    "steps_to_keep",
-    "verify",
-]
 
 BEST_NAME = "best"
 
@@ -376,6 +365,115 @@ class CheckpointStore:
             step: manifest.metric if manifest.metric_name == self._metric_name else None
             for step, manifest in self._sound().items()
         }
+
+
+# Finding the checkpoints in a directory, which needs no lock.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestCheckpoint:
+    """The checkpoint from which a run resumes, and newer ones that are incomplete or damaged."""
+
+    path: Path | None
+    """The newest complete checkpoint; None if there is none."""
+    skipped: tuple[str, ...]
+    """The newer directories that cannot be used, newest first, each with the reason."""
+
+
+def verify(path: str | os.PathLike[str]) -> Manifest:
+    """Check the sizes and contents of a checkpoint directory against its manifest.
+
+    Raises:
+        CheckpointError: The directory is incomplete, altered or no checkpoint. The message names
+            the bad files and, if there is one, the newest earlier checkpoint that is complete.
+    """
+    directory = Path(os.path.realpath(path))
+    try:
+        return verify_directory(directory, hashes=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_hint(directory)}") from None
+
+
+def steps_to_keep(
+    metrics: Mapping[int, float | None],
+    *,
+    keep_top_k: int | None,
+    higher_is_better: bool,
+    just_saved: int,
+) -> set[int]:
+    """Return the steps in `metrics` whose checkpoints are kept; with `keep_top_k` None, all are.
+
+    Otherwise the best `keep_top_k`, the one just saved and the latest are kept. Of equal metrics
+    the newer step is better, and a step without a metric is worse than any other; so without
+    metrics the most recent steps are kept. At least two are kept, in case one is damaged.
+    """
+    if keep_top_k is None:
+        return set(metrics)
+    latest_first = sorted(metrics, reverse=True)
+    kept = {*best_first(metrics, higher_is_better)[:keep_top_k], *latest_first[:1]}
+    if just_saved in metrics:
+        kept.add(just_saved)
+    return kept if len(kept) > 1 else {*kept, *latest_first[:2]}
+
+
+def find_newest(root: Path, steps: Iterable[int]) -> NewestCheckpoint:
+    """Find the newest complete checkpoint among `steps`, and the newer ones that are not."""
+    skipped: list[str] = []
+    for step in sorted(steps, reverse=True):
+        path = root / f"step_{step}"
+        try:
+            verify_directory(path, hashes=True)
+        except CheckpointError as error:
+            skipped.append(str(error))
+        else:
+            return NewestCheckpoint(path=path, skipped=tuple(skipped))
+    return NewestCheckpoint(path=None, skipped=tuple(skipped))
+
+
+def steps_in(root: Path) -> list[int]:
+    """List the steps that have a directory in `root`, in rising order; other names are ignored.
+
+    Raises:
+        CheckpointError: `root` exists and cannot be listed.
+    """
+    try:
+        with os.scandir(root) as entries:
+            found = [
+                int(match[1])
+                for entry in entries
+                if (match := STEP_NAME.fullmatch(entry.name))
+                and entry.is_dir(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"'{root}' cannot be read: {error.strerror}.") from error
+    return sorted(found)
+
+
+def best_first(metrics: Mapping[int, float | None], higher_is_better: bool) -> list[int]:
+    """Sort steps by metric, best first: newer first if equal, steps without a metric last."""
+    sign = -1.0 if higher_is_better else 1.0
+
+    def rank(step: int) -> tuple[bool, float, int]:
+        metric = metrics[step]
+        return (metric is None, 0.0 if metric is None else sign * metric, -step)
+
+    return sorted(metrics, key=rank)
+
+
+def _hint(directory: Path) -> str:
+    try:
+        if directory.is_dir() and (inside := steps_in(directory)):
+            return f" It holds checkpoints: name one of them, e.g. '{directory}/step_{inside[-1]}'."
+        match = STEP_NAME.fullmatch(directory.name)
+        if match is None:
+            return ""
+        earlier = [step for step in steps_in(directory.parent) if step < int(match[1])]
+    except OSError:
+        return ""
+    previous = find_newest(directory.parent, earlier).path
+    return f" The newest whole checkpoint before it is '{previous}'." if previous else ""
 
 
 # Cleaning up after a writer that was killed: it left names that begin with a dot.

@@ -1,16 +1,19 @@
-"""Provides the steps of loading that reward models and policies share."""
+"""Provides the steps of loading that reward models and policies share, and the check of both."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.policy import ScratchConfig, TokenizerConfig
@@ -28,6 +31,7 @@ from laurel.models.spec import ModelSpec
 from laurel.models.tokenizer import CHATML, first_line, load_tokenizer, settle_template
 from laurel.observe.hub import check_fetchable
 from laurel.planning.memory import ModelShape
+from laurel.types import PaddedRows, Span, TokenForest, Tree
 
 REWARD_HEADS = ("score.", "classifier.")
 """The prefixes of the weights of reward heads, in decoders and in encoders."""
@@ -569,3 +573,159 @@ def scratch_config(config: ScratchConfig, tokenizer: Any, *, max_length: int) ->
                 f"setting{hint}"
             )
     return AutoConfig.for_model(config.architecture, **{**values, **config.config_overrides})
+
+
+# A small batch for which every loaded model must give the results of its sequences one by one.
+
+TOLERANCE = 1e-4
+"""The allowed relative difference between hidden states in a batch and alone.
+
+Rounding in float32 gives about 1e-6. One key too many, or a position wrong by one, gives at least
+1e-3, even in an untrained model."""
+LOW_PRECISION_TOLERANCE = 0.1
+"""The `TOLERANCE` of bfloat16 and float16 weights, whose rounding gives a few hundredths."""
+
+WINDOW = 6
+"""The sliding window during the check, which is shorter than the sequences of the check."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Probe:
+    """The same random sequences as a token forest, as padded rows, and one by one.
+
+    A model is correct if its outputs for the three agree.
+    """
+
+    forest: TokenForest
+    rows: PaddedRows
+    sequences_N: tuple[Tensor, ...]
+    """The sequences, each int64 [L]."""
+
+    def batch(self, path: Path) -> TokenForest | PaddedRows:
+        """Return the batch of all sequences: the token forest or the padded rows."""
+        return self.forest if path == "forest" else self.rows
+
+
+def make_probe(model: Decoder, shapes: Sequence[tuple[int, Sequence[int]]], *, seed: int) -> Probe:
+    """Return random sequences to check a model; no token is the padding token.
+
+    Args:
+        shapes: For each prompt, its length, and the lengths of its completions, of which every
+            second goes on from the one before it: so the tree has three levels.
+    """
+    pad_id = int(model.network.config.get_text_config().pad_token_id or 0)
+    num_tokens = model.network.get_input_embeddings().num_embeddings
+    total = sum(trunk + sum(branches) for trunk, branches in shapes)
+    generator = torch.Generator().manual_seed(seed)
+    ids_T = torch.randint(0, num_tokens - 1, (total,), generator=generator)
+    ids_T += ids_T >= pad_id
+    trees, sequences, starts, end = [], [], [], 0
+    for trunk_length, branch_lengths in shapes:
+        edges = list(accumulate((trunk_length, *branch_lengths), initial=end))
+        nodes = tuple(map(Span, edges, edges[1:]))
+        parents = (-1, *(i if i % 2 else 0 for i in range(len(branch_lengths))))
+        tree, end = Tree(nodes, parents), edges[-1]
+        for node in range(1, len(nodes)):
+            path = [ids_T[slice(*nodes[above])] for above in tree.path(node)]
+            sequences.append(torch.cat(path))
+            starts.append(trunk_length)
+        trees.append(tree)
+    rows = PaddedRows(
+        ids_NL=torch.nn.utils.rnn.pad_sequence(
+            sequences, batch_first=True, padding_value=float(pad_id)
+        ),
+        lengths_N=torch.tensor([len(ids) for ids in sequences]),
+        starts_N=torch.tensor(starts),
+    )
+    forest = TokenForest(ids_T=ids_T.int(), trees=tuple(trees))
+    return Probe(forest=forest, rows=rows, sequences_N=tuple(sequences))
+
+
+def check_batches(
+    model: Decoder, difference: Callable[[], float | None], *, what: str, role: str
+) -> float:
+    """Check that a model computes a batch as it computes single sequences.
+
+    The difference is measured in full precision, without dropout, and with sliding windows that are
+    shorter than the sequences, so that wrong windows are found too.
+
+    Args:
+        model: The model, whose settings are restored afterwards.
+        difference: Returns the relative difference between the results of a batch and of single
+            sequences; None if the latter are not finite.
+        what: The name of the model's output, for error messages.
+
+    Returns:
+        The difference.
+
+    Raises:
+        ModelError: The difference is too large, or the model cannot compute a batch.
+    """
+    kind = type(model.network).__name__
+    was_training, dtype = model.training, model.weights_dtype
+    remedy = f"It cannot be used as a {role}; please report it."
+    if model.path == "forest":
+        remedy = (
+            "This architecture needs the padded path: set "
+            f"{key_of('policy.sequence_packing.enabled')}=false, "
+            "and please report the model."
+        )
+    model.eval()
+    try:
+        with model.without_gradients(), model.in_full_precision(), _narrow_windows(model):
+            found = difference()
+    except (TypeError, ModelError) as error:
+        raise ModelError(f"{kind} cannot be given a batch ({error}). {remedy}") from error
+    finally:
+        model.train(was_training)
+    if found is None:
+        raise ModelError(
+            f"{kind} gives {what}s that are NaN or infinite: its weights are damaged, or its "
+            f"numbers leave the range of {str(dtype).removeprefix('torch.')}"
+        )
+    tolerance = LOW_PRECISION_TOLERANCE if dtype.itemsize < 4 else TOLERANCE
+    if not found <= tolerance:
+        raise ModelError(
+            f"{kind} gives a conversation another {what} in a batch than alone (relative "
+            f"difference {found:.3g}, allowed {tolerance:.3g}). {remedy}"
+        )
+    return found
+
+
+def inputs_alone(model: Decoder, ids_L: Tensor) -> dict[str, Tensor]:
+    """Return the arguments with which transformers' models compute one sequence."""
+    ids_1L = ids_L[None].to(model.device)
+    return {"input_ids": ids_1L, "attention_mask": torch.ones_like(ids_1L)}
+
+
+@contextmanager
+def own_attention(model: Decoder) -> Iterator[None]:
+    """Let a model use the eager attention of transformers while the context is open.
+
+    Models that read token forests otherwise use Laurel's attention.
+    """
+    implementation = model.network.config._attn_implementation
+    if model.path == "forest":
+        model.network.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if model.path == "forest":
+            model.network.set_attn_implementation(implementation)
+
+
+@contextmanager
+def _narrow_windows(model: Decoder) -> Iterator[None]:
+    # A model that narrows only its masks, and does not pass the window to its attention, would
+    # otherwise pass, and be wrong on the first text longer than its window.
+    holders: list[Any] = [model.network.config.get_text_config(), *model.network.modules()]
+    wide = [(h, vars(h)["sliding_window"]) for h in holders if "sliding_window" in vars(h)]
+    wide = [(holder, window) for holder, window in wide if type(window) is int and window > WINDOW]
+    try:
+        if model.path == "forest":
+            for holder, _ in wide:
+                holder.sliding_window = WINDOW
+        yield
+    finally:
+        for holder, window in wide:
+            holder.sliding_window = window

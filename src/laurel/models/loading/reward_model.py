@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel import plugins
@@ -19,12 +19,17 @@ from laurel.models.forest.decoder import RewardModel
 from laurel.models.loading.adapters import with_adapters
 from laurel.models.loading.pretrained import (
     REWARD_HEADS,
+    Probe,
     agree_on_padding,
+    check_batches,
     compute_dtype,
     finalize_model,
     find_tokenizer,
+    inputs_alone,
     make_network,
+    make_probe,
     num_positions,
+    own_attention,
     read_config,
     read_weights,
     refuse_large_tokenizer,
@@ -467,3 +472,57 @@ def _contract(
     if foreign is None or foreign.mean is None or foreign.std is None:
         return contract
     return contract.with_rules(mean=foreign.mean, std=foreign.std)
+
+
+# The self-check at load: a batch must score as its sequences do one by one.
+
+SHAPES = ((11, (5, 1, 8)), (0, (7,)))
+"""Trunk and branch lengths of the probe that `make_probe` makes."""
+
+
+def check_paths(model: RewardModel) -> float:
+    """Compare a small batch on the model's path with the model's own forward pass, one by one.
+
+    Returns:
+        The largest relative difference found.
+
+    Raises:
+        ModelError: They disagree, so batches would give wrong scores.
+    """
+    # Hidden states are compared because a new head makes every score small; scores are then
+    # compared with those that Hugging Face's class returns by itself.
+    probe = make_probe(model, SHAPES, seed=0)
+    return check_batches(
+        model, lambda: _largest_difference(model, probe), what="score", role="reward model"
+    )
+
+
+def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
+    """Compare the batch with one-by-one passes; None where the latter are not finite."""
+    batch = probe.batch(model.path)
+    scores_NK = model(batch).double()
+    if model.head_name is None:
+        own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
+        if not own_NK.isfinite().all():
+            return None
+        return float((scores_NK - own_NK).abs().max() / own_NK.abs().max().clamp_min(1e-12))
+    hidden_ND = model.last_hidden(batch).double()
+    with own_attention(model):
+        own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
+        base = model.classifier.base_model
+        own_ND = torch.cat(
+            [base(**inputs_alone(model, ids)).last_hidden_state[:, -1] for ids in probe.sequences_N]
+        ).double()
+    if not (own_NK.isfinite().all() and own_ND.isfinite().all()):
+        return None
+    size_N = own_ND.norm(dim=1).clamp_min(1e-12)
+    head_K = getattr(model.classifier, model.head_name).weight.double().norm(dim=1)
+    hidden = ((hidden_ND - own_ND).norm(dim=1) / size_N).max()
+    scores = ((scores_NK - own_NK).abs() / (size_N[:, None] * head_K).clamp_min(1e-12)).max()
+    return float(torch.maximum(hidden, scores))
+
+
+def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
+    logits: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
+    # A token classifier gives the outputs of every token.
+    return logits if logits.dim() == 2 else logits[:, -1]
