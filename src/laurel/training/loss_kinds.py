@@ -26,21 +26,9 @@ class Ppo(Loss):
 
     def make(self, section: None, settings: PolicyLossConfig) -> Callable[[TokenValues], Tensor]:
         """Return the loss of tokens."""
-        return partial(_ppo, settings)
+        from laurel.training.policy_loss import ppo
 
-
-def _ppo(config: PolicyLossConfig, given: TokenValues) -> Tensor:
-    import torch
-
-    from laurel.training.policy_loss import clipped
-
-    advantages_U = given.advantages_U
-    clipped_U = clipped(given.ratio_U, config)
-    loss_U = torch.maximum(-advantages_U * given.ratio_U, -advantages_U * clipped_U)
-    if config.ratio_clip_c is None:
-        return loss_U
-    limited_U = torch.minimum(loss_U, -advantages_U * config.ratio_clip_c)
-    return torch.where(advantages_U < 0, limited_U, loss_U)
+        return partial(ppo, settings)
 
 
 # The loss of a reward model; `training.losses` has its formula.

@@ -408,6 +408,20 @@ def clipped(ratio_U: Tensor, config: PolicyLossConfig) -> Tensor:
     return ratio_U.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
 
 
+def ppo(config: PolicyLossConfig, given: TokenValues) -> Tensor:
+    """Return the clipped loss of each token, float32 [U] (Schulman et al. 2017, equation 7).
+
+    With `ratio_clip_c` the loss of a negative advantage is bounded (Ye et al. 2020, equation 5).
+    """
+    advantages_U = given.advantages_U
+    clipped_U = clipped(given.ratio_U, config)
+    loss_U = torch.maximum(-advantages_U * given.ratio_U, -advantages_U * clipped_U)
+    if config.ratio_clip_c is None:
+        return loss_U
+    limited_U = torch.minimum(loss_U, -advantages_U * config.ratio_clip_c)
+    return torch.where(advantages_U < 0, limited_U, loss_U)
+
+
 class Correction(NamedTuple):
     """The importance-sampling weights of tokens that another policy sampled."""
 
