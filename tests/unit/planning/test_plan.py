@@ -481,7 +481,7 @@ def test_a_plan_fits_where_trying_everything_finds_one_and_then_it_is_that_one(w
         assert found == tuple(own.get(n, 0) for n in ("policy", "generation", "reward_model"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(wanted)
 def test_every_slot_is_there_and_none_is_given_twice(want):
     plan = planned(configuration(want))
@@ -509,7 +509,7 @@ def kind(problem):
     return re.sub(r"\d+", "#", problem)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(wanted)
 def test_the_setting_that_is_named_fits(want):
     config = configuration(want)
