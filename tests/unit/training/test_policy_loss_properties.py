@@ -358,7 +358,7 @@ def token_slowly(c, row, i, t, *, mine, now, old, drew):
 
 @every_setting
 @given(drawn=batches())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_loss_is_what_its_formulas_say(chosen, drawn):
     loss = loss_of(**chosen)
     options = PolicyLossConfig(**{"reference_policy_kl_penalty": 0.0, **chosen})
