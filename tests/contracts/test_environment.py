@@ -397,6 +397,7 @@ def case(request):
     case = made(request.param, request)
     yield case
     case.environment.shutdown()
+    case.environment.shutdown()  # again
 
 
 def judge(case, pairs):
@@ -441,7 +442,7 @@ def test_one_by_one_is_as_all_at_once(case):
 def test_any_number_of_conversations(case):
     rewards = total(judge(case, case.good))
     pairs, expected = case.good * 17, rewards * 17
-    for size in range(1, 18):
+    for size in (1, 2, 3, 7, 16, 17):  # fewer and more than workers, even and odd, a power of two
         assert total(judge(case, pairs[:size])) == near(expected[:size], case), size
 
 
@@ -535,25 +536,27 @@ def by_content(state):
 
 
 def test_only_the_end_of_a_batch_changes_its_state(case, request):
+    """Where there is none, no other environment is started to have it."""
     name = request.node.callspec.params["case"]
-    environment = made(name, request).environment
-    own = Case(environment=environment, good=case.good, bad=case.bad)
-    before = saved(environment.state_dict())
-    batch = batch_of(own, case.good)
-    environment.global_post_process_and_metrics(batch)
-    assert saved(environment.state_dict()) == before
-    assert total(judge(own, case.good)) == near(batch["rewards"].tolist(), case)
-    environment.end_batch(batch)
-    after = saved(environment.state_dict())
+    state = case.environment.state_dict()
+    own, other = (made(name, request).environment if state else case.environment for _ in "12")
+    asked = Case(environment=own, good=case.good, bad=case.bad)
+    before = saved(own.state_dict())
+    batch = batch_of(asked, case.good)
+    own.global_post_process_and_metrics(batch)
+    assert saved(own.state_dict()) == before
+    assert total(judge(asked, case.good)) == near(batch["rewards"].tolist(), case)
+    own.end_batch(batch)
+    after = saved(own.state_dict())
     assert (after != before) == ("with a state" in name)
-    with made(name, request).environment as other:
-        other.load_state_dict(after)
-        assert by_content(saved(other.state_dict())) == by_content(after)
-        rewards = total(judge(Case(environment=other, good=[], bad=case.bad), case.good))
-    assert total(judge(own, case.good)) == near(rewards, case)
+    other.load_state_dict(after)
+    assert by_content(saved(other.state_dict())) == by_content(after)
+    rewards = total(judge(Case(environment=other, good=[], bad=case.bad), case.good))
+    assert total(judge(asked, case.good)) == near(rewards, case)
     assert (rewards != near(batch["rewards"].tolist(), case)) == ("with a state" in name)
-    environment.shutdown()
-    environment.shutdown()
+    if state:
+        other.shutdown()
+        own.shutdown()
 
 
 def test_what_it_says_of_itself(case):

@@ -468,7 +468,7 @@ def feasible(want):
     return None
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(wanted)
 def test_a_plan_fits_where_trying_everything_finds_one_and_then_it_is_that_one(want):
     plan = planned(configuration(want))
