@@ -2,7 +2,6 @@
 
 import compileall
 import gc
-import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -85,33 +84,16 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Look for no garbage before all tests are there, which takes a fourth of that time."""
+    """Look for no garbage before all tests are there; it takes a fourth of that time."""
     gc.disable()
     result = yield
     gc.enable()
-    gc.freeze()
     return result
-
-
-_times_given_back = itertools.count(1)
-
-
-def leave_out_of_collections():
-    """Have the garbage collector pass over the libraries and the tests.
-
-    A run of training collects before its first step and gives back at its end what it has frozen.
-    Half of the seconds of a tiny run would go into looking at half a million such objects.
-    """
-    if gc.get_freeze_count() == 0:
-        if next(_times_given_back) % 20 == 0:
-            gc.collect()
-        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     result = yield
-    leave_out_of_collections()
     if nextitem is None or nextitem.path.parent != item.path.parent:
         _shared.stop()
     return result
