@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,42 +25,9 @@ from laurel.extensions.server.foreign import (
     read_remote_rm_reply,
 )
 from laurel.plugins import AskedServers
-from laurel.rewards.remote.dialects import Dialect, ServerQuery, rendered
-from laurel.rewards.remote.replica import ReplicaReply, failed
-from laurel.rewards.remote.wire import Body, List, messages_of, validated
-from laurel.types import Conversation, Group, Score
-
-
-class SingleDialect(Dialect):
-    """Sends one conversation at a time, which the server renders."""
-
-    max_completions = 1
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        make: Callable[[Conversation], Body],
-        read: Callable[[Any], float],
-    ) -> None:
-        self.path = path
-        self._make = make
-        self._read = read
-
-    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ServerQuery:
-        """Build the request for the score of one completion."""
-        (group,) = groups
-        try:
-            request = self._make(group.conversation(0)).model_dump(exclude_unset=True)
-        except DataError as error:
-            verdict = ReplicaReply(scores=[(failed(str(error)),)])
-            return ServerQuery(value=None, read=lambda _: verdict)
-
-        def read(value: Any) -> ReplicaReply:
-            score = self._read(value)
-            return ReplicaReply(scores=[(Score(value=score, values_K=(score,)),)])
-
-        return ServerQuery(value=request, read=read)
+from laurel.rewards.remote.dialects import Dialect, SingleDialect, rendered
+from laurel.rewards.remote.wire import List, messages_of, validated
+from laurel.types import Conversation
 
 
 def _model_key(servers: AskedServers) -> dict[str, Any]:

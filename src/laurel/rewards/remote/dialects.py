@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from laurel import plugins
-from laurel.errors import ConfigError, ModelError
+from laurel.errors import ConfigError, DataError, ModelError
 from laurel.models.scoring import ScoringContract
 from laurel.plugins import AskedServers, ServerDialect
 from laurel.rewards.preparing import Prepared, Preparing, prepared_by
@@ -162,6 +162,38 @@ class RenderedDialect(Dialect):
         ):
             return None
         return self._contract.render(conversation)
+
+
+class SingleDialect(Dialect):
+    """Sends one conversation at a time, which the server renders."""
+
+    max_completions = 1
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        make: Callable[[Conversation], Body],
+        read: Callable[[Any], float],
+    ) -> None:
+        self.path = path
+        self._make = make
+        self._read = read
+
+    def ask(self, groups: Sequence[Group], *, request_id: str, version: str) -> ServerQuery:
+        """Build the request for the score of one completion."""
+        (group,) = groups
+        try:
+            request = self._make(group.conversation(0)).model_dump(exclude_unset=True)
+        except DataError as error:
+            verdict = ReplicaReply(scores=[(failed(str(error)),)])
+            return ServerQuery(value=None, read=lambda _: verdict)
+
+        def read(value: Any) -> ReplicaReply:
+            score = self._read(value)
+            return ReplicaReply(scores=[(Score(value=score, values_K=(score,)),)])
+
+        return ServerQuery(value=request, read=read)
 
 
 def dialect_of(
