@@ -24,7 +24,7 @@ from laurel.config.reward_model import RewardTrainingRun
 from laurel.config.schemas import SCHEMAS, Kind, Run
 from laurel.config.yaml_tree import MISSING, find_node, plain_values, read_file
 from laurel.errors import ConfigError
-from laurel.run.allocation import plan_allocation
+from laurel.run.request import plan_allocation
 from laurel.training.stopping import select_by, select_demonstrations_by, select_policy_by
 
 KINDS: tuple[Kind, ...] = ("rm", "grpo", "sft")
