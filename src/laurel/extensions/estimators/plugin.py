@@ -1,4 +1,4 @@
-"""The estimators of advantages that stand beside those of `grpo.advantages`.
+"""The estimators of advantages that stand beside `grpo.estimators`.
 
 Let `r_i` be the reward of completion i of a group of n, and `l_i` the number of tokens that the
 policy wrote in it. The advantages are
@@ -45,7 +45,7 @@ import numpy as np
 from pydantic import Field
 
 from laurel.config.yaml_tree import Section
-from laurel.grpo.advantages import undivided
+from laurel.grpo.estimators import undivided
 from laurel.plugins import Advantage
 
 if TYPE_CHECKING:
