@@ -716,7 +716,7 @@ def grpo_sweep_row(options: argparse.Namespace) -> None:
             rewards=[line["train/reward"] for line in steps],
             # A step whose groups all have one reward updates nothing.
             grad_norms=[line.get("train/grad_norm", 0.0) for line in steps],
-            entropy=[line["train/entropy"] for line in steps],
+            entropy=[line["train/entropy"] for line in steps if "train/entropy" in line],
             seconds=seconds,
         )
 

@@ -86,9 +86,10 @@ def pytest_collection_modifyitems(items):
 def pytest_collection():
     """Look for no garbage before all tests are there; it takes a fourth of that time."""
     gc.disable()
-    result = yield
-    gc.enable()
-    return result
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -103,9 +103,16 @@ class LoadedConfig(Generic[T]):
 
 
 def load_config(
-    schema: type[T], path: Path | None = None, overrides: Sequence[str | Override] = ()
+    schema: type[T],
+    path: Path | None = None,
+    overrides: Sequence[str | Override] = (),
+    *,
+    is_foreign: bool = False,
 ) -> LoadedConfig[T]:
     """Read a configuration file, or the schema's defaults if `path` is None, and apply overrides.
+
+    Args:
+        is_foreign: The file is of another system, even if Laurel has all of its keys.
 
     Raises:
         ConfigError: Keys or values are wrong. The message lists all of them, each with its file and
@@ -117,7 +124,7 @@ def load_config(
     filled = apply_overrides(schema, with_defaults(schema, tree), overrides, problems)
     adapted = Adapted(tree=filled)
     config, checker = tried(schema, filled, problems)
-    if config is None or checker.ignored:
+    if is_foreign or config is None or checker.ignored:
         adapted = translate(schema, filled, problems)
         config, checker = check_tree(schema, adapted.tree, problems)
     return LoadedConfig(

@@ -38,4 +38,5 @@ def local_files(name: str, *, key: str = "policy.model_name") -> str:
 
 
 def _ending(name: str) -> str:
-    return name.rpartition(".")[2].lower()
+    _, dot, ending = name.rpartition(".")
+    return ending.lower() if dot else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 from datetime import timedelta
 from typing import Any
@@ -59,11 +60,12 @@ def give_back_freed_memory() -> None:
 
     Otherwise glibc learns to keep blocks of up to 32 MiB. The layers that ranks gather, and gloo's
     buffers, are of such sizes and fragment its heap: a rank would hold twice what it uses
-    (`benchmarks/parallelism.py`). Where the C library is another one, nothing happens.
+    (`benchmarks/parallelism.py`). Where the C library is another one, or MALLOC_MMAP_THRESHOLD_
+    says another size, nothing happens.
     """
     map_from = -3  # M_MMAP_THRESHOLD of malloc.h; once it is set, nothing is learned any more
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         mallopt(map_from, 2 * 2**20)
 
 

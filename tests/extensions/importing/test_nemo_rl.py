@@ -686,6 +686,20 @@ def test_the_budget_of_dynamic_batches_is_that_of_padded_rows(tmp_path: Path) ->
     assert (limits.padded_tokens, limits.padded_groups) == (None, 2)
 
 
+def test_an_import_names_what_there_is_not_also_where_laurel_has_each_key(tmp_path: Path) -> None:
+    tree = {
+        "policy": {"optimizer": {"name": "transformer_engine.pytorch.optimizers.FusedAdam"}},
+        "grpo": {"max_num_steps": 5},
+        "data": {"train": {"dataset_name": "clevr-cogent"}, "env_name": "nemo_gym"},
+    }
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(SCHEMAS["grpo"], path, is_foreign=True)
+    for feature in ("Transformer Engine optimizer", "multimodal data", "NeMo Gym"):
+        assert feature in str(refusal.value)
+
+
 def test_a_reward_model_that_scores_has_no_adapters(tmp_path: Path) -> None:
     for parallel, told in (
         ({"lora_cfg": {"enabled": True}}, "merged weights"),

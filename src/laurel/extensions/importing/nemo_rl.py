@@ -55,7 +55,7 @@ class NemoRl(Importer):
 
 def _import_nemo_rl(path: Path, run: Kind) -> Imported:
     """Load a file of NeMo RL, and report which keys are translated, ignored or lost."""
-    loaded = load_config(SCHEMAS[run], path)
+    loaded = load_config(SCHEMAS[run], path, is_foreign=True)
     moved = {move.key for move in loaded.moves}
     put = {key for move in loaded.moves for key in move.to}
     entries = [

@@ -44,6 +44,7 @@ from laurel.config.yaml_tree import (
     split_key,
     with_key,
 )
+from laurel.environments.registry import OTHER_NAMES
 
 _TABLES: Mapping[str, Any] = yaml.load(
     files(__package__).joinpath("nemo_rl.yaml").read_text(encoding="utf-8"),
@@ -258,7 +259,7 @@ def _asked_environments(schema: type[Section], values: _Values) -> Iterator[str]
     if "env" not in schema.model_fields:
         return
     own = {key for kind in ("custom", "composite") for key in values.get(f"env.{kind}") or {}}
-    own |= plugins.REGISTERED.keys()
+    own |= {*plugins.REGISTERED, *OTHER_NAMES}
     reported: set[str] = set()
     for pattern in ("data.env_name", "data.*.env_name", "data.*.*.env_name"):
         for key, node, name in values.leaves(pattern):

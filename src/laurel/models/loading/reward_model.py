@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,11 @@ def find_value_head(directory: Path, *, safetensors_only: bool = True) -> Foreig
 
 
 def _formats() -> Iterator[HeadFormat]:
-    return (plugins.find(HeadFormat, name) for name in plugins.names("heads"))
+    for name in plugins.names("heads"):
+        try:
+            yield plugins.find(HeadFormat, name)
+        except ConfigError as problem:  # a package that others' models must not wait for
+            warnings.warn(str(problem), RuntimeWarning, stacklevel=2)
 
 
 @dataclass(slots=True, kw_only=True)
