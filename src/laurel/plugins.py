@@ -822,7 +822,7 @@ class NamedFile:
 
 
 class ModelFiles(Plugin):
-    """A format of files with a whole model; its name is the ending of these files."""
+    """A format of files with a whole model; its name is their ending in lower case, dots aside."""
 
     @abstractmethod
     def make(self, section: None, file: NamedFile) -> ReadModel:

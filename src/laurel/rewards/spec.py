@@ -200,7 +200,7 @@ def find_model(model: str) -> ModelPlace:
             "lora_combiner, peft's merge_and_unload), and name what comes out"
         )
     files = [name for name in sorted(os.listdir(path)) if is_model_file(name)]
-    hint = f". A GGUF file is named itself: {path / files[0]}" if files else ""
+    hint = f". A file that is a model is named itself: {path / files[0]}" if files else ""
     raise ModelError(
         f"{setting_of('policy.model_name', model)} holds neither a model (config.json) nor "
         "checkpoints (step_1, "

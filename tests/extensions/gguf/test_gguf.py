@@ -117,7 +117,7 @@ def test_what_is_no_model_is_refused(made, tmp_path, cache):
         find_model(str(tmp_path / "pag.gguf"))
     with pytest.raises(ModelError, match=r"no such file, nor the folder"):
         find_model(str(tmp_path / "none" / "page.gguf"))
-    with pytest.raises(ModelError, match=r"A GGUF file is named itself: .*page\.gguf"):
+    with pytest.raises(ModelError, match=r"is named itself: .*page\.gguf"):
         find_model(str(tmp_path))
     (tmp_path / "dir.gguf").mkdir()
     with pytest.raises(ModelError, match=r"neither a model"):
