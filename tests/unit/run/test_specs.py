@@ -38,7 +38,6 @@ SECTION = {
         "lora_cfg": {"enabled": True},
         "activation_checkpointing": True,
         "tensor_parallel_size": 2,
-        "context_parallel_size": 4,
         "sequence_parallel": True,
         "cpu_offload": True,
         "custom_parallel_plan": "their.plan",
@@ -48,9 +47,19 @@ SECTION = {
 
 def test_nothing_of_a_model_is_left_out():
     spec = model_spec(RewardPolicyConfig.model_validate(SECTION))
+    # Padded rows are not divided.
+    divided = {
+        **SECTION,
+        "sequence_packing": {"enabled": True},
+        "dtensor_cfg": {"context_parallel_size": 4},
+    }
+    with_cp = model_spec(RewardPolicyConfig.model_validate(divided))
+    plain = asdict(ModelSpec())
     assert model_spec(PolicyConfig(model_name="a/b")) == ModelSpec(name="a/b")
     alike = [
-        one.name for one in fields(spec) if asdict(spec)[one.name] == asdict(ModelSpec())[one.name]
+        one.name
+        for one in fields(spec)
+        if asdict(spec)[one.name] == asdict(with_cp)[one.name] == plain[one.name]
     ]
     assert alike == []
     assert (spec.name, spec.lora, spec.parallel_plan) == (
