@@ -76,9 +76,9 @@ SIZES = {
     "128_tokens": ("policy.max_total_sequence_length=128", "rm.max_num_steps=20"),
 }
 """Steps and rows of the row `sizes`, all of 320 pairs; where nothing is said, 16 of 256 tokens."""
+POLICY_RATES = (5e-6, 1e-5, 3e-5, 1e-4)
 POLICY_SWEEP = {
-    **{f"rate_{rate:g}": (f"policy.optimizer.kwargs.lr={rate}",) for rate in (5e-6, 1e-5, 3e-5)},
-    "rate_0.0001": ("policy.optimizer.kwargs.lr=1e-4",),
+    **{f"rate_{rate:g}": (f"policy.optimizer.kwargs.lr={rate}",) for rate in POLICY_RATES},
     "2_x_16": ("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=16"),
     "8_x_4": ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4"),
 }

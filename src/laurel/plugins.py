@@ -652,7 +652,11 @@ class Command(Plugin):
         """
 
     def for_programs(self) -> ModuleType:
-        """Return the module with what it does as functions, where `laurel.api` has them."""
+        """Return the module with what it does as functions, where `laurel.api` has them.
+
+        Raises:
+            NotImplementedError: It is for the command line alone, which is the default.
+        """
         raise NotImplementedError(f"{type(self).__name__} is for the command line alone")
 
 

@@ -15,8 +15,9 @@ from transformers import AutoModel, AutoTokenizer
 
 import tiny
 import tiny_tokenizers as made
+from laurel import plugins
 from laurel.config.policy import PolicyConfig
-from laurel.errors import ModelError
+from laurel.errors import ConfigError, ModelError
 from laurel.models.loading.reward_model import find_value_head
 from laurel.rewards.open import load_scorer
 from laurel.rewards.spec import ScorerSpec, find_model
@@ -279,3 +280,22 @@ def test_models_of_hugging_face_and_ours_have_no_foreign_head(tmp_path):
     assert find_value_head(tmp_path) is not None
     (tmp_path / "scoring.json").write_text("{}")
     assert find_value_head(tmp_path) is None
+
+
+def test_a_broken_form_of_another_package_stops_no_model(tmp_path, monkeypatch):
+    config = {"architectures": ["RewardModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    find, names = plugins.find, plugins.names("heads")
+
+    def found(kind, name):
+        if name == "theirs":
+            raise ConfigError("theirs cannot be imported")
+        return find(kind, name)
+
+    monkeypatch.setattr(plugins, "find", found)
+    monkeypatch.setattr(plugins, "names", lambda kind: ["theirs", *names])
+    with (
+        pytest.warns(RuntimeWarning, match="theirs"),
+        pytest.raises(ModelError, match="OpenRLHF"),
+    ):
+        find_value_head(tmp_path)

@@ -16,7 +16,7 @@ from laurel.config.sft import SFTRun
 from laurel.errors import ConfigError, MissingDependencyError, ModelError
 from laurel.extensions.gguf.reading import CACHE_VARIABLE, read_gguf
 from laurel.models.checkpoint.card import CardFacts
-from laurel.models.files import local_files
+from laurel.models.files import is_model_file, local_files
 from laurel.models.spec import hub_name
 from laurel.rewards.spec import find_model
 
@@ -180,6 +180,14 @@ def test_a_file_on_the_hub(made, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match=r"policy\.model_name=owner/other: .* cannot be fetched"):
         find_model("owner/other/n.gguf")
     assert hub_name("name/m.gguf") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("a.gguf", True), ("A.GGUF", True), ("b.c/a.gguf", True), ("gguf", False), ("a/gguf", False)],
+)
+def test_a_file_is_known_by_its_ending(name, expected):
+    assert is_model_file(name) == expected
 
 
 def test_a_revision_is_refused(made):

@@ -47,6 +47,9 @@ def test_what_is_freed_goes_back_to_the_system() -> None:
     assert kept["back"] < 16, "MiB that are held after all 160 were freed"
     assert kept["at once"] < 16
     assert kept["as it is"] > 100, "else there is nothing to be given back"
+    chosen = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
+    of_user = subprocess.check_output([sys.executable, "-c", FREED, "back"], env=chosen)
+    assert float(of_user) > 100, "a size that the user set stays"
 
 
 NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
