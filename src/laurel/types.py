@@ -34,6 +34,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from laurel.errors import ConfigError, DataError
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -485,6 +487,22 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """A completion ends after the first of them; it is kept in the completion."""
 
+    def problem(self, vocab_size: int) -> str | None:
+        """Return which parameter no engine could sample with, and why; None if there is none."""
+        if self.max_new_tokens < 1:
+            return f"max_new_tokens must be at least 1, not {self.max_new_tokens}"
+        if not 0 <= self.temperature < float("inf"):
+            return f"temperature must be 0 or more, not {self.temperature}"
+        if not 0 < self.top_p <= 1:
+            return f"top_p must be above 0 and at most 1, not {self.top_p}"
+        if self.top_k is not None and self.top_k < 1:
+            return f"top_k must be at least 1, or None for all tokens, not {self.top_k}"
+        if "" in self.stop_strings:
+            return "stop_strings must not contain an empty string"
+        if odd := [token for token in self.stop_token_ids if not 0 <= token < vocab_size]:
+            return f"stop_token_ids {odd} are not in the model's vocabulary of {vocab_size} tokens"
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerationRequest:
@@ -503,6 +521,29 @@ class GenerationRequest:
     branch_of: str = ""
     """Name of another conversation that begins with the same tokens, or with many of them: the
     engine may use what it keeps of it."""
+
+    def check(self, vocab_size: int) -> None:
+        """Raise an error if no engine could sample this request.
+
+        Raises:
+            DataError: The prompt has no tokens, or tokens outside the model's vocabulary.
+            ConfigError: The sampling parameters or seeds are out of range.
+        """
+        ids_L = self.prompt_ids
+        where = f"request {self.id!r}"
+        if len(ids_L) == 0:
+            raise DataError(f"{where}: the prompt has no token, so there is nothing to continue")
+        if int(ids_L.min()) < 0 or int(ids_L.max()) >= vocab_size:
+            odd = sorted({int(token) for token in ids_L if not 0 <= token < vocab_size})
+            raise DataError(
+                f"{where}: the prompt has token ids {odd[:5]}, but the model's vocabulary is "
+                f"0 to {vocab_size - 1}; was it made by another model's tokenizer?"
+            )
+        negative = [seed for seed in self.seeds_G if seed < 0]
+        if negative:
+            raise ConfigError(f"{where}: seeds must not be negative, but there is {negative[0]}")
+        if (wrong := self.sampling.problem(vocab_size)) is not None:
+            raise ConfigError(f"{where}: {wrong}")
 
 
 FinishReason = Literal["stop", "length", "aborted"]

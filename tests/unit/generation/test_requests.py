@@ -4,7 +4,6 @@ import pytest
 
 from generators import request
 from laurel.errors import ConfigError, DataError
-from laurel.generation.requests import check_generation_request
 
 
 @pytest.mark.parametrize(
@@ -23,6 +22,6 @@ from laurel.generation.requests import check_generation_request
 )
 def test_bad_requests(bad, error, says):
     with pytest.raises(error, match=says):
-        check_generation_request(request(**{"prompt": [1, 2], **bad}), vocab_size=10)
+        request(**{"prompt": [1, 2], **bad}).check(10)
     good = request([0, 9], seeds=(), temperature=0.0, top_k=1, top_p=1.0)
-    check_generation_request(good, vocab_size=10)
+    good.check(10)

@@ -35,7 +35,7 @@ from laurel.extensions.vllm.processes import VllmProcesses
 from laurel.extensions.vllm.sections import COLDEST, HOTTEST, vllm_section
 from laurel.extensions.vllm.settings import engine_arguments, engine_dtype
 from laurel.extensions.vllm.weight_files import shapes_in
-from laurel.generation.requests import GeneratorSpec, PauseGate, check_generation_request
+from laurel.generation.requests import GeneratorSpec, PauseGate
 from laurel.generation.transformers.batch import StopStringWatch
 from laurel.generation.weights.held import HeldDtype, held_dtype
 from laurel.generation.weights.probe import Probe, ProbeAnswer, default_tolerance, fitting_ids
@@ -150,7 +150,7 @@ class VllmEngine(VllmProcesses):
             DataError: The prompt is empty, fills the context, or has tokens outside the vocabulary.
             ConfigError: vLLM does not support the sampling parameters.
         """
-        check_generation_request(request, vocab_size=self._vocab_size)
+        request.check(self._vocab_size)
         check_limits(
             request,
             max_length=self._max_length,

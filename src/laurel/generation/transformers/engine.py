@@ -24,7 +24,6 @@ from torch import Tensor
 
 from laurel.data.forest import bin_pack, to_forest
 from laurel.errors import EngineError, ModelError
-from laurel.generation.requests import check_generation_request
 from laurel.generation.transformers.batch import ContinuousBatch, Finished, Ticket
 from laurel.generation.weights.probe import (
     ProbeAnswer,
@@ -116,7 +115,7 @@ class TransformersEngine:
             DataError: The prompt has no tokens, or tokens outside the model's vocabulary.
             ConfigError: The sampling parameters or seeds are out of range.
         """
-        check_generation_request(request, vocab_size=self._vocab_size)
+        request.check(self._vocab_size)
         return self._completions(request)
 
     async def _completions(self, request: GenerationRequest) -> AsyncGenerator[Generated, None]:
