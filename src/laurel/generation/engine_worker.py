@@ -14,14 +14,13 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from laurel.errors import BroadcastError, EngineError, LaurelError
-from laurel.generation.weights.broadcast import Meeting, WeightLink, received
+from laurel.generation.weights.broadcast import Meeting, WeightLink, received, torch_error_text
 from laurel.generation.weights.buckets import Bucket, WeightStream
 from laurel.generation.weights.handles import Chunk, OpenedMemory
 from laurel.generation.weights.held import HeldDtype, HoldsRounded
 from laurel.generation.weights.probe import ProbeAnswer
 from laurel.protocols import Generator
 from laurel.types import Generated, GenerationRequest, Weights
-from laurel.workers.process import torch_error_text
 from laurel.workers.rendezvous import RankPlace
 from laurel.workers.threads import BackgroundLoop
 
