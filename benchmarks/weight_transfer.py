@@ -30,9 +30,8 @@ from rounds import machine, spread, table, write_json
 from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import ClusterConfig
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.load import TransformersMaker
+from laurel.generation.load import GeneratorSpec, TransformersMaker
 from laurel.generation.replicas import GeneratorReplicas
-from laurel.generation.requests import GeneratorSpec
 from laurel.generation.weights.routes import WeightTransfer
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer

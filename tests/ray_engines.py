@@ -11,8 +11,7 @@ import pytest
 
 from laurel.config.grpo import GenerationConfig
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.load import EngineMaker, TransformersMaker
-from laurel.generation.requests import GeneratorSpec
+from laurel.generation.load import EngineMaker, GeneratorSpec, TransformersMaker
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.spec import ModelSpec
 from laurel.protocols import WorkerGroup

@@ -18,7 +18,7 @@ import tiny
 import tiny_tokenizers
 from laurel.config.grpo import GenerationConfig
 from laurel.extensions.vllm.engine import VllmEngine
-from laurel.generation.requests import GeneratorSpec
+from laurel.generation.load import GeneratorSpec
 from laurel.types import Weights
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

@@ -308,7 +308,7 @@ class EngineStart:
     """The weights and the tokenizer as Hugging Face's files; or, where the weights are never
     replaced, a name on the hub or a GGUF file."""
     spec: Any
-    """The `generation.requests.GeneratorSpec`: the section `policy.generation`, lengths, seed."""
+    """The `generation.load.GeneratorSpec`: the section `policy.generation`, lengths, seed."""
     precision: str
     """The dtype in which the learner computes, `policy.precision`."""
     probe: Any = None

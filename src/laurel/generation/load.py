@@ -1,14 +1,14 @@
-"""Picklable factories of engines: they travel to a process and make the engine there."""
+"""The settings of a generation engine, and picklable factories that make it in a process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from laurel.config.grpo import GenerationConfig
 from laurel.config.policy import TokenizerConfig
-from laurel.generation.requests import GeneratorSpec
 from laurel.models.files import local_files
 from laurel.models.spec import ModelSpec
 from laurel.plugins import Engine, EngineStart
@@ -16,6 +16,28 @@ from laurel.protocols import Generator
 
 if TYPE_CHECKING:
     from laurel.generation.transformers.engine import TransformersEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSpec:
+    """Settings of a generation engine that hold for every backend.
+
+    The weights are passed separately, and each request has its own sampling parameters.
+    """
+
+    settings: GenerationConfig = field(default_factory=GenerationConfig)
+    """The section `policy.generation` of the configuration, without its sampling parameters, which
+    engines ignore."""
+    max_length: int
+    """Most tokens of a prompt and its completion together."""
+    end_ids: tuple[int, ...]
+    """Ids of the tokens that end a completion."""
+    seed: int = 0
+    """Seed of the engine, and of the weights of a policy from scratch; the learner uses the
+    same."""
+    weight_version: int = 0
+    """Version of the weights that the engine starts with."""
+
 
 EngineMaker = Callable[[], Generator]
 """A picklable factory of an engine, called in the process that generates."""

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from laurel.errors import EngineError, LaurelError, UserError, WorkerError
 from laurel.generation.engine_worker import EngineEvent
-from laurel.generation.requests import PauseGate
 from laurel.generation.weights.probe import Probe
 from laurel.generation.weights.routes import (
     THROUGH_RAY,
@@ -35,7 +34,7 @@ from laurel.generation.weights.routes import (
 from laurel.protocols import WorkerGroup
 from laurel.types import Generated, GenerationRequest, Weights
 from laurel.workers.supervisor import Replica, Restarts, Supervisor
-from laurel.workers.threads import BackgroundLoop
+from laurel.workers.threads import BackgroundLoop, PauseGate
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ QUICKER = "it was quicker where the two were measured (docs/benchmarks.md)"
 if TYPE_CHECKING:
     import numpy as np
 
-    from laurel.generation.load import EngineMaker
-    from laurel.generation.requests import GeneratorSpec
+    from laurel.generation.load import EngineMaker, GeneratorSpec
     from laurel.generation.weights.routes import WeightTransfer
     from laurel.models.chat import ChatFormat
     from laurel.models.forest.decoder import Path as ModelPath
@@ -80,7 +79,7 @@ def make_generator(
 
 def generator_spec(config: GRPORun, end_ids: Iterable[int]) -> GeneratorSpec:
     """Return the spec of a GRPO run's sampling engine; `end_ids` are the tokens that end a turn."""
-    from laurel.generation.requests import GeneratorSpec
+    from laurel.generation.load import GeneratorSpec
 
     return GeneratorSpec(
         settings=config.policy.generation,

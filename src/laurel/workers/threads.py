@@ -1,4 +1,4 @@
-"""Calls in daemon threads, and an event loop in one, for callers of any thread.
+"""Calls in daemon threads, an event loop in one for callers of any thread, and a gate in a loop.
 
 The end of the process does not wait for a call that never returns.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -212,6 +213,50 @@ class Running:
         if not self._ended.done():
             self._loop.call_soon_threadsafe(self._cancel)
             await asyncio.shield(asyncio.wrap_future(self._ended))
+
+
+class PauseGate:
+    """A gate in one event loop that admits requests side by side or holds them back.
+
+    It begins closed. While it is closed, other work can have the engine for itself.
+    """
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._alone = asyncio.Lock()
+        self._num_inside = 0
+
+    def open(self) -> None:
+        """Open the gate, so that waiting and new requests enter."""
+        self._open.set()
+
+    async def empty(self) -> None:
+        """Wait until no request is inside the gate."""
+        await self._idle.wait()
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Enter the gate as a request: wait until it is open, and leave it with the context."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._num_inside += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Close the gate and wait until all requests have left; the caller must open it again."""
+        async with self._alone:
+            self._open.clear()
+            await self._idle.wait()
+            yield
 
 
 async def _finish(last: Coroutine[Any, Any, None], patience: float | None) -> None:

@@ -25,7 +25,7 @@ from generators import collect, draw, request, run
 from host_worker import HostEngine
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import DataError, EngineError, MissingDependencyError, install_command
-from laurel.generation.requests import GeneratorSpec
+from laurel.generation.load import GeneratorSpec
 from laurel.generation.weights.held import HeldDtype
 from laurel.types import Weights
 from sandbox_processes import is_gone, wait_until

@@ -8,8 +8,7 @@ import torch
 
 from generators import draw, policy_and_tokenizer, request
 from laurel.config.policy import LoraConfig, ScratchConfig, TokenizerConfig
-from laurel.generation.load import TransformersMaker, from_directory
-from laurel.generation.requests import GeneratorSpec
+from laurel.generation.load import GeneratorSpec, TransformersMaker, from_directory
 from laurel.generation.transformers.engine import HeldWeights
 from laurel.models.checkpoint.export import save_policy
 from laurel.models.forest.decoder import adapted_layers

@@ -35,9 +35,8 @@ from laurel.extensions.doctor.phases import (
     saved_model,
 )
 from laurel.generation.engine_worker import EngineWorker
-from laurel.generation.load import PluggedMaker, TransformersMaker
+from laurel.generation.load import GeneratorSpec, PluggedMaker, TransformersMaker
 from laurel.generation.replicas import GeneratorReplicas
-from laurel.generation.requests import GeneratorSpec
 from laurel.generation.weights.probe import model_logprobs
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.decoder import RewardModel

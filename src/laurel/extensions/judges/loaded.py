@@ -450,8 +450,7 @@ def _on_engine(
     source: ScorerSource, config: JudgeConfig, spec: ModelSpec, max_length: int, device: Device
 ) -> tuple[VerdictEngine, ChatFormat, str]:
     from laurel.config.grpo import GenerationConfig
-    from laurel.generation.load import PluggedMaker
-    from laurel.generation.requests import GeneratorSpec
+    from laurel.generation.load import GeneratorSpec, PluggedMaker
     from laurel.workers.process import choose_device
 
     assert source.engine is not None

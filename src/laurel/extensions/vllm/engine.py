@@ -35,12 +35,13 @@ from laurel.extensions.vllm.processes import VllmProcesses
 from laurel.extensions.vllm.sections import COLDEST, HOTTEST, vllm_section
 from laurel.extensions.vllm.settings import engine_arguments, engine_dtype
 from laurel.extensions.vllm.weight_files import shapes_in
-from laurel.generation.requests import GeneratorSpec, PauseGate
+from laurel.generation.load import GeneratorSpec
 from laurel.generation.transformers.batch import StopStringWatch
 from laurel.generation.weights.held import HeldDtype, held_dtype
 from laurel.generation.weights.probe import Probe, ProbeAnswer, default_tolerance, fitting_ids
 from laurel.models.tokenizer import plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, TokenGroup, Weights
+from laurel.workers.threads import PauseGate
 
 if TYPE_CHECKING:
     from laurel.types import TokenIds
