@@ -410,7 +410,7 @@ list have the names that they give themselves, or their places in it."""
 
 @dataclass(frozen=True, slots=True)
 class OfMachine:
-    """Marks a count of what this machine has to carry, which bounds it (`workers.bounds`)."""
+    """Marks a count of what this machine has to carry, which bounds it (`workers.process`)."""
 
     what: Literal["threads", "processes", "calls"]
     is_lowered: bool = False

@@ -26,7 +26,7 @@ from laurel.run.request import plan_allocation
 from laurel.sandbox.limits import has_no_gpu
 from laurel.training.ray_guard import guard
 from laurel.training.stopping import StopRequest, end_unsaved
-from laurel.workers.bounds import check_counts
+from laurel.workers.process import check_counts
 
 if TYPE_CHECKING:
     from rich.console import Console

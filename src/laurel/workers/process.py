@@ -1,18 +1,26 @@
-"""The device, threads and random generators of this process."""
+"""The device, threads and random generators of a process, and the counts that its machine carries.
+
+A command checks counts before it loads anything else, so torch is imported where it is used.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from laurel.config.yaml_tree import THREADS
-from laurel.errors import ConfigError, setting_of
+from laurel.config.plugged import fields_in
+from laurel.config.yaml_tree import THREADS, OfMachine, Section
+from laurel.errors import ConfigError, counted, setting_of
 from laurel.sandbox.limits import available_cores
-from laurel.workers.bounds import bound_count
+
+if TYPE_CHECKING:
+    import torch
+
+PER_CORE = {"threads": 16, "processes": 16, "calls": 1024}
+"""How many of each a core may carry; more would only wait, or take the machine down."""
 
 
 def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
@@ -25,6 +33,8 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
     Raises:
         ConfigError: A GPU is asked for and there is none, or too many threads for this machine.
     """
+    import torch
+
     chosen = choose_device(device)
     if cpu_threads is not None:
         bound_count("cluster.cpu_threads", cpu_threads, THREADS)
@@ -35,6 +45,8 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
 
 def choose_device(choice: str) -> torch.device:
     """Choose the device that `cluster.device` means on this machine."""
+    import torch
+
     if choice == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if choice == "cuda" and not torch.cuda.is_available():
@@ -45,6 +57,9 @@ def choose_device(choice: str) -> torch.device:
 
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch."""
+    import numpy as np
+    import torch
+
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -74,3 +89,50 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+# Counts of threads, processes and calls, which the machine bounds.
+
+
+def bound_count(key: str, count: int, bound: OfMachine) -> None:
+    """Check that this machine can carry a count.
+
+    Raises:
+        ConfigError: It cannot; the message has the key, and the largest count.
+    """
+    if count <= PER_CORE[bound.what]:  # one core carries them
+        return
+    cores = available_cores()
+    most = PER_CORE[bound.what] * cores
+    if count > most:
+        raise ConfigError(
+            f"{setting_of(key, count)}: this process may use {counted(cores, 'core')}, on which at "
+            f"most {most} {bound.what} are started; lower it"
+        )
+
+
+def check_counts(config: Section) -> None:
+    """Check every count of a configuration that this machine has to carry.
+
+    Raises:
+        ConfigError: One of them is too large.
+    """
+    for key, count, bound in counts_in(config):
+        if not bound.is_lowered:
+            bound_count(key, count, bound)
+
+
+def counts_in(config: Section, path: str = "") -> Iterator[tuple[str, int, OfMachine]]:
+    """Yield the counts that are marked with `OfMachine`, by dotted key, and their marks."""
+    for name, field in fields_in(config).items():
+        value, here = getattr(config, name), f"{path}{name}"
+        bound = next((one for one in field.metadata if isinstance(one, OfMachine)), None)
+        if bound is not None and value is not None:
+            yield here, value, bound
+        if isinstance(value, Section):
+            yield from counts_in(value, f"{here}.")
+        elif isinstance(value, dict | list):
+            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                behind = f".{key}." if isinstance(value, dict) else f"[{key}]."
+                if isinstance(one, Section):
+                    yield from counts_in(one, f"{here}{behind}")

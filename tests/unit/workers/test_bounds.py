@@ -9,8 +9,7 @@ from laurel.config.yaml_tree import OfMachine
 from laurel.errors import ConfigError, speaking
 from laurel.run.specs import OPTIONS
 from laurel.sandbox.limits import available_cores
-from laurel.workers.bounds import PER_CORE, check_counts, counts_in
-from laurel.workers.process import prepare
+from laurel.workers.process import PER_CORE, check_counts, counts_in, prepare
 
 COUNTS = ("cpu_threads", "num_workers", "num_replicas", "max_concurrent")
 MEMORY = {("GenerationConfig", "max_concurrent")}

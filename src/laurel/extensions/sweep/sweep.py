@@ -55,7 +55,7 @@ from laurel.run.reward_model import (
     with_rate,
 )
 from laurel.training.stopping import Selection, StopRequest
-from laurel.workers.bounds import bound_count, check_counts
+from laurel.workers.process import bound_count, check_counts
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
