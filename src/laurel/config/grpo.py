@@ -321,13 +321,6 @@ class PolicyLossConfig(OpenSection):
             unread["use_on_policy_kl_approximation"] = why
         return unread
 
-    @property
-    def truncation(self) -> Literal["tis", "icepop", "seq-mask-tis", "seq-tis"] | None:
-        """Return the type of truncation of importance weights; None if no upper limit is set."""
-        if self.truncated_importance_sampling_ratio is None:
-            return None
-        return self.truncated_importance_sampling_type
-
     def without_effect(self) -> dict[str, str]:
         """Return the keys of a truncation without a limit, or of a divergence with weight 0."""
         found = dict[str, str]()

@@ -79,6 +79,9 @@ class PolicyLoss:
             self.normalizer = "tokens" if config.token_level_loss else "sequences"
         else:
             self.normalizer = config.normalizer
+        # Importance weights are truncated only where an upper limit is set.
+        is_limited = config.truncated_importance_sampling_ratio is not None
+        self._truncation = config.truncated_importance_sampling_type if is_limited else None
 
     @property
     def needs_reference(self) -> bool:
@@ -135,7 +138,7 @@ class PolicyLoss:
             gap_U = self._behind_teacher(old_U, tokens)
             learned_U = advantages_U if config.distillation.rewards else 0.0
             advantages_U = learned_U + config.distillation.weight * gap_U
-        corrected = correction(old_U, tokens, config)
+        corrected = self.correction(old_U, tokens)
         loss_U = self._term(
             TokenValues(
                 ratio_U=ratio_U,
@@ -174,10 +177,9 @@ class PolicyLoss:
         sums["sampling_importance_ratio"] = corrected.weights_U.sum()
         sums["sampling_importance_ratio_before_truncation"] = corrected.whole_U.sum()
         outside_U = corrected.outside_U.to(corrected.weights_U.dtype)
-        kind = self._config.truncation
-        if kind in ("seq-tis", "seq-mask-tis"):
+        if self._truncation in ("seq-tis", "seq-mask-tis"):
             sums["outside_samples"] = tokens.means(outside_U).sum()
-        elif kind is not None:
+        elif self._truncation is not None:
             sums["is_oob_ratio"] = outside_U.sum()
         return LossOutput(loss=total / num_groups, sums=sums)
 
@@ -222,6 +224,40 @@ class PolicyLoss:
         if "outside_samples" in totals:
             metrics["is_oob_ratio"] = totals["outside_samples"] / num_samples
         return metrics
+
+    def correction(self, old_U: Tensor, tokens: PolicyTokens) -> Correction:
+        """Compute the weights `old / behaviour` of the policy-gradient term, without a gradient.
+
+        There is one weight per token, or with sequence-level ratios the product over the
+        completion. The kind of truncation then decides by the range `[a, b]`, where a defaults to
+        0:
+
+        - `tis`: clipped to the range (truncated importance sampling, Yao et al. 2025)
+        - `icepop`: 0 outside the range (Ling team, 2025)
+        - `seq-mask-tis`: unchanged, but 0 for completions whose geometric mean lies outside the
+          range
+        - `seq-tis`: the product over the completion, clipped to the range
+        """
+        log_U = (old_U - tokens.behaviour_U).detach()
+        config, kind = self._config, self._truncation
+        high = config.truncated_importance_sampling_ratio
+        if config.sequence_level_importance_ratios or kind == "seq-tis":
+            weights_U = tokens.spread(ratio_of(tokens.sums(log_U)))
+        else:
+            weights_U = ratio_of(log_U)
+        if kind is None or high is None:
+            outside_U = torch.zeros_like(weights_U, dtype=torch.bool)
+            return Correction(weights_U, weights_U, outside_U)
+        low = config.truncated_importance_sampling_ratio_min or 0.0
+        whole_U = checked_U = weights_U
+        if kind == "seq-mask-tis":
+            checked_U = tokens.spread(ratio_of(tokens.means(log_U)))
+        outside_U = (checked_U < low) | (checked_U > high)
+        if kind in ("tis", "seq-tis"):
+            weights_U = weights_U.clamp(low, high)
+        else:
+            weights_U = torch.where(outside_U, torch.zeros_like(weights_U), weights_U)
+        return Correction(weights_U, whole_U, outside_U)
 
     def _behind_teacher(self, old_U: Tensor, tokens: PolicyTokens) -> Tensor:
         assert tokens.teacher_U is not None, "the labels lack the teacher's log-probabilities"
@@ -430,40 +466,6 @@ class Correction(NamedTuple):
     """The weights before truncation."""
     outside_U: Tensor
     """bool [U]: the tokens whose weight the range limited or set to 0."""
-
-
-def correction(old_U: Tensor, tokens: PolicyTokens, config: PolicyLossConfig) -> Correction:
-    """Compute the weights `old / behaviour` of the policy-gradient term, without a gradient.
-
-    There is one weight per token, or with sequence-level ratios the product over the completion.
-    The kind of truncation then decides by the range `[a, b]`, where a defaults to 0:
-
-    - `tis`: clipped to the range (truncated importance sampling, Yao et al. 2025)
-    - `icepop`: 0 outside the range (Ling team, 2025)
-    - `seq-mask-tis`: unchanged, but 0 for completions whose geometric mean lies outside the range
-    - `seq-tis`: the product over the completion, clipped to the range
-    """
-    log_U = (old_U - tokens.behaviour_U).detach()
-    kind = config.truncation
-    if config.sequence_level_importance_ratios or kind == "seq-tis":
-        weights_U = tokens.spread(ratio_of(tokens.sums(log_U)))
-    else:
-        weights_U = ratio_of(log_U)
-    if kind is None:
-        outside_U = torch.zeros_like(weights_U, dtype=torch.bool)
-        return Correction(weights_U, weights_U, outside_U)
-    low = config.truncated_importance_sampling_ratio_min or 0.0
-    high = config.truncated_importance_sampling_ratio
-    assert high is not None, "the configuration demands it"
-    whole_U = checked_U = weights_U
-    if kind == "seq-mask-tis":
-        checked_U = tokens.spread(ratio_of(tokens.means(log_U)))
-    outside_U = (checked_U < low) | (checked_U > high)
-    if kind in ("tis", "seq-tis"):
-        weights_U = weights_U.clamp(low, high)
-    else:
-        weights_U = torch.where(outside_U, torch.zeros_like(weights_U), weights_U)
-    return Correction(weights_U, whole_U, outside_U)
 
 
 def mismatch(old_U: Tensor, behaviour_U: Tensor) -> dict[str, Tensor]:
