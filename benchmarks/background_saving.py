@@ -28,13 +28,13 @@ from rounds import machine, spread, table, write_json
 from torch import Tensor
 
 from laurel.config.grpo import GRPOPolicyConfig
-from laurel.data.forest import to_forest
+from laurel.data.forest import MicroBatch, to_forest
 from laurel.models.checkpoint.card import CardFacts
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.pretrained import train_tokenizer
 from laurel.run.model import model_spec
-from laurel.training.learner import LocalLearner, MicroBatch
+from laurel.training.learner import LocalLearner
 from laurel.training.losses import LossOutput
 from laurel.training.state import CheckpointParts, PolicyRunState
 from laurel.training.stopping import Position

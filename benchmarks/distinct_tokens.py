@@ -25,8 +25,8 @@ from material import DATA_DIR, DATA_SETS, load_rows
 from rounds import machine, table, write_json
 
 from laurel.config.policy import LEAST_SHARED, BatchLimits
-from laurel.data.forest import distinct_tokens, prefix_trees, whole_sequences
-from laurel.training.batches import Batcher, StepOrder, rows_of_dialogues
+from laurel.data.forest import Batcher, distinct_tokens, prefix_trees, whole_sequences
+from laurel.training.epochs import StepOrder, rows_of_dialogues
 from laurel.types import Group, Preference, PreferenceSample, TokenGroup, group_of
 
 STEP, BUDGET = 128, 4096

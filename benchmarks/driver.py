@@ -43,6 +43,7 @@ from rounds import machine, table, write_json
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import BatchLimits, RolloutLoggerConfig
+from laurel.data.forest import Batcher
 from laurel.environments.interface import EnvironmentInterface
 from laurel.grpo.loop import GRPO, GRPOSettings, PolicyParts
 from laurel.grpo.rollouts import RolloutLimits, Rollouts
@@ -52,7 +53,6 @@ from laurel.models.forest.outputs import TokenOutputs
 from laurel.models.spec import ParallelShape
 from laurel.observe.health import Alarms
 from laurel.protocols import Generator
-from laurel.training.batches import Batcher
 from laurel.training.learner import StepReport
 from laurel.training.learner_group import LearnerGroup
 from laurel.training.loop import long_lived_objects

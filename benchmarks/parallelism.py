@@ -30,10 +30,10 @@ from rounds import machine, table, write_json
 
 from laurel.config.policy import ClusterConfig, DTensorConfig, NamedCall, PolicyConfig
 from laurel.config.reward_model import LossConfig
+from laurel.data.forest import Batcher
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ParallelShape
 from laurel.run.model import model_spec
-from laurel.training.batches import Batcher
 from laurel.training.learner_group import LearnerGroup, LearnerWorker, ModelFacts
 from laurel.training.losses import RewardLoss
 from laurel.types import Completion, Group, Message, Preference, TokenGroup

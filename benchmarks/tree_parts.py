@@ -121,10 +121,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from laurel.config.grpo import PolicyLossConfig
     from laurel.config.policy import BatchLimits, NamedCall
+    from laurel.data.forest import Batcher, select_completions, shares
     from laurel.models.forest.attention import FOREST, register
     from laurel.models.forest.policy import PolicyModel
     from laurel.models.loading.pretrained import recompute_activations
-    from laurel.training.batches import Batcher, select_completions, shares
     from laurel.training.learner import LocalLearner
     from laurel.training.policy_loss import PolicyLabels, PolicyLoss
     from laurel.types import TokenGroup

@@ -6,12 +6,12 @@ import numpy as np
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import BatchLimits, NamedCall, ScratchConfig
+from laurel.data.forest import Batcher
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.grpo.advantages import compute_advantages, resolve
 from laurel.models.chat import ChatFormat
 from laurel.models.loading.policy import load_policy
 from laurel.models.spec import ModelSpec
-from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import GenerationRequest, Message, SamplingParams, TokenGroup

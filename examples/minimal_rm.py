@@ -2,9 +2,10 @@
 
 from laurel.config.policy import BatchLimits, NamedCall, ScratchConfig
 from laurel.config.reward_model import LossConfig
+from laurel.data.forest import Batcher
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ModelSpec
-from laurel.training.batches import Batcher, StepOrder
+from laurel.training.epochs import StepOrder
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
 from laurel.types import Completion, Group, Message, Preference

@@ -18,13 +18,13 @@ import tiny
 from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import ClusterConfig, NamedCall, RewardPolicyConfig
 from laurel.config.reward_model import LossConfig
-from laurel.data.forest import to_forest
+from laurel.data.forest import MicroBatch, to_forest
 from laurel.models.forest.policy import Reference, fast_matmul
 from laurel.models.loading.policy import load_policy
 from laurel.models.loading.reward_model import load_reward_model
 from laurel.models.spec import ParallelShape
 from laurel.run.model import model_spec
-from laurel.training.learner import Learner, LocalLearner, MicroBatch, Update
+from laurel.training.learner import Learner, LocalLearner, Update
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.training.losses import LossOutput, RewardLoss
 from laurel.types import Preference, TokenGroup, group_of

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import tiny
 from laurel.config.policy import BatchLimits, LoraConfig, NamedCall
 from laurel.config.reward_model import LossConfig
+from laurel.data.forest import Batcher
 from laurel.models.forest.outputs import whole
 from laurel.models.loading.adapters import add_adapters
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.models.parallel.mesh import AcrossRanks, parallelise
 from laurel.models.spec import ParallelShape
-from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner
 from laurel.training.learner_group import divide_micro_batches
 from laurel.training.losses import RewardLoss

@@ -24,14 +24,12 @@ import transformers  # noqa: E402
 import laurel  # noqa: E402
 from laurel.config.policy import RewardPolicyConfig  # noqa: E402
 from laurel.config.reward_model import LossConfig  # noqa: E402
+from laurel.data.forest import Batcher, MicroBatch  # noqa: E402
 from laurel.models.loading.reward_model import load_reward_model  # noqa: E402
 from laurel.models.scoring import ScoringContract  # noqa: E402
 from laurel.run.model import model_spec  # noqa: E402
-from laurel.training.batches import Batcher, StepOrder  # noqa: E402
-from laurel.training.learner import (  # noqa: E402
-    LocalLearner,
-    MicroBatch,
-)
+from laurel.training.epochs import StepOrder  # noqa: E402
+from laurel.training.learner import LocalLearner  # noqa: E402
 from laurel.training.losses import RewardLoss  # noqa: E402
 from laurel.types import (  # noqa: E402
     Completion,

@@ -17,6 +17,7 @@ import numpy as np
 
 from laurel.config.grpo import GRPOConfig, PolicyLossConfig
 from laurel.config.policy import RolloutLoggerConfig
+from laurel.data.forest import Batcher, global_batches
 from laurel.grpo.advantages import (
     NO_DIVERGENCE,
     Advantages,
@@ -63,7 +64,6 @@ from laurel.observe.console import (
 from laurel.observe.loggers import shows_whole_samples
 from laurel.observe.progress import ProgressPhase, Timers
 from laurel.protocols import Environment, Generator
-from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import Learner, ModelRole, Update
 from laurel.training.loop import RunOutcome, RunServices, StepSummary, TrainingLoop
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss

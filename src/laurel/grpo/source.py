@@ -35,7 +35,7 @@ from laurel.grpo.metrics import failure_counts
 from laurel.grpo.rollouts import CLOSING_SECONDS, TRAINING, VALIDATION, Rollouts
 from laurel.observe.health import Alarms
 from laurel.protocols import Environment
-from laurel.training.batches import Stream
+from laurel.training.epochs import permutation
 from laurel.training.learner import Learner
 from laurel.training.state import CheckpointParts, PolicyRunState, hash_of, write_bad_rows
 from laurel.training.stopping import NothingLeft
@@ -90,6 +90,32 @@ class Batch:
         """Add the failures in groups that are dropped from the batch to `failures_left_out`."""
         for word, number in failure_counts(groups).items():
             self.failures_left_out[word] = self.failures_left_out.get(word, 0) + number
+
+
+class Stream:
+    """An endless stream of the rows of all epochs, as a pure function of position and seed.
+
+    It serves steps that need different numbers of rows. Each epoch has its own permutation, and a
+    step may take the end of one epoch and the beginning of the next.
+    """
+
+    def __init__(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
+        self.num_rows = num_rows
+        self.shuffle = shuffle
+        self.seed = seed
+        self._orders: dict[int, np.ndarray] = {}
+
+    def rows(self, start: int, count: int) -> list[int]:
+        """Return the indices of the rows at positions `start` to `start + count`."""
+        return [self._row(*divmod(place, self.num_rows)) for place in range(start, start + count)]
+
+    def _row(self, epoch: int, within: int) -> int:
+        if not self.shuffle:
+            return within
+        if epoch not in self._orders:
+            # Only the latest epoch is kept, as positions rise.
+            self._orders = {epoch: permutation(self.num_rows, self.seed, epoch)}
+        return int(self._orders[epoch][within])
 
 
 class BatchCollector:

@@ -53,13 +53,13 @@ from laurel.training.stopping import Deadline, Position, Selection, policy_goal,
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from laurel.data.forest import Batcher
     from laurel.evaluation.benchmarks import BenchmarkSet
     from laurel.grpo.loop import GRPO, PolicyParts
     from laurel.grpo.shared_devices import SharedDevices
     from laurel.models.chat import ChatFormat
     from laurel.protocols import Environment, Generator
     from laurel.run.model import TrainedModel
-    from laurel.training.batches import Batcher
     from laurel.training.loop import RunOutcome
     from laurel.types import RolloutGroup, SamplingParams
 
@@ -542,7 +542,7 @@ def _shared_devices(
 
 
 def _batcher(context: RunContext[GRPORun], model: TrainedModel) -> Batcher:
-    from laurel.training.batches import Batcher
+    from laurel.data.forest import Batcher
 
     config = context.config
     return Batcher(

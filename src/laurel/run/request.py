@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from laurel.config.reward_model import RewardTrainingConfig, RewardTrainingRun
     from laurel.config.schemas import Kind, Run
     from laurel.config.sft import SFTConfig, SFTRun
-    from laurel.training.batches import StepOrder
+    from laurel.training.epochs import StepOrder
 
 Backend = Literal["local", "ray"]
 
@@ -265,7 +265,7 @@ def step_order(
 
     `units` are rows that stay together; `StepOrder` describes them.
     """
-    from laurel.training.batches import StepOrder
+    from laurel.training.epochs import StepOrder
 
     section = config.rm if config.command == "rm" else config.sft
     size = config.policy.train_global_batch_size

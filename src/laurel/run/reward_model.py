@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from laurel.data.forest import Batcher
     from laurel.models.scoring import ScoringContract
-    from laurel.training.batches import Batcher
     from laurel.training.learner_group import ModelFacts
     from laurel.training.loop import OnValidation, RunOutcome
     from laurel.types import PreferenceSample, TokenGroup
@@ -327,7 +327,8 @@ def _batching(
     context: RunContext[RewardTrainingRun], model: TrainedModel, train: list[PreferenceSample]
 ) -> tuple[Batcher, list[list[int]] | None]:
     """What fills micro-batches, and the rows that stay together in a step, if any do."""
-    from laurel.training.batches import Batcher, rows_of_dialogues
+    from laurel.data.forest import Batcher
+    from laurel.training.epochs import rows_of_dialogues
 
     limits, units = context.config.policy.batch_limits, None
     contract = model.facts.contract

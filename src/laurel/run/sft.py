@@ -49,8 +49,8 @@ def fine_tune(config: SFTRun, *, console: Console) -> RunOutcome:
             texts=[text for dialogue in data.train for text in dialogue.texts],
         )
         facts = model.facts
+        from laurel.data.forest import Batcher
         from laurel.models.chat import ChatFormat
-        from laurel.training.batches import Batcher
         from laurel.training.epochs import EpochParts, total_steps
         from laurel.training.loop import Schedule
         from laurel.training.sft import SupervisedFineTuning

@@ -8,6 +8,7 @@ reaction to a step that was not applied, and its metrics.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.config.sft import SFTConfig
+from laurel.data.forest import Batcher, MicroBatch
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.models.scoring import ScoringContract
 from laurel.observe.metrics import (
@@ -29,12 +31,11 @@ from laurel.observe.metrics import (
 )
 from laurel.observe.progress import ProgressPhase
 from laurel.rewards.scorer import by_completion
-from laurel.training.batches import Batcher, StepOrder
-from laurel.training.learner import Learner, LossFunction, MicroBatch, Update, add_up
+from laurel.training.learner import Learner, LossFunction, Update, add_up
 from laurel.training.loop import RunServices, StepSummary, TrainingLoop
 from laurel.training.losses import RewardLoss
 from laurel.training.stopping import Position
-from laurel.types import Preference, PreferenceSample, TokenGroup
+from laurel.types import Conversation, Preference, PreferenceSample, TokenGroup
 
 # Validating a reward model on ranked groups.
 
@@ -280,3 +281,81 @@ def rows_to_validate(rows: Sequence[Sample], section: EpochSection) -> Sequence[
     if section.val_batches <= 0:
         return rows
     return rows[: section.val_batches * section.val_global_batch_size]
+
+
+# The choice of the rows of a step.
+
+
+class StepOrder:
+    """Chooses the rows of every step as a pure function of the step and a seed.
+
+    There is no state to save: a resumed run reads at step `n` what an uninterrupted run reads at
+    step `n`. Each epoch has its own permutation, and its last step takes the remaining rows.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        units: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Choose the order.
+
+        Args:
+            batch_size: The number of rows of a step.
+            shuffle: Whether each epoch has its own order; otherwise it is that of the rows.
+            units: Rows that stay together, each row in one unit; the units are shuffled instead.
+                The rows of a unit may be divided where a step ends. None: each row by itself.
+        """
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.steps_per_epoch = math.ceil(num_rows / batch_size)
+        self._units = units
+        self._epoch = -1
+        self._order = self._together(np.arange(num_rows if units is None else len(units)))
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch of step `step`; both count from 0."""
+        return step // self.steps_per_epoch
+
+    def rows(self, step: int) -> list[int]:
+        """Return the indices of the rows of step `step`, which counts from 0."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        if self.shuffle and epoch != self._epoch:
+            count = self.num_rows if self._units is None else len(self._units)
+            self._order = self._together(permutation(count, self.seed, epoch))
+            self._epoch = epoch
+        first = within * self.batch_size
+        return [int(row) for row in self._order[first : first + self.batch_size]]
+
+    def _together(self, order: np.ndarray) -> np.ndarray:
+        if self._units is None:
+            return order
+        return np.array([row for unit in order for row in self._units[unit]], dtype=np.int64)
+
+    def samples_before(self, step: int) -> int:
+        """Return the number of rows read before step `step`, which counts from 0."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return epoch * self.num_rows + within * self.batch_size
+
+
+def rows_of_dialogues(rows: Sequence[PreferenceSample]) -> list[list[int]]:
+    """Divide rows into those with the same messages up to the first question, by their indices."""
+    units: dict[Conversation, list[int]] = {}
+    for index, row in enumerate(rows):
+        prompt = row.preference.group.prompt
+        first = next((i for i, m in enumerate(prompt) if m.role == "user"), len(prompt) - 1)
+        units.setdefault(prompt[: first + 1], []).append(index)
+    return list(units.values())
+
+
+def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """Return a random order of the rows of an epoch."""
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    # Sorting random keys depends only on the bit generator, unlike numpy's `permutation`.
+    return np.argsort(generator.random(num_rows), kind="stable")

@@ -22,7 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import (
     Any,
-    Generic,
     Literal,
     Protocol,
     SupportsFloat,
@@ -39,6 +38,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from laurel.config.policy import Milestones, NamedCall
+from laurel.data.forest import MicroBatch
 from laurel.errors import ConfigError, counted
 from laurel.models.checkpoint.export import save_policy, save_reward_model
 from laurel.models.checkpoint.state import load_training_state, save_training_state
@@ -67,18 +67,6 @@ ModelRole = Literal["model", "reference", "teacher"]
 
 NOTHING_TO_LEARN = "no row of the batch teaches this loss anything"
 ELSEWHERE = "the loss of another rank is not finite"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicroBatch(Generic[Label]):
-    """The inputs of one forward pass, and the labels with which the loss compares its outputs."""
-
-    inputs: Inputs
-    labels: Sequence[Label]
-    num_tokens: int
-    """The number of computed tokens: distinct ones in a forest, with padding in padded rows."""
-    branches_of_N: Sequence[range] = ()
-    """The sequences of each completion; empty: each completion is one."""
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from laurel.config.policy import ClusterConfig, Milestones, NamedCall
+from laurel.data.forest import MicroBatch
 from laurel.errors import (
     BroadcastError,
     CheckpointError,
@@ -40,7 +41,6 @@ from laurel.training.learner import (
     Label,
     LocalLearner,
     LossFunction,
-    MicroBatch,
     ModelRole,
     StepReport,
     Update,

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from laurel.config.sft import SFTConfig
+from laurel.data.forest import MicroBatch
 from laurel.errors import counted
 from laurel.models.chat import Demonstration
 from laurel.training.epochs import EpochParts, EpochTraining, StepResult, Validation
-from laurel.training.learner import MicroBatch, add_up
+from laurel.training.learner import add_up
 from laurel.training.loop import RunServices
 from laurel.training.policy_loss import DemonstrationLabels, DemonstrationLoss
 from laurel.training.stopping import Position

@@ -9,10 +9,9 @@ import torch
 import threads
 import tiny
 from laurel.config.policy import BatchLimits, NamedCall
-from laurel.data.forest import to_forest
+from laurel.data.forest import Batcher, to_forest
 from laurel.grpo.loop import policy_logprobs
 from laurel.models.forest.policy import Reference
-from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner
 
 SGD = NamedCall(name="torch.optim.SGD", kwargs={"lr": 1.0})

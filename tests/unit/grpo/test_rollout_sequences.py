@@ -11,13 +11,13 @@ import torch
 
 from laurel.config.grpo import GRPOConfig, GRPOPolicyConfig, TreeConfig
 from laurel.config.policy import NamedCall
+from laurel.data.forest import Batcher, global_batches
 from laurel.environments.interface import EnvironmentInterface
 from laurel.grpo.advantages import Advantages, penalize_turns
 from laurel.grpo.branching import num_sampled, tree_segments
 from laurel.grpo.loop import policy_logprobs
 from laurel.grpo.metrics import environment_batch, rollout_metrics
 from laurel.grpo.source import Batch, batch_from_dict, batch_to_dict
-from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import LocalLearner
 from laurel.training.policy_loss import PolicyLabels
 from laurel.types import EnvironmentSpec, StepReward, messages_of

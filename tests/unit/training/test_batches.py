@@ -9,8 +9,9 @@ import torch
 
 from laurel.config.policy import BatchLimits, NamedCall, PolicyConfig
 from laurel.config.reward_model import LossConfig
+from laurel.data.forest import Batcher
 from laurel.models.forest.decoder import RewardModel
-from laurel.training.batches import Batcher, StepOrder
+from laurel.training.epochs import StepOrder
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
 from laurel.types import PaddedRows, Preference, PreferenceSample, TokenForest, group_of

@@ -9,8 +9,13 @@ import pytest
 
 from laurel.config.reward_model import RewardTrainingConfig
 from laurel.config.sft import SFTConfig
-from laurel.training.batches import StepOrder
-from laurel.training.epochs import EpochParts, EpochTraining, rows_to_validate, total_steps
+from laurel.training.epochs import (
+    EpochParts,
+    EpochTraining,
+    StepOrder,
+    rows_to_validate,
+    total_steps,
+)
 from laurel.training.loop import Interrupted
 from laurel.types import TokenGroup
 

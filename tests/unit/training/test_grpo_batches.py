@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from laurel.config.grpo import GRPOPolicyConfig
 from laurel.config.policy import BatchLimits, NamedCall
-from laurel.data.forest import to_forest
+from laurel.data.forest import Batcher, global_batches, to_forest
 from laurel.grpo.loop import policy_logprobs
-from laurel.training.batches import Batcher, global_batches
 from laurel.training.learner import LocalLearner
 from laurel.training.policy_loss import DemonstrationLabels, DemonstrationLoss, PolicyLabels
 from policy_batches import labels, loss_of

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from laurel.config.policy import Milestones, NamedCall
 from laurel.config.reward_model import LossConfig
+from laurel.data.forest import MicroBatch
 from laurel.errors import ConfigError
 from laurel.models.forest.outputs import TokenOutputs
-from laurel.training.learner import LocalLearner, MicroBatch
+from laurel.training.learner import LocalLearner
 from laurel.training.losses import LossOutput, RewardLoss
 from laurel.types import Preference, group_of
 from policy_batches import labels, loss_of

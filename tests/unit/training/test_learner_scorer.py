@@ -3,8 +3,8 @@
 import pytest
 
 from laurel.config.policy import BatchLimits, NamedCall
+from laurel.data.forest import Batcher
 from laurel.rewards.scorer import LocalScorer
-from laurel.training.batches import Batcher
 from laurel.training.learner import LocalLearner
 from laurel.training.reward_model import LearnerScorer
 from laurel.types import Message, group_of

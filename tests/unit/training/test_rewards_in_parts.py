@@ -10,7 +10,7 @@ import torch
 
 from laurel.config.policy import BatchLimits, NamedCall
 from laurel.config.reward_model import LossConfig
-from laurel.training.batches import Batcher
+from laurel.data.forest import Batcher
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss
 from laurel.types import Preference, group_of

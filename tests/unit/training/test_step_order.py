@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.training.batches import StepOrder, Stream
+from laurel.grpo.source import Stream
+from laurel.training.epochs import StepOrder
 
 SIZES = {"num_rows": st.integers(1, 60), "batch_size": st.integers(1, 20)}
 

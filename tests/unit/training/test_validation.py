@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from laurel.config.policy import BatchLimits, NamedCall
 from laurel.config.reward_model import LossConfig
+from laurel.data.forest import Batcher
 from laurel.data.report import DataReport
 from laurel.models.scoring import ScoringContract, ScoringRules, StepRules
-from laurel.training.batches import Batcher
 from laurel.training.epochs import Validation, validate
 from laurel.training.learner import LocalLearner
 from laurel.training.losses import RewardLoss

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError)
 
-from laurel.data.forest import to_forest
+from laurel.data.forest import MicroBatch, to_forest
 from laurel.models.spec import ParallelShape
-from laurel.training.learner import MicroBatch, StepReport
+from laurel.training.learner import StepReport
 from laurel.training.learner_group import LearnerGroup
 from laurel.training.policy_loss import PolicyLabels
 from laurel.types import TokenGroup

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from laurel.config.grpo import GenerationConfig
 from laurel.config.policy import ClusterConfig, NamedCall, Precision
-from laurel.data.forest import to_forest, to_padded
+from laurel.data.forest import MicroBatch, to_forest, to_padded
 from laurel.errors import install_command
 from laurel.extensions.doctor.machine import measure_products
 from laurel.extensions.doctor.phases import (
@@ -54,7 +54,7 @@ from laurel.planning.plan import Mesh, TrainingRequest
 from laurel.plugins import EngineStart
 from laurel.run.generator import probe_of, transfer_of
 from laurel.sandbox.scratch import ScratchFolder
-from laurel.training.learner import Learner, LocalLearner, MicroBatch
+from laurel.training.learner import Learner, LocalLearner
 from laurel.training.learner_group import LearnerGroup, LearnerWorker
 from laurel.types import TokenGroup
 from laurel.workers.spawned import SpawnedGroup

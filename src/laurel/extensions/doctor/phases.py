@@ -14,7 +14,7 @@ import torch
 
 from laurel.config.grpo import PolicyLossConfig
 from laurel.config.policy import NamedCall, Precision
-from laurel.data.forest import to_forest
+from laurel.data.forest import MicroBatch, to_forest
 from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.forest.attention import FOREST, register
 from laurel.models.forest.compiled import compile_layers
@@ -27,7 +27,7 @@ from laurel.models.loading.pretrained import (
 )
 from laurel.planning.memory import ModelShape
 from laurel.planning.operations import Workload
-from laurel.training.learner import LocalLearner, MicroBatch, Update
+from laurel.training.learner import LocalLearner, Update
 from laurel.training.policy_loss import PolicyLabels, PolicyLoss
 from laurel.types import Generated, GenerationRequest, SamplingParams, TokenForest, TokenGroup
 
