@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from laurel.generation.transformers.batch import ContinuousBatch, Ticket
+from laurel.generation.transformers.static import StaticSteps
 from laurel.models.forest.attention import FOREST, as_computed, register
 from laurel.models.forest.decoder import round_residual_stream
 from laurel.models.forest.outputs import token_logprobs
@@ -379,16 +380,15 @@ def launches(shape: ModelShape, lengths: Sequence[int], *, static_slots: bool) -
     network = _network(made, shape.num_layers, "training", rounds=False, attend=_attend)
     network.set_attn_implementation(FOREST)
     policy = PolicyModel(network.eval(), path="forest", precision=torch.bfloat16)
+    counted = Counted()
+    steps = StaticSteps(policy, capture=partial(_stand_in, counted)) if static_slots else None
     batch = ContinuousBatch(
         policy,
         train_tokenizer(["a"], vocab_size=300),
         end_ids=[],
         max_concurrent=64,
-        static_slots=static_slots,
+        static=steps,
     )
-    counted = Counted()
-    if batch.static is not None:
-        batch.static.capture = partial(_stand_in, counted)
     is_mixed = len(set(lengths)) > 1
     waiting = deque(
         Ticket(

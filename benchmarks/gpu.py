@@ -42,7 +42,7 @@ from laurel.data.forest import to_padded
 from laurel.extensions.doctor.checks import SIZES, peak_of, with_vocabulary
 from laurel.extensions.doctor.phases import StepPhases
 from laurel.extensions.plan.step_time import Efficiency
-from laurel.generation.transformers.batch import chooses_static_slots
+from laurel.generation.transformers.engine import chooses_static_slots
 from laurel.models.forest.attention import FOREST
 from laurel.observe.json_output import json_text
 from laurel.planning.memory import ModelShape, Shapes

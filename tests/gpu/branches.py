@@ -11,6 +11,7 @@ BRANCHES = {
     "extensions/starter/starter.py": "test_branches_gpu.py::test_a_starter_counts_the_gpus",
     "environments/reward_model_environment.py": "test_branches_gpu.py::test_replicas_score_as_one",
     "generation/transformers/batch.py": "test_branches_gpu.py::test_completions_are_the_cpus",
+    "generation/transformers/engine.py": "test_branches_gpu.py::test_completions_are_the_cpus",
     "generation/transformers/static.py": "test_branches_gpu.py::test_steps_are_replayed_as_graphs",
     "generation/weights/broadcast.py": (
         "test_weight_broadcast_gpu.py::test_what_is_heard_is_what_was_told"

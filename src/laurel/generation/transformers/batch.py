@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +18,13 @@ from torch import Tensor
 
 from laurel.errors import EngineError
 from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
-from laurel.models.forest.decoding import KeptTokens, KeyValueStore
+from laurel.models.forest.decoding import DecodePlan, KeptTokens, KeyValueStore
 from laurel.models.forest.policy import PolicyModel, rounded_weights
 from laurel.models.forest.policy import fast_matmul as fast_matmul_of
 from laurel.models.tokenizer import TextStream, plain_text
 from laurel.types import FinishReason, Generated, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from laurel.generation.transformers.static import StaticSteps
     from laurel.types import LogProbs, TokenIds
 
 
@@ -69,6 +68,18 @@ class _Row:
 Finished = list[tuple[Ticket, Generated]]
 
 
+class RepeatedSteps(Protocol):
+    """Decoding steps of few shapes that are repeated, such as `StaticSteps`."""
+
+    def sample(
+        self, plan: DecodePlan, ids_N: Tensor, rows: SamplingRows, uniform_N: Tensor
+    ) -> Tensor:
+        """Sample the next token of each row; return `Sampled.joined` of the rows."""
+
+    def clear(self) -> None:
+        """Forget what was computed with weights that change."""
+
+
 class ContinuousBatch:
     """The running completions of all requests, which advance together by one token per step."""
 
@@ -81,9 +92,13 @@ class ContinuousBatch:
         max_concurrent: int,
         conversation_bytes: int = 0,
         fast_matmul: bool = True,
-        static_slots: Literal["auto"] | bool = "auto",
+        static: RepeatedSteps | None = None,
     ) -> None:
-        """Create an empty batch; the arguments are those of `TransformersEngine`."""
+        """Create an empty batch; the arguments are those of `TransformersEngine`.
+
+        Args:
+            static: The decoding steps by shape; None: each has the shape that it needs.
+        """
         self.model = model
         self.weight_version = 0
         self.conversations = ConversationCache(conversation_bytes)
@@ -91,10 +106,8 @@ class ContinuousBatch:
         self._tokenizer = tokenizer
         self._products = fast_matmul_of if fast_matmul else nullcontext
         self._table = RowTable(max_concurrent, model.vocab_size, end_ids)
-        is_static = chooses_static_slots(static_slots, model)
-        self._store = KeyValueStore(model.device, is_static=is_static)
-        self.static = _static_steps(model) if is_static else None
-        """The decoding steps by shape; None: each has the shape that it needs."""
+        self._store = KeyValueStore(model.device, is_static=static is not None)
+        self.static = static
         self._rows: dict[int, _Row] = {}
         self._watches: dict[int, StopStringWatch] = {}
         self._partial: Ticket | None = None
@@ -428,23 +441,6 @@ class ConversationCache:
     def clear(self) -> None:
         """Free all conversations."""
         self.remove(list(self._kept))
-
-
-def chooses_static_slots(asked: Literal["auto"] | bool, model: PolicyModel) -> bool:
-    """Return whether the decoding steps of a model are rounded to few shapes.
-
-    `auto` does so on GPUs, unless the model is sharded, whose collectives no graph was tried with.
-    On a CPU the filling costs time, and launches do not.
-    """
-    if asked != "auto":
-        return asked
-    return model.device.type == "cuda" and model.mesh is None
-
-
-def _static_steps(model: PolicyModel) -> StaticSteps:
-    from laurel.generation.transformers.static import StaticSteps
-
-    return StaticSteps(model)
 
 
 def _first(parts: Sequence[KeptTokens], length: int) -> tuple[KeptTokens, ...]:

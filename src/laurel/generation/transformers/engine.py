@@ -25,6 +25,7 @@ from torch import Tensor
 from laurel.data.forest import bin_pack, to_forest
 from laurel.errors import EngineError, ModelError
 from laurel.generation.transformers.batch import ContinuousBatch, Finished, Ticket
+from laurel.generation.transformers.static import StaticSteps
 from laurel.generation.weights.probe import (
     ProbeAnswer,
     default_tolerance,
@@ -87,14 +88,16 @@ class TransformersEngine:
                 "loaded for padded rows; set policy.generation.backend to vllm"
             )
         self._held = None if shares_weights else HeldWeights(model, owns_model=owns_model)
+        policy = self._held.model if self._held else model
+        is_static = chooses_static_slots(static_slots, policy)
         self._batch = ContinuousBatch(
-            self._held.model if self._held else model,
+            policy,
             copy.deepcopy(tokenizer),
             end_ids=end_ids,
             max_concurrent=max_concurrent,
             conversation_bytes=conversation_bytes,
             fast_matmul=fast_matmul,
-            static_slots=static_slots,
+            static=StaticSteps(policy) if is_static else None,
         )
         self._batch.weight_version = weight_version
         self._vocab_size = model.vocab_size
@@ -242,6 +245,17 @@ class TransformersEngine:
         The call blocks until the current decoding step has ended.
         """
         self._finalizer()
+
+
+def chooses_static_slots(asked: Literal["auto"] | bool, model: PolicyModel) -> bool:
+    """Return whether the decoding steps of a model are rounded to few shapes.
+
+    `auto` does so on GPUs, unless the model is sharded, whose collectives no graph was tried with.
+    On a CPU the filling costs time, and launches do not.
+    """
+    if asked != "auto":
+        return asked
+    return model.device.type == "cuda" and model.mesh is None
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *values: Any) -> None:
