@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laurel.generation.transformers import sampling
-from laurel.generation.transformers.sampling import SamplingRows, keep_likeliest, sample_tokens
+from laurel.generation.transformers import batch
+from laurel.generation.transformers.batch import SamplingRows, keep_likeliest, sample_tokens
 
 HALF = torch.tensor([0.5, 0.25, 0.125, 0.125])
 
@@ -139,7 +139,7 @@ def test_a_row_does_not_depend_on_the_others(seed, count):
 
 
 def test_many_rows_go_through_in_chunks():
-    width = sampling.CHUNK // 2  # so two rows are a chunk
+    width = batch.NUMBERS_AT_A_TIME // 2  # so two rows are a chunk
     logits_NV = torch.full((5, width), -100.0)
     for row in range(5):
         logits_NV[row, 3 * row] = 0.0

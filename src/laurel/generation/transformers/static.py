@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laurel.generation.transformers.sampling import SamplingRows, sample_tokens
+from laurel.generation.transformers.batch import SamplingRows, sample_tokens
 from laurel.models.forest.decoder import PASSES, uncompiled
 from laurel.models.forest.decoding import DecodePlan
 from laurel.models.forest.policy import PolicyModel
