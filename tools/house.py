@@ -363,7 +363,7 @@ def bars(*, traced: bool = True) -> list[Bar]:
         keys = tuple(key.lstrip(".") for key in leaf_keys(SCHEMAS[which], ""))
         found.append(Bar(f"leaf keys of {which}", len(keys), most, held=True, where=keys))
     if traced:
-        modules = {"grpo": (26, 7, 42), "rm": (9, 3, 36)}
+        modules = {"grpo": (25, 7, 42), "rm": (9, 3, 36)}
         for which, at_most in modules.items():
             run = trace(which)
             names = (

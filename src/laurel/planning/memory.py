@@ -199,8 +199,8 @@ RUNTIME_BYTES = 1536 * MIB
 """Bytes of a GPU's memory for the CUDA context, the libraries' workspaces and NCCL's buffers."""
 MASTER_BYTES = 4
 """Bytes of each trained weight, its gradient and each of its optimizer states: all are float32."""
-CHUNK_LOGITS: Mapping[Literal["cpu", "cuda"], int] = {"cpu": 2**24, "cuda": 2**28}
-"""Logits of one chunk of the language head, by kind of device, if no size is configured.
+CHUNK_LOGITS: dict[Literal["cpu", "cuda"], int] = {"cpu": 2**24, "cuda": 2**28}
+"""The most logits of one chunk of the language head, by kind of device.
 
 They are 64 MiB on a CPU. On a GPU they are 1 GiB: each chunk reads the weights of the head three
 times and adds to their gradient once, so that small chunks move more bytes than all layers do.
@@ -211,21 +211,6 @@ float32."""
 SERVED = ("served model", "its keys and values")
 """The kinds of bytes that a served model takes while it is awake."""
 COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def chunk_tokens(vocabulary: int, device: Literal["cpu", "cuda"], *, num_tokens: int) -> int:
-    """Return how many tokens have their logits in memory at a time, if no size is configured.
-
-    Args:
-        vocabulary: The number of logits of a token on one rank.
-        device: `cpu` or `cuda`.
-        num_tokens: The number of tokens of a micro-batch. On a GPU its chunks are equally long.
-    """
-    most = max(1, CHUNK_LOGITS[device] // vocabulary)
-    if device == "cpu":
-        return most
-    num_chunks = -(-num_tokens // most)
-    return max(1, -(-num_tokens // max(1, num_chunks)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,8 +430,7 @@ def training_memory(
         parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size
     if training.has_logits:
         entries = shape.vocab_size // (1 if shape.undivided(mesh.tp) else mesh.tp)
-        usual = chunk_tokens(entries, device, num_tokens=tokens)
-        chunk = min(tokens, training.chunk_tokens or usual)
+        chunk = min(tokens, max(1, CHUNK_LOGITS[device] // entries))
         parts["logits"] = LOGITS_BYTES * chunk * entries
     return parts
 

@@ -126,8 +126,6 @@ class TrainingRequest:
     needed."""
     has_logits: bool = True
     """Whether the model has logits; False for a reward model, with one score for each sequence."""
-    chunk_tokens: int | None = None
-    """Number of tokens whose logits are in memory at a time; None: `memory.chunk_tokens`."""
     recomputes: bool = False
     """Whether the backward pass recomputes the activations."""
     sequence_parallel: bool = False

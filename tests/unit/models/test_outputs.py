@@ -17,8 +17,9 @@ from laurel.models.forest.outputs import (
     predictors,
     reduce_on_gpu,
     token_logprobs,
+    usual_chunk_size,
 )
-from laurel.planning.memory import CHUNK_LOGITS, chunk_tokens
+from laurel.planning.memory import CHUNK_LOGITS
 
 HEADS = {
     "plain": {},
@@ -187,11 +188,11 @@ def test_a_chunk_is_about_16_million_logits_on_a_cpu():
 
 def test_chunks_on_a_gpu_hold_16_times_as_much_and_are_equally_long():
     """2**28 // 151,936 = 1,766 tokens at most: 4,096 tokens are 3 chunks of 1,366 or fewer."""
-    assert chunk_tokens(151_936, "cpu", num_tokens=4096) == 110
-    assert chunk_tokens(151_936, "cuda", num_tokens=4096) == 1366
-    assert chunk_tokens(151_936, "cuda", num_tokens=1766) == 1766
-    assert chunk_tokens(2**29, "cuda", num_tokens=5) == 1
-    assert chunk_tokens(32_768, "cuda", num_tokens=0) == 1
+    assert usual_chunk_size(151_936, "cpu", num_tokens=4096) == 110
+    assert usual_chunk_size(151_936, "cuda", num_tokens=4096) == 1366
+    assert usual_chunk_size(151_936, "cuda", num_tokens=1766) == 1766
+    assert usual_chunk_size(2**29, "cuda", num_tokens=5) == 1
+    assert usual_chunk_size(32_768, "cuda", num_tokens=0) == 1
     # Meta tensors stand for those of a GPU.
     hidden, weight = (torch.empty(*shape, device="meta") for shape in ((4096, 2), (151_936, 2)))
     with Largest() as largest, torch.no_grad():

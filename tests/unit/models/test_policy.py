@@ -14,6 +14,7 @@ from laurel.errors import DataError
 from laurel.models.forest.outputs import distinct_labels, predictors
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.loading.adapters import add_adapters
+from laurel.planning.memory import CHUNK_LOGITS
 from random_trees import groups_of_tree
 
 ALL = sorted(tiny.LANGUAGE_MODELS)
@@ -144,12 +145,13 @@ def test_any_shapes(shapes, name, seed):
         torch.testing.assert_close(out.logprobs_M, expected_M, rtol=0, atol=1e-11)
 
 
-def test_entropy_and_chunks_are_settings_of_the_model():
+def test_entropy_is_a_setting_of_the_model_and_chunks_change_nothing(monkeypatch):
     model = tiny.tiny_policy("qwen3", dtype=torch.float64)
     forest = to_forest(tiny.random_groups(6, SHAPES))
     plain = model(forest)
     assert plain.entropy_M is None
-    model.with_entropy, model.logprob_chunk_size = True, 3
+    model.with_entropy = True
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 3 * len(model.head.weight))
     measured = model(forest)
     torch.testing.assert_close(measured.logprobs_M, plain.logprobs_M, rtol=0, atol=1e-12)
     hidden_TD = model.hidden(forest)

@@ -17,6 +17,7 @@ from laurel.models.forest.attention import FOREST, ForestPlan, register
 from laurel.models.forest.decoder import round_residual_stream
 from laurel.models.loading.pretrained import recompute_activations
 from laurel.planning.memory import (
+    CHUNK_LOGITS,
     RUNTIME_BYTES,
     Shapes,
     activation_bytes,
@@ -285,12 +286,13 @@ def test_a_rank_has_a_part_of_a_group_and_the_path_above_it(generations, budget,
 
 @pytest.mark.slow_parameters("sizes0")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2}])
-def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes):
+def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes, monkeypatch):
     """151,936 entries: embedding and head are nearly all of the model, 39 MB each."""
     changes = {"vocab_size": 151936, "hidden_size": 64, "head_dim": 16}
     ranks = together(spread_work.peak_of_step, math.prod(sizes.values()), sizes, changes)
     shape = small_shape(2, (4, 2), intermediate_size=64, **changes)
-    training = TrainingRequest(precision="float32", chunk_tokens=4)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 151936)
+    training = TrainingRequest(precision="float32")
     mesh = Mesh(dp=sizes.get("dp_shard", 1), tp=sizes.get("tp", 1))
     parts = training_memory(training, shape, mesh, tokens=64)
     for found in ranks:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from laurel.errors import DataError
-from laurel.planning.memory import chunk_tokens
+from laurel.planning.memory import CHUNK_LOGITS
 from laurel.types import PaddedRows, SequenceEnd, TokenForest, Tree
 
 CACHED_LOGITS = 2**20
@@ -223,22 +223,36 @@ def token_logprobs(
         temperature: The temperature, above 0.
         softcap: The limit of the logits, which become `softcap * tanh(logits / softcap)`.
         logit_scale: The factor of the logits, before the softcap.
-        chunk_size: The number of tokens whose logits are in memory at a time; None: as many as
-            `planning.memory.chunk_tokens` gives for the device.
+        chunk_size: The number of tokens whose logits are in memory at a time; None:
+            `usual_chunk_size`.
         share: The shard of the vocabulary that the weight covers; None: all of it. With a shard,
             all ranks make this call and the backward pass together, with equal hidden states and
             tokens.
     """
-    chunk_size = chunk_size or chunk_tokens(
-        len(weight_VD),
-        "cpu" if weight_VD.device.type == "cpu" else "cuda",
-        num_tokens=len(targets_M),
-    )
+    device: Literal["cpu", "cuda"] = "cpu" if weight_VD.device.type == "cpu" else "cuda"
+    chunk_size = chunk_size or usual_chunk_size(len(weight_VD), device, num_tokens=len(targets_M))
     options = _Options(temperature, softcap, logit_scale, chunk_size, with_entropy, share)
     logprobs_M, entropy_M = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_MD, weight_VD, bias_V, targets_M, options
     )
     return TokenOutputs(logprobs_M, entropy_M)
+
+
+def usual_chunk_size(vocabulary: int, device: Literal["cpu", "cuda"], *, num_tokens: int) -> int:
+    """Return how many tokens have their logits in memory at a time: `CHUNK_LOGITS` at most.
+
+    On a GPU all chunks are equally long.
+
+    Args:
+        vocabulary: The number of logits of a token on one rank.
+        device: `cpu` or `cuda`.
+        num_tokens: The number of tokens in all.
+    """
+    most = max(1, CHUNK_LOGITS[device] // vocabulary)
+    if device == "cpu":
+        return most
+    num_chunks = -(-num_tokens // most)
+    return max(1, -(-num_tokens // max(1, num_chunks)))
 
 
 def all_logits(

@@ -72,9 +72,6 @@ class PolicyModel(Decoder):
         UnreadTokens.skip_in(causal_lm)
         round_residual_stream(causal_lm)
         self.temperature = temperature or 1.0
-        self.logprob_chunk_size: int | None = None
-        """The number of tokens whose logits are in memory at a time; None: as many as give 16M
-        logits on a CPU, 268M on a GPU."""
         self.with_entropy = False
         """Whether the entropy of each token's distribution is computed too."""
         self.rounded_head_VD: Tensor | None = None
@@ -144,7 +141,6 @@ class PolicyModel(Decoder):
             temperature=self.temperature,
             softcap=self.softcap,
             logit_scale=self.logit_scale,
-            chunk_size=self.logprob_chunk_size,
             with_entropy=self.with_entropy,
         )
 
