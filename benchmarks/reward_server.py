@@ -356,13 +356,14 @@ def measure_model(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     limits = ScorerSpec(max_length=1024, device="cpu")
     scorer = load_scorer(find_model(str(directory)), limits, say=lambda _: None)
-    vocabulary = len(scorer.contract.tokenizer)
+    tokenizer = scorer.contract.tokenizer
+    end = tokenizer.encode("<|im_end|>\n", add_special_tokens=False)
     seconds: dict[str, list[float]] = {}
     scores: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
         servers = start_servers(stack, directory, options, scratch)
         for index in range(options.rounds + 1):
-            rows = draw_rows(options.groups, vocabulary, seed=index)
+            rows = draw_rows(options.groups, len(tokenizer), end, seed=index)
             began = time.perf_counter()
             direct = score_directly(scorer, rows)
             spent = {"direct": time.perf_counter() - began}
@@ -434,8 +435,10 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def draw_rows(num_groups: int, vocabulary: int, *, seed: int) -> list[list[list[int]]]:
-    """Token ids: 8 completions of each of so many prompts."""
+def draw_rows(
+    num_groups: int, vocabulary: int, end: list[int], *, seed: int
+) -> list[list[list[int]]]:
+    """Token ids: 8 completions of each of so many prompts, each with the end of an answer."""
     rng = np.random.default_rng(seed)
 
     def ids(length: int) -> list[int]:
@@ -445,7 +448,8 @@ def draw_rows(num_groups: int, vocabulary: int, *, seed: int) -> list[list[list[
     groups = []
     for _ in range(num_groups):
         prompt = ids(PROMPT_TOKENS)
-        groups.append([prompt + ids(COMPLETION_TOKENS) for _ in range(COMPLETIONS)])
+        answers = [ids(COMPLETION_TOKENS - len(end)) + end for _ in range(COMPLETIONS)]
+        groups.append([prompt + answer for answer in answers])
     return groups
 
 

@@ -39,11 +39,20 @@ class SharedCluster:
 
 _shared = SharedCluster()
 
+MATCHED: dict[str, bool] = {}
+"""What the fixture `slow_parameters` gives."""
+
 
 @pytest.fixture(scope="module")
 def small_cluster():
     """A Ray cluster of four slots without GPUs. Give back what you reserve."""
     return _shared.running()
+
+
+@pytest.fixture
+def slow_parameters():
+    """Of each name in a mark `slow_parameters`, whether it is in the id of a test."""
+    return MATCHED
 
 
 @pytest.fixture
@@ -71,11 +80,13 @@ def pytest_configure(config):
 
 def pytest_itemcollected(item):
     """`slow_parameters("a", "b")`: `slow` for the tests whose id has one of the names in it."""
-    marks = list(item.iter_markers("slow_parameters"))
-    if marks and hasattr(item, "callspec"):
-        parts = f"-{item.callspec.id}-"
-        if any(f"-{name}-" in parts for mark in marks for name in mark.args):
-            item.add_marker("slow")
+    for mark in item.iter_markers("slow_parameters"):
+        for name in mark.args:
+            key = f"{item.path.name}: {name}"
+            is_in_id = hasattr(item, "callspec") and f"-{name}-" in f"-{item.callspec.id}-"
+            MATCHED[key] = MATCHED.get(key, False) or is_in_id
+            if is_in_id:
+                item.add_marker("slow")
 
 
 def pytest_collection_modifyitems(items):

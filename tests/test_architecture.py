@@ -7,6 +7,7 @@ another on small sources with a violation planted in them, to prove that it woul
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -16,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from house import House, leaf_keys
-from laurel.config.schemas import SCHEMAS
+from house import House
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,8 +92,13 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-def imports_of(source: Source) -> Iterator[Import]:
+@functools.cache
+def imports_of(source: Source) -> tuple[Import, ...]:
     """Every import, also inside functions, under TYPE_CHECKING, and by `import_module("...")`."""
+    return tuple(_imports_of(source))
+
+
+def _imports_of(source: Source) -> Iterator[Import]:
     for node in ast.walk(ast.parse(source.text)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -363,14 +368,3 @@ def test_a_maze_is_seen(tmp_path: Path) -> None:
     assert form.visited_by_the_run() == ["data/e.py", "data/g.py"]
     assert form.names_defined_twice() == ["f"]
     assert form.skips() == ["models/c.py:2"]
-
-
-def test_every_key_of_a_configuration_is_read() -> None:
-    """A key that nothing reads changes nothing, and is one more that somebody has to know."""
-    texts, away = House().texts, ("config/", "extensions/importing/")
-    sources = "".join(text for name, text in texts.items() if not name.startswith(away))
-    settings = "".join(text for name, text in texts.items() if name.startswith("config/"))
-    read = set(re.findall(r"[.\"'](\w+)", sources)) | set(re.findall(r"\.(\w+)", settings))
-    keys = {key.rpartition(".")[2] for one in SCHEMAS.values() for key in leaf_keys(one, "")}
-    # `logger.<name>_enabled` is read by the logger's name.
-    assert {key for key in keys - read if not key.endswith("_enabled")} == set()

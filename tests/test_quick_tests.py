@@ -78,6 +78,14 @@ def test_a_run_that_is_killed_a_run_on_ray_and_a_server_are_among_them(quick: se
     assert not missing(quick, OTHERS)
 
 
+def test_every_slow_parameter_is_one_of_a_test(
+    quick: set[str], slow_parameters: dict[str, bool]
+) -> None:
+    assert quick
+    assert slow_parameters
+    assert [name for name, is_in_an_id in slow_parameters.items() if not is_in_an_id] == []
+
+
 def test_every_contract_suite_has_an_implementation(quick: set[str]) -> None:
     suites = [f"contracts/{path.name}::" for path in (TESTS / "contracts").glob("test_*.py")]
     assert suites

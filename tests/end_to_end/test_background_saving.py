@@ -220,6 +220,7 @@ def test_ranks_resume_from_behind_as_from_in_front(tmp_path, model, two_ranks):
     assert all(torch.equal(ended[1][name], weight) for name, weight in ended[0].items())
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_writes_costs_the_run_and_no_checkpoint(
     tmp_path, model, two_ranks
 ):

@@ -37,6 +37,7 @@ def refused(directory, overrides, *, python=()):
     return done.stderr
 
 
+@pytest.mark.slow
 def test_rows(tmp_path):
     """What else is wrong with rows: `tests/unit/data`."""
     path = write_rows(tmp_path / "rows.jsonl", [*GOOD_ROWS[:2], '{"context": [', *GOOD_ROWS[2:]])

@@ -236,6 +236,7 @@ def test_a_disk_that_was_full_before_the_start_can_still_be_locked(tiny_disk):
         save_step(store, 1, writer(1, 1, 200_000))
 
 
+@pytest.mark.slow
 def test_a_file_size_limit_is_an_error_of_the_disk(tmp_path):
     run(tmp_path, steps=[0], size=1000)
     status, output = run(tmp_path, first_step=1, steps=[1], size=50_000, largest_file=20_000)
@@ -314,6 +315,7 @@ def test_a_file_that_cannot_be_read_is_named(frozen, ordinary):
     assert "step_0/model.safetensors cannot be read (Permission denied)" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_write_to_one_directory(tmp_path):
     with running(tmp_path, steps=[0], linger=600) as first:
         pid = wait_for(first, "ready")

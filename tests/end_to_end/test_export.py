@@ -90,6 +90,7 @@ def test_the_mean_of_two_steps_with_lora_is_that_of_their_merged_weights(trained
         assert torch.equal(value, ((first[name].double() + second[name].double()) / 2).float())
 
 
+@pytest.mark.slow
 def test_errors_are_one_message_and_exit_code_2(trained, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")

@@ -96,6 +96,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     "stop token",
     "no packing",
     "part of a composite",
+    "prompts too long",
+    "no answers",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_grpo_refuses(tmp_path, laurel, places, case):

@@ -109,6 +109,7 @@ def test_the_recipe_begins(tmp_path, writer):
     assert figures["env/code/sandbox_failures"] == 0
 
 
+@pytest.mark.slow
 def test_code_as_a_tool_that_ends_with_its_first_call(tmp_path, caller):
     write_rows(tmp_path / "tasks.jsonl", [{"prompt": f"What is {i}?"} for i in range(16)])
     done = grpo(

@@ -135,6 +135,7 @@ MANNERS = {
     "adapters, two steps ahead",
     "branching, one step ahead",
     "several updates, dynamic sampling",
+    "advantages per step, one step ahead",
 )
 @pytest.mark.parametrize("manner", [name for name in MANNERS if name != "one step ahead"])
 def test_preempted_in_a_rollout_and_in_an_update_the_run_ends_the_same(tmp_path, model, manner):
@@ -206,6 +207,7 @@ def test_what_environments_noted_of_rollouts_that_run_ahead_is_in_the_checkpoint
     assert_same_runs(straight, broken, 2)
 
 
+@pytest.mark.slow
 def test_a_validation_is_cut_short_by_a_signal_and_made_up_for(tmp_path, model):
     changes = [*LENGTH, "grpo.val_period=2", "grpo.val_num_generations_per_prompt=2"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -348,6 +350,7 @@ def test_another_run_is_refused_and_the_change_is_named(tmp_path_factory, model,
     assert [p.name for p in (directory / "logs").iterdir()] == ["exp_001"]
 
 
+@pytest.mark.slow
 def test_fine_tuning_goes_on(tmp_path):
     """Without adapters: `test_older_runs.py`."""
     adapters = (LORA, "policy.dtensor_cfg.lora_cfg.dropout=0.2")

@@ -74,6 +74,7 @@ def caller(tmp_path_factory):
     return saved
 
 
+@pytest.mark.slow
 def test_a_policy_learns_to_call(tmp_path, caller):
     tasks(tmp_path)
     done = grpo(
@@ -125,6 +126,7 @@ def test_a_template_that_shows_no_tools_refuses_the_run(tmp_path):
         grpo(grpo_settings(tmp_path, None, *ROOM))
 
 
+@pytest.mark.slow
 def test_other_commands_show_tools_too(tmp_path, caller):
     tasks(tmp_path)
     rows = str(tmp_path / "tasks.jsonl")

@@ -110,6 +110,7 @@ def test_score_prints_the_values_of_steps_and_one_aggregate(run: Path, tmp_path:
     assert score.values_K == pytest.approx(first, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(run: Path, rows: Path, tmp_path: Path) -> None:
     parts = settings(tmp_path, f"data.train_data_path={rows}", *STEPS)
     train([*parts, "rm.max_num_steps=20"])
@@ -137,6 +138,7 @@ def test_rows_of_pairs_are_refused(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_ranking_loss_learns_too(rows: Path, tmp_path: Path) -> None:
     changes = [one for one in STEPS if not one.startswith("rm.loss")]
     train(
@@ -264,6 +266,7 @@ def test_a_validation_set_may_be_processbench(rows: Path, solutions: Path, tmp_p
     assert series(tmp_path, "validation-Bench/erroneous_accuracy")
 
 
+@pytest.mark.slow
 def test_serve_gives_the_values_of_steps_and_the_aggregate(run: Path, tmp_path: Path) -> None:
     answers = (
         "step 0 is right\n\nstep 1 is wrong\n\nstep 2 is right",

@@ -77,6 +77,7 @@ def spoil(checkpoint, name="model.safetensors"):
     (checkpoint / name).write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_says_what_it_read_in_a_line_and_where_it_logs(tmp_path):
     first = train(settings(tmp_path, "rm.max_num_steps=2"))
     assert "Data 'train'" in first.text
@@ -107,6 +108,7 @@ def test_a_run_that_goes_on_says_what_it_read_in_a_line_and_where_it_logs(tmp_pa
         train(settings(other, "rm.max_num_steps=3", *by_itself, rows=rows))
 
 
+@pytest.mark.slow
 def test_a_torn_newest_is_skipped_by_name_and_the_one_before_used(tmp_path):
     changes = ["rm.max_num_epochs=3", "checkpointing.keep_top_k=null"]
     train(settings(tmp_path / "straight", *changes))
@@ -178,6 +180,7 @@ EARLY = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_no_longer_improves_ends_and_goes_on_where_it_is_to_wait_longer(tmp_path):
     """In pieces it ends where it ends in one: `unit/training/test_loop.py`."""
     outcome = train(settings(tmp_path, *EARLY)).outcome

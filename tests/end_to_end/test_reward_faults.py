@@ -88,6 +88,7 @@ def test_one_that_never_answers_the_door(servers):  # [4]
         assert streamed.run() == RIGHT
 
 
+@pytest.mark.slow
 def test_a_replica_hangs(servers):  # [2]
     three = servers({}, {}, {})
     streamed = Streamed(three, attempt_timeout=3.0)
@@ -165,6 +166,7 @@ def test_a_rolling_restart(servers):  # [21, 22]
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_poison_takes_down_every_replica_it_meets(servers):  # [16]
     """What kills whoever scores it is found, and takes nothing else with it."""
     poisoned = [question("P", "answer 1", "answer 7", "answer 3"), *GROUPS]

@@ -81,6 +81,7 @@ def test_judged_at_the_end_rewards_are_the_same_and_none_is_hidden(
     assert after["performance/reward_hidden_share"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_with_the_loop_goes_on_bit_for_bit(tmp_path, model, judge):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     grpo(grpo_settings(straight, model, *graded_by(judge)))

@@ -203,6 +203,7 @@ def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path):
         assert score == pytest.approx(golden["values_K"][0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_ties_are_learned_from(tmp_path):
     drawn = pairs(90)
     ties = [
@@ -225,6 +226,7 @@ def test_ties_are_learned_from(tmp_path):
     assert "tied pairs" in done.text
 
 
+@pytest.mark.slow
 def test_a_regression_head_learns_ratings(tmp_path):
     rows = [
         {
@@ -324,6 +326,7 @@ def test_the_form_of_the_seeds(tmp_path):
     assert (tmp_path / "results" / "step_5" / "config.yaml").read_text(encoding="utf-8") == resolved
 
 
+@pytest.mark.slow
 def test_rows_of_one_dialogue_meet_and_a_run_of_them_resumes(tmp_path):
     rows = dialogue_rows()
     changes = [*DIALOGUES, "rm.max_num_steps=4", "checkpointing.save_period=2"]

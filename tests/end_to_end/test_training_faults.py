@@ -136,6 +136,7 @@ def test_a_disk_that_is_full_is_told_before_the_first_step(tmp_path, monkeypatch
         train(settings(tmp_path, "rm.max_num_epochs=9"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_in_the_middle_of_a_file(tmp_path, small_disk, monkeypatch):
     def find_room(self, *args, **kwargs):
         require_room(self, *args, **kwargs)

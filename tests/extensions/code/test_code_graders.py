@@ -43,6 +43,7 @@ def reward_of(environment, program, row, **metadata):
 
 
 @pytest.mark.parametrize("kind", ["stdio", "function", "class"])
+@pytest.mark.slow_parameters("stdio", "class")
 def test_verdicts_are_those_of_the_benchmarks_graders(environment, kind):
     asked = code_graders.answers(kind)
     assert len({(one.benchmark, one.name) for one in asked}) == 20

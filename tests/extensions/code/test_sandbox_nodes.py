@@ -71,6 +71,7 @@ def test_every_node_runs_programs_as_many_at_a_time_as_each_is_given(opened):
         assert [call.method for call in nodes.newest(name).calls].count("submit") == 2, name
 
 
+@pytest.mark.slow
 def test_few_programs_are_spread_and_nodes_with_more_room_get_more(opened):
     pool, _ = opened("1", "2", each=2)
     pool._nodes.members[1].num_workers = 4
@@ -142,6 +143,7 @@ def test_a_result_has_the_tier_of_its_node_and_the_pool_that_of_the_worst(tier, 
     assert "2 sandbox workers on 2 nodes" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_in_the_middle_is_started_again_and_no_result_is_lost(opened, caplog):
     pool, nodes = opened("1", "2", each=2)
     futures = [pool.submit(job) for job in jobs(16, 0.5)]

@@ -330,6 +330,7 @@ def test_slow_programs_cost_themselves_and_never_their_neighbours(tier):
         assert "deadline" in found[f"slow {i}"].reason or "turn" in found[f"slow {i}"].reason
 
 
+@pytest.mark.slow
 def test_a_program_that_had_its_share_is_tried_again_with_all_the_time_there_is(tier):
     slow = SandboxJob(code="import time\ntime.sleep(2)\nprint(1)", id="slow")
     jobs = [slow, *(SandboxJob(code="print(2)", id=str(i)) for i in range(40))]
@@ -339,6 +340,7 @@ def test_a_program_that_had_its_share_is_tried_again_with_all_the_time_there_is(
     assert found["slow"].stdout == "1\n"
 
 
+@pytest.mark.slow_parameters("on nodes")
 def test_after_a_failure_nothing_is_run_where_only_all_tests_count(pool):
     limits = Limits(wall_s=2.0)
     (result,) = pool.run([stdio_job(SLEEPS, 6, limits=limits, stop_at_failure=True)])
@@ -349,6 +351,7 @@ def test_after_a_failure_nothing_is_run_where_only_all_tests_count(pool):
     assert [one.status for one in result.tests] == [Status.WRONG_ANSWER] * 3
 
 
+@pytest.mark.slow_parameters("on nodes")
 def test_all_tests_together_have_a_time_of_their_own(pool):
     limits = Limits(wall_s=2.0)
     (result,) = pool.run([stdio_job(SLEEPS, 10, limits=limits, total_s=3.0)])
@@ -357,6 +360,7 @@ def test_all_tests_together_have_a_time_of_their_own(pool):
     assert result.wall_s < 10 * limits.wall_s, "each had its time"
 
 
+@pytest.mark.slow_parameters("on nodes")
 def test_asserts_that_are_run_one_by_one_have_the_same_time_together(pool):
     """And the reply shows what the first that failed said."""
     code = "import os, time\ndef f(n):\n    os.write(2, b'asked %d' % n)\n    time.sleep(n)"

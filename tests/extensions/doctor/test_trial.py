@@ -44,6 +44,7 @@ def broken_positions(monkeypatch):
     monkeypatch.setattr(TokenForest, "positions_T", property(first))
 
 
+@pytest.mark.slow
 def test_a_forest_is_exact_in_every_type():
     found = tried(*EXACT)
     assert [outcome.status for outcome in found.values()] == ["pass"] * 3
@@ -51,6 +52,7 @@ def test_a_forest_is_exact_in_every_type():
     assert found["forest in bfloat16"].figures["gradients"]["own"] > 1e-4
 
 
+@pytest.mark.slow
 def test_memory_and_speed():
     names = ["memory of training"]
     names += [f"speed of {phase}" for phase in ("training", "scoring", "generation")]

@@ -390,6 +390,7 @@ def alike(directory, seed, **changes):
     return directory
 
 
+@pytest.mark.slow
 def test_the_mean_of_models_has_golden_scores_of_its_own_and_says_how_far_they_agree(
     tmp_path, export, monkeypatch
 ):
@@ -471,6 +472,7 @@ def policies(directory, dtype):
     return members
 
 
+@pytest.mark.slow
 def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):
     members, networks = policies(tmp_path, torch.float32), []
     monkeypatch.setattr(writing, "load_policy", one_at_a_time(writing.load_policy, networks))
@@ -483,6 +485,7 @@ def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, ex
         assert torch.equal(value, expected), name
 
 
+@pytest.mark.slow
 def test_the_mean_of_tied_policies_in_bfloat16_is_rounded_once_and_stays_tied(tmp_path, export):
     members = policies(tmp_path, torch.bfloat16)
     out, _ = export("", average=[str(one) for one in members], dtype="bfloat16")

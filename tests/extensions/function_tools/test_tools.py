@@ -106,6 +106,7 @@ def test_a_message_without_a_call_is_the_end(tools):
     assert returned.notes == [{}]
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_is_killed_and_the_next_one_runs():
     with (
         made_with("hang", "add", timeout_seconds=2.0) as environment,

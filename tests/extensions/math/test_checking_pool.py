@@ -66,6 +66,7 @@ def test_unevaluated_answers_are_a_matter_of_choice(checker):
         assert verdict_of(lenient, text, gold) == "correct"
 
 
+@pytest.mark.slow
 def test_d16_an_endless_answer_ends_at_its_limit_and_harms_no_neighbour(checker):
     verdict_of(checker, r"\sqrt{16}")  # so that no start is measured
     texts = [HANG if i % 10 == 5 else rf"\sqrt{{{i * i}}}" for i in range(30)]

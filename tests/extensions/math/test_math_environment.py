@@ -199,6 +199,7 @@ def test_every_solution_of_math_earns_its_reward(environment):
     assert [row["idx"] for row, r in zip(rows, returned.rewards, strict=True) if r != 1.0] == []
 
 
+@pytest.mark.slow
 def test_the_parser_takes_known_answers_of_math_for_themselves():
     rows = [row for row in rows_of("math_test/math_test.jsonl.gz") if row["in_math500"]]
     assert len(rows) == 500

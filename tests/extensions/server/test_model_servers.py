@@ -336,6 +336,7 @@ def test_a_server_that_does_not_start_says_why(started, tmp_path):
         started()
 
 
+@pytest.mark.slow
 def test_a_start_without_progress_is_given_up(started, tmp_path, monkeypatch):
     (tmp_path / "hangs").touch()
     monkeypatch.setattr(serving, "SILENT_SECONDS", 3.0)
@@ -343,7 +344,7 @@ def test_a_start_without_progress_is_given_up(started, tmp_path, monkeypatch):
         started()
 
 
-@pytest.mark.slow_parameters("computes", "fetches")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["writes", "computes", "fetches"])
 def test_a_start_with_progress_goes_on(started, tmp_path, monkeypatch, way):
     (tmp_path / way).touch()
@@ -354,6 +355,7 @@ def test_a_start_with_progress_goes_on(started, tmp_path, monkeypatch, way):
     assert "server.log on " in line
 
 
+@pytest.mark.slow
 def test_a_request_waits_as_long_as_the_call_that_makes_it(started):
     servers = started(timeout=2.0)
     reply = ask(servers, content="x", until="never")
@@ -380,6 +382,7 @@ def test_a_signal_that_the_run_gets_as_well_loses_no_server(started, sent):
     assert not folder.path.exists()
 
 
+@pytest.mark.slow
 def test_without_a_cluster_they_go_round_the_gpus_of_the_machine(started, monkeypatch):
     def gpus_of(servers):
         addresses = [one.value.address for one in servers._supervisor.replicas]

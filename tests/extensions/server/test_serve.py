@@ -297,6 +297,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_server_whose_replicas_are_lost_for_good_ends_for_its_supervisor(tmp_path):
     arguments = ("--null", "--replicas", "2", "--access-log", "none")
     with Serving(tmp_path, *arguments, program=("-c", FEW_RESTARTS)).ready() as server:
@@ -313,6 +314,7 @@ def test_a_server_whose_replicas_are_lost_for_good_ends_for_its_supervisor(tmp_p
         assert "Traceback" not in server.said()
 
 
+@pytest.mark.slow
 def test_a_front_that_is_killed_leaves_no_orphans(tmp_path):
     with Serving(tmp_path, "--null", "--replicas", "2").ready() as server:
         assert len(server.family()) == 2

@@ -168,6 +168,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_clock_of_the_server_jumps(tmp_path):  # [28]
     log = tmp_path / "log"
     arguments = ("--null", "--access-log", str(log))
@@ -180,6 +181,7 @@ def test_the_clock_of_the_server_jumps(tmp_path):  # [28]
     assert max(times) - min(times) > 7000, "it jumped"
 
 
+@pytest.mark.slow
 def test_the_admin_key_and_what_other_processes_know_of_keys(tmp_path):
     arguments = ("--null", "--replicas", "2", *QUIET)
     with Serving(tmp_path, *arguments, LAUREL_ADMIN_KEY=ADMIN_KEY).ready() as server:

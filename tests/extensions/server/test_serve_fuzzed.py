@@ -48,6 +48,7 @@ def description():
     "/classify-post",
     "/v1/embeddings-post",
     "/v1/score-post",
+    "/score-post-negative",
     "/get_reward-post",
     "/remote_rm-post-negative",
     "/admin/load-post",

@@ -91,6 +91,7 @@ def test_a_grid_over_folds_names_the_better_rate_and_writes_it_as_a_file(tmp_pat
     assert "holds another sweep (folds: 2 then, 3 now" in other.stderr
 
 
+@pytest.mark.slow
 def test_the_file_of_the_best_trial_gives_the_figure_of_the_sweep(tmp_path, rows):
     found, _ = swept(tmp_path / "out", *words(rows, RATES))
     places = [f"checkpointing.checkpoint_dir={tmp_path}/saves", f"logger.log_dir={tmp_path}/logs"]

@@ -124,7 +124,6 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
     """
     psutil = pytest.importorskip("psutil")
     killed: list[Any] = []
-    names: list[str] = []
     first = threading.Lock()
     shared = Path("/dev/shm")
     before = set(shared.glob("vllm_dist_*"))
@@ -134,23 +133,27 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
             wait_until(kill_a_replica)  # a process may be read while it begins or ends
 
     def kill_a_replica():
-        """What Ray started, which has vLLM's scheduler for a child, and that the workers."""
+        """The actor that has vLLM's scheduler for a child, and that two workers: one a slot.
+
+        By their places, not by their titles: where the environment was changed before, vLLM cannot
+        write those.
+        """
         found = psutil.Process(os.getpid()).children(recursive=True)
-        cores = [process for process in found if "EngineCore" in command_of(process)]
-        if not cores:
-            return False
-        # A child that the scheduler has just forked still bears its name: the first by age is it.
+        for actor in [process for process in found if "WorkerActor" in command_of(process)]:
+            for scheduler in children_of(actor):
+                workers = children_of(scheduler)
+                if len(workers) == 2:
+                    killed.extend([actor, scheduler, *workers])
+                    actor.send_signal(signal.SIGKILL)
+                    return True
+        return False
+
+    def children_of(process):
+        """Without what Python starts beside them to remove what they share."""
         try:
-            core = min(cores, key=lambda process: process.create_time())
-            family = [core.parent(), core, *core.children(recursive=True)]
+            return [one for one in process.children() if "resource_tracker" not in command_of(one)]
         except psutil.NoSuchProcess:
-            return False
-        names[:] = [command_of(process) for process in family]
-        if sum("Worker_TP" in name for name in names) < 2:
-            return False
-        killed.extend(family)
-        killed[0].send_signal(signal.SIGKILL)
-        return True
+            return []
 
     def command_of(process):
         try:
@@ -169,8 +172,6 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
     assert not list((tmp_path / "saves").glob(".start-*"))
     assert "generation: node 0, slots 0-1, in turns with policy" in run.text
     assert "is back and has the weights of step 0" in caplog.text
-    assert "WorkerActor" in names[0]
-    assert len([name for name in names if "Worker_TP" in name]) == 2, "one for each slot"
     for one in killed:  # nothing of a replica outlives its first process
         wait_until(lambda one=one: is_gone(one.pid))
     assert set(shared.glob("vllm_dist_*")) <= before

@@ -20,8 +20,8 @@ from laurel.generation.transformers.engine import TransformersEngine
 from laurel.models.forest.decoder import PASSES
 
 pytestmark = pytest.mark.slow_parameters(
-    "gemma-",
-    "gemma2-",
+    "gemma",
+    "gemma2",
     "mistral",
     "qwen2",
     "qwen3-sliding",
@@ -91,6 +91,7 @@ def test_what_is_replayed_is_what_would_have_been_computed():
         assert recorded.num_replays > 2 * recorded.num_captures > 0
 
 
+@pytest.mark.slow
 def test_graphs_end_with_the_weights_that_were_rounded_for_them():
     policy, _ = policy_and_tokenizer(precision=torch.bfloat16)
     recorded = Recorded()

@@ -239,6 +239,7 @@ def test_completions_whose_first_tokens_are_equal_are_computed_once(monkeypatch)
     assert sum(sizes) == 2 * len(forest.ids_T) + 20
 
 
+@pytest.mark.slow
 def test_a_chain_of_parts_may_be_longer_than_calls_may_nest():
     model = tiny.tiny_policy("llama", dtype=torch.float64, num_hidden_layers=1)
     (group,) = tiny.random_groups(1, [(80, [70])])

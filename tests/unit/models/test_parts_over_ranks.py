@@ -19,7 +19,7 @@ CASES = {
     "dp_shard=2 cp=2": [("sequences", "gpt-oss", {}), LORA],
     "dp_shard=2 tp=2": [SEQUENCES],
 }
-pytestmark = pytest.mark.slow_parameters("tp=2", "dp_shard=2 cp=2")
+pytestmark = pytest.mark.slow_parameters("tp=2", "dp_shard=2 cp=2", "dp_shard=2 tp=2")
 
 
 @pytest.mark.parametrize("sizes", CASES)

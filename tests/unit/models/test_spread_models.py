@@ -314,6 +314,7 @@ def copy(source, target):
             place.write_bytes(path.read_bytes())
 
 
+@pytest.mark.slow
 def test_every_rank_gets_its_random_numbers_back_where_there_are_as_many(tmp_path):
     drawn = together(spread_work.draw_and_save, 2, {"dp_shard": 2}, str(tmp_path))
     assert drawn[0] != drawn[1]

@@ -117,7 +117,9 @@ PLACES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.slow_parameters("a process", "groups", "tool", "spawned", "composite")
+@pytest.mark.slow_parameters(
+    *(place for place in PLACES if place not in ("async function", "pool", "environment", "worker"))
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_forked_answers_nothing_and_its_exit_code_is_its_own(place):
     assert PLACES[place]() == [expected(answer) for answer in ANSWERS]

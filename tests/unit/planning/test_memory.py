@@ -284,7 +284,7 @@ def test_a_rank_has_a_part_of_a_group_and_the_path_above_it(generations, budget,
     assert spread["path"] == 2048 * 16 * 2 * 1 * 64 * (2 + 4 + 2)
 
 
-@pytest.mark.slow_parameters("sizes0")
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2}])
 def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes, monkeypatch):
     """151,936 entries: embedding and head are nearly all of the model, 39 MB each."""

@@ -37,6 +37,7 @@ def test_every_key_is_refused_with_both_values_unless_its_field_is_marked(kind):
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
+@pytest.mark.slow_parameters("grpo")
 def test_a_sweep_compares_the_length_of_its_runs_too(kind):
     config = whole(SCHEMAS[kind])
     before = dumped(config)

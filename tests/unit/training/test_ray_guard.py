@@ -50,6 +50,7 @@ def test_only_an_end_without_a_word_is_taken_for_rays(end, code, said):
     assert ("lost its Ray cluster" in err) == (code == 75)
 
 
+@pytest.mark.slow
 def test_a_signal_arrives_once_whoever_it_was_sent_to():
     for to_both in (False, True):
         process = guarded(LISTEN)

@@ -83,6 +83,7 @@ def test_threads_that_wait_sleep_however_torch_is_reached(entry: str) -> None:
     assert "GOMP_SPINCOUNT = '2000'" in said
 
 
+@pytest.mark.slow
 def test_how_threads_wait_is_left_to_whoever_has_said_it() -> None:
     said = openmp_says(ENTRIES["the api"], OMP_WAIT_POLICY="ACTIVE")
     assert "OMP_WAIT_POLICY = 'ACTIVE'" in said

@@ -149,6 +149,7 @@ def test_an_idle_process_that_is_killed_costs_no_item(opened):
         assert done(pool, "where")[0] not in ids
 
 
+@pytest.mark.slow
 def test_what_an_item_has_started_ends_with_it(opened, tmp_path):
     path = tmp_path / "pid"
     pool = opened(timeout_seconds=6.0)
@@ -254,6 +255,7 @@ def test_closing_fails_what_runs_and_waits(opened):
         pool.submit(["where"])
 
 
+@pytest.mark.slow
 def test_a_forgotten_pool_takes_its_processes_with_it(tmp_path, opened):
     pool = ProcessPool(spec_of())
     done(pool, "where")
