@@ -82,7 +82,9 @@ def pytest_itemcollected(item):
     """`slow_parameters("a", "b")`: `slow` for the tests whose id has one of the names in it."""
     for mark in item.iter_markers("slow_parameters"):
         for name in mark.args:
-            key = f"{item.path.name}: {name}"
+            key = f"{item.path.relative_to(TESTS)}: {name}"
+            if mark in item.own_markers:
+                key = f"{item.path.relative_to(TESTS)}::{item.originalname}: {name}"
             is_in_id = hasattr(item, "callspec") and f"-{name}-" in f"-{item.callspec.id}-"
             MATCHED[key] = MATCHED.get(key, False) or is_in_id
             if is_in_id:

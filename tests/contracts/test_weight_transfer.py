@@ -159,7 +159,7 @@ def test_a_learner_of_any_mesh(play, way_without_gpus, sizes, tmp_path):
         playing.require(3, expected)
 
 
-@pytest.mark.slow_parameters("object_store-dp", "broadcast-dp")
+@pytest.mark.slow_parameters("broadcast-dp")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}], ids=["dp"])
 def test_of_adapters_only_what_they_change(play, way_without_gpus, sizes, tmp_path):
     pytest.importorskip("peft")

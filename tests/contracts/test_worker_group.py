@@ -249,7 +249,6 @@ def test_a_kill_between_calls_is_seen(pair):
     assert gone(pids)
 
 
-@pytest.mark.slow
 def test_who_raises_does_not_leave_the_others_in_the_collective(pair):
     group = pair(Summing, blaming=0.5)
     pids = group.call("pid")

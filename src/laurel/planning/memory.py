@@ -199,7 +199,7 @@ RUNTIME_BYTES = 1536 * MIB
 """Bytes of a GPU's memory for the CUDA context, the libraries' workspaces and NCCL's buffers."""
 MASTER_BYTES = 4
 """Bytes of each trained weight, its gradient and each of its optimizer states: all are float32."""
-CHUNK_LOGITS: dict[Literal["cpu", "cuda"], int] = {"cpu": 2**24, "cuda": 2**28}
+CHUNK_LOGITS: Mapping[Literal["cpu", "cuda"], int] = {"cpu": 2**24, "cuda": 2**28}
 """The most logits of one chunk of the language head, by kind of device.
 
 They are 64 MiB on a CPU. On a GPU they are 1 GiB: each chunk reads the weights of the head three
@@ -430,6 +430,7 @@ def training_memory(
         parts["whole row"] = 2 * MASTER_BYTES * tokens * shape.hidden_size
     if training.has_logits:
         entries = shape.vocab_size // (1 if shape.undivided(mesh.tp) else mesh.tp)
+        # Chunks of a smaller micro-batch may be longer than those of a full one, but never this.
         chunk = min(tokens, max(1, CHUNK_LOGITS[device] // entries))
         parts["logits"] = LOGITS_BYTES * chunk * entries
     return parts

@@ -31,6 +31,7 @@ from typing import (
     runtime_checkable,
 )
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +39,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from laurel.config.policy import Milestones, NamedCall
-from laurel.data.forest import MicroBatch
+from laurel.data.forest import Batcher, MicroBatch
 from laurel.errors import ConfigError, counted
 from laurel.models.checkpoint.export import save_policy, save_reward_model
 from laurel.models.checkpoint.state import load_training_state, save_training_state
@@ -56,7 +57,7 @@ from laurel.models.parallel.mesh import AcrossRanks
 from laurel.models.parallel.weights import saved_weights
 from laurel.models.scoring import ScoringContract
 from laurel.training.losses import LossOutput
-from laurel.types import PaddedRows, TokenForest, Weights
+from laurel.types import PaddedRows, TokenForest, TokenGroup, Weights
 from laurel.workers.process import trim_heap
 
 Label = TypeVar("Label")
@@ -754,3 +755,46 @@ def _import(key: str, path: str, kind: type) -> Any:
             f"torch.optim.{example}"
         )
     return found
+
+
+Outputs = Callable[[Sequence[TokenForest | PaddedRows]], Iterable[Tensor]]
+"""A function that computes a reward model's outputs, such as `Learner.outputs`."""
+
+
+def reward_values(
+    outputs: Outputs,
+    groups: Sequence[TokenGroup],
+    batcher: Batcher,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> np.ndarray:
+    """Compute every output of a reward model at every token at which completions are read.
+
+    Args:
+        groups: At least one group, as the contract encodes it.
+        batcher: Divides them; lists of answers may be larger than a micro-batch.
+        on_batch: Called after each micro-batch with the number of groups that it begins, and of
+            its tokens.
+
+    Returns:
+        float32 `[N, K]`, in the order of the groups.
+    """
+    counts = [count for group in groups for count in group.num_reads_G]
+    ends = np.cumsum(counts).tolist()
+    spans = iter(zip([0, *ends[:-1]], ends, strict=True))
+    rows = [[range(*next(spans)) for _ in group.branches_ids_G] for group in groups]
+    micro_batches = batcher.cut(
+        *batcher.divide(groups, rows, lambda of, some: [of[i] for i in some])
+    )
+    computed = outputs([one.inputs for one in micro_batches])
+    begun = {some[0].start for some in rows}
+    values_NK: np.ndarray | None = None
+    for micro_batch, outputs_NK in zip(micro_batches, computed, strict=True):
+        scores_NK = outputs_NK.float().cpu().numpy()
+        if values_NK is None:
+            values_NK = np.full((ends[-1], scores_NK.shape[1]), np.nan, dtype=np.float32)
+        values_NK[[row for some in micro_batch.labels for own in some for row in own]] = scores_NK
+        if on_batch is not None:
+            num_groups = sum(some[0].start in begun for some in micro_batch.labels)
+            on_batch(num_groups, micro_batch.num_tokens)
+    assert values_NK is not None
+    return values_NK

@@ -245,9 +245,10 @@ class PolicyLoss:
             weights_U = tokens.spread(ratio_of(tokens.sums(log_U)))
         else:
             weights_U = ratio_of(log_U)
-        if kind is None or high is None:
+        if kind is None:
             outside_U = torch.zeros_like(weights_U, dtype=torch.bool)
             return Correction(weights_U, weights_U, outside_U)
+        assert high is not None, "without it nothing is truncated"
         low = config.truncated_importance_sampling_ratio_min or 0.0
         whole_U = checked_U = weights_U
         if kind == "seq-mask-tis":

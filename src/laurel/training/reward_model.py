@@ -18,7 +18,7 @@ import numpy as np
 
 from laurel.config.policy import LoggerConfig
 from laurel.config.reward_model import RewardTrainingConfig
-from laurel.data.forest import Batcher, MicroBatch, reward_values
+from laurel.data.forest import Batcher, MicroBatch
 from laurel.evaluation.benchmarks import BenchmarkSet
 from laurel.evaluation.statistics import BagOfWords, unscored_pairs
 from laurel.models.scoring import ScoringContract
@@ -34,7 +34,7 @@ from laurel.observe.progress import ProgressPhase
 from laurel.rewards.preparing import Prepared, prepared_by
 from laurel.rewards.scorer import ContractScorer, OnBatch
 from laurel.training.epochs import EpochParts, EpochTraining, StepResult, Validation, validate
-from laurel.training.learner import Learner
+from laurel.training.learner import Learner, reward_values
 from laurel.training.loop import RunServices, StepSummary
 from laurel.training.losses import RewardLoss
 from laurel.training.state import RewardRunState, write_bad_step

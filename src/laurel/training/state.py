@@ -16,13 +16,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from laurel.data.forest import Batcher, reward_values
+from laurel.data.forest import Batcher
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.card import CardFacts, policy_card, reward_model_card
 from laurel.models.checkpoint.store import Written
 from laurel.models.scoring import ScoringContract
 from laurel.rewards.scorer import by_completion, golden_by
-from laurel.training.learner import Learner
+from laurel.training.learner import Learner, reward_values
 from laurel.training.learner_group import ModelFacts
 from laurel.training.stopping import Position
 from laurel.types import PreferenceSample, TokenGroup

@@ -485,7 +485,6 @@ def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, ex
         assert torch.equal(value, expected), name
 
 
-@pytest.mark.slow
 def test_the_mean_of_tied_policies_in_bfloat16_is_rounded_once_and_stays_tied(tmp_path, export):
     members = policies(tmp_path, torch.bfloat16)
     out, _ = export("", average=[str(one) for one in members], dtype="bfloat16")

@@ -211,7 +211,7 @@ def test_settings_of_what_is_off_are_named_and_those_of_what_is_on_are_lost(
         "loss_fn.truncated_importance_sampling_type (weights are cut where "
         "truncated_importance_sampling_ratio says how far)"
     )
-    assert loaded.config.loss_fn.truncation is None
+    assert loaded.config.loss_fn.truncated_importance_sampling_ratio is None
     assert loaded.config.grpo.val_period == 0
 
     tree["policy"]["dtensor_cfg"]["lora_cfg"] |= {"enabled": True, "dropout": 0.1}

@@ -336,7 +336,6 @@ def test_a_server_that_does_not_start_says_why(started, tmp_path):
         started()
 
 
-@pytest.mark.slow
 def test_a_start_without_progress_is_given_up(started, tmp_path, monkeypatch):
     (tmp_path / "hangs").touch()
     monkeypatch.setattr(serving, "SILENT_SECONDS", 3.0)
@@ -344,7 +343,7 @@ def test_a_start_without_progress_is_given_up(started, tmp_path, monkeypatch):
         started()
 
 
-@pytest.mark.slow
+@pytest.mark.slow_parameters("computes", "fetches")
 @pytest.mark.parametrize("way", ["writes", "computes", "fetches"])
 def test_a_start_with_progress_goes_on(started, tmp_path, monkeypatch, way):
     (tmp_path / way).touch()

@@ -91,7 +91,6 @@ def test_what_is_replayed_is_what_would_have_been_computed():
         assert recorded.num_replays > 2 * recorded.num_captures > 0
 
 
-@pytest.mark.slow
 def test_graphs_end_with_the_weights_that_were_rounded_for_them():
     policy, _ = policy_and_tokenizer(precision=torch.bfloat16)
     recorded = Recorded()

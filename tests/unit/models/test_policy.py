@@ -11,10 +11,10 @@ import tiny
 from laurel.config.policy import LoraConfig
 from laurel.data.forest import to_forest, to_padded
 from laurel.errors import DataError
+from laurel.models.forest import outputs
 from laurel.models.forest.outputs import distinct_labels, predictors
 from laurel.models.forest.policy import PolicyModel, Reference
 from laurel.models.loading.adapters import add_adapters
-from laurel.planning.memory import CHUNK_LOGITS
 from random_trees import groups_of_tree
 
 ALL = sorted(tiny.LANGUAGE_MODELS)
@@ -151,7 +151,7 @@ def test_entropy_is_a_setting_of_the_model_and_chunks_change_nothing(monkeypatch
     plain = model(forest)
     assert plain.entropy_M is None
     model.with_entropy = True
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 3 * len(model.head.weight))
+    monkeypatch.setattr(outputs, "usual_chunk_size", lambda *_, **__: 3)
     measured = model(forest)
     torch.testing.assert_close(measured.logprobs_M, plain.logprobs_M, rtol=0, atol=1e-12)
     hidden_TD = model.hidden(forest)

@@ -16,8 +16,8 @@ from laurel.errors import ConfigError
 from laurel.models.forest.attention import FOREST, ForestPlan, register
 from laurel.models.forest.decoder import round_residual_stream
 from laurel.models.loading.pretrained import recompute_activations
+from laurel.planning import memory
 from laurel.planning.memory import (
-    CHUNK_LOGITS,
     RUNTIME_BYTES,
     Shapes,
     activation_bytes,
@@ -291,7 +291,8 @@ def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes, monkeypatc
     changes = {"vocab_size": 151936, "hidden_size": 64, "head_dim": 16}
     ranks = together(spread_work.peak_of_step, math.prod(sizes.values()), sizes, changes)
     shape = small_shape(2, (4, 2), intermediate_size=64, **changes)
-    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 4 * 151936)
+    of_a_chunk = 4 * 151936 // sizes.get("tp", 1)
+    monkeypatch.setattr(memory, "CHUNK_LOGITS", {"cpu": of_a_chunk, "cuda": of_a_chunk})
     training = TrainingRequest(precision="float32")
     mesh = Mesh(dp=sizes.get("dp_shard", 1), tp=sizes.get("tp", 1))
     parts = training_memory(training, shape, mesh, tokens=64)

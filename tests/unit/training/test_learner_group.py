@@ -205,7 +205,7 @@ def rewards(tmp_path_factory):
     return work.write("reward", tmp_path_factory.mktemp("rewards"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow_parameters("tp")
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=["dp", "tp"])
 def test_adapters_learn_and_the_reference_leaves_them_out(sizes, tmp_path):
     pytest.importorskip("peft")

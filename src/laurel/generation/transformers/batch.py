@@ -107,6 +107,7 @@ class ContinuousBatch:
         self._table = RowTable(max_concurrent, model.vocab_size, end_ids)
         self._store = KeyValueStore(model.device, is_static=static is not None)
         self.static = static
+        """The decoding steps by shape; None: each has the shape that it needs."""
         self._rows: dict[int, _Row] = {}
         self._watches: dict[int, StopStringWatch] = {}
         self._partial: Ticket | None = None
