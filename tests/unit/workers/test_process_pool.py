@@ -64,7 +64,7 @@ def forks_and_leaves(path):
         with open(path, "w") as file:
             file.write(str(os.getpid()))
         time.sleep(1000)
-    while not os.path.exists(path):
+    while not os.path.exists(path) or not os.path.getsize(path):
         time.sleep(0.01)
     os._exit(3)
 
