@@ -191,6 +191,9 @@ def test_chunks_on_a_gpu_hold_16_times_as_much_and_are_equally_long():
     assert usual_chunk_size(151_936, "cpu", num_tokens=4096) == 110
     assert usual_chunk_size(151_936, "cuda", num_tokens=4096) == 1366
     assert usual_chunk_size(151_936, "cuda", num_tokens=1766) == 1766
+    # The plan holds the longest chunk of any micro-batch.
+    longest = max(usual_chunk_size(151_936, "cuda", num_tokens=n) for n in range(1, 4097))
+    assert longest == CHUNK_LOGITS["cuda"] // 151_936 == 1766
     assert usual_chunk_size(2**29, "cuda", num_tokens=5) == 1
     assert usual_chunk_size(32_768, "cuda", num_tokens=0) == 1
     # Meta tensors stand for those of a GPU.
