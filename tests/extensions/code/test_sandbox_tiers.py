@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 
 import pytest
 
@@ -18,8 +19,11 @@ from laurel.extensions.code.sandbox.detection import (
     claims_of,
     detect,
 )
+from laurel.extensions.code.sandbox.grading import grade
+from laurel.extensions.code.sandbox.inside.messages import send
 from laurel.extensions.code.sandbox.jobs import Limits
 from laurel.extensions.code.sandbox.tiers import LAYERS, Tier
+from laurel.extensions.code.sandbox.zygote_process import RunningJob, SandboxLateError
 from laurel.extensions.code.settings import SandboxConfig
 from laurel.sandbox import limits
 from laurel.sandbox.limits import available_cores
@@ -91,11 +95,29 @@ def test_limits_are_those_of_the_configuration():
         SandboxConfig(cpu_seconds=3, wall_seconds=2)
 
 
+def test_a_program_that_was_ended_before_its_start_is_late():
+    monitor, link = socket.socketpair()
+    with monitor, link:
+        send(monitor, {"ready": False, "ended_by": "wall", "said": ""})
+        with pytest.raises(SandboxLateError):
+            RunningJob(link, Limits()).outcome()
+
+
 def test_a_canary_that_starts_late_is_tried_again(monkeypatch):
-    expected = detect().tier
-    late = EscapeAttempt(name="late", claim="time", code="", limits=Limits(wall_s=1e-6))
-    monkeypatch.setattr(detection_module, "CANARIES", (late,))
-    assert detect().tier is expected
+    tries = []
+
+    def late_at_first(job, zygote, **options):
+        tries.append(job.limits.wall_s)
+        if len(tries) == 1:
+            raise SandboxLateError("the program did not start in time")
+        return grade(job, zygote, **options)
+
+    monkeypatch.setattr(detection_module, "grade", late_at_first)
+    found = detect()
+    assert found.sightings
+    assert all(one.held for one in found.sightings)
+    assert tries[:2] == [found.sightings[0].canary.limits.wall_s, 10.0]
+    assert len(tries) == len(found.sightings) + 1
 
 
 def test_every_claim_has_its_canary():
