@@ -26,11 +26,15 @@ HEAVY = (
 )
 
 
-def run(job):
-    """Do what `python` does with such arguments; this process then ends as that one would."""
+def open_files(job):
+    """Read and write those of a job."""
     for descriptor, name in ((0, os.devnull), (1, job["stdout"]), (2, job["stderr"])):
         flags = os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY
         os.dup2(os.open(name, flags), descriptor)
+
+
+def run(job):
+    """Do what `python` does with such arguments; this process then ends as that one would."""
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
@@ -72,7 +76,9 @@ def main():
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            run(json.loads(line))
+            job = json.loads(line)
+            open_files(job)
+            run(job)
             return
         print(child, flush=True)
         _, status = os.waitpid(child, 0)

@@ -14,6 +14,8 @@ from packages import installed
 from policy_runs import grpo, grpo_settings, metrics_of
 from reward_models import small_model, write_model
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 ray = pytest.importorskip("ray")
 from laurel.workers.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
 from laurel.workers.ray_group import RayGroup  # noqa: E402

@@ -22,6 +22,8 @@ from policy_runs import (
 from runs import write_rows
 from sandbox_processes import END, below, is_gone, wait_until
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 ray = pytest.importorskip("ray")
 from laurel.workers.ray_cluster import RayCluster  # noqa: E402  where there is Ray
 from laurel.workers.ray_group import NodeGroup, is_on_the_only_node, nodes_to_work_on  # noqa: E402

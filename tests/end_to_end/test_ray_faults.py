@@ -10,7 +10,10 @@ import pytest
 from laurel.errors import EnvironmentFailedError
 from laurel.generation.replicas import GeneratorReplicas
 from policy_runs import MATCHES, grpo, grpo_settings, metrics_of
+from processes import descendants
 from runs import run, settings, start, train, wait_until
+
+pytestmark = pytest.mark.usefixtures("warm_processes")
 
 pytest.importorskip("ray")
 
@@ -38,7 +41,7 @@ def below(pid, title):
     has ended meanwhile.
     """
     parents = {}
-    for child in psutil.Process(pid).children(recursive=True):
+    for child in descendants(pid):
         with suppress(psutil.NoSuchProcess):
             if title in " ".join(child.cmdline()[:1]):
                 parents[child] = child.ppid()

@@ -1,11 +1,20 @@
-"""Programs of the tests end in a warm process (`warm_cli.py`) as they do in one of their own."""
+"""Programs of the tests end in a warm process as they do in one of their own.
 
+Those of `warm_cli.py`, and the forks of `warm_python`.
+"""
+
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from processes import descendants
 from runs import environment, warm_python
+from sandbox_processes import is_gone, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -61,3 +70,50 @@ def test_one_that_hangs_is_no_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(warm_python(), "patience", 0.5)
     with pytest.raises(subprocess.TimeoutExpired):
         warm_python()([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
+
+
+@pytest.fixture
+def spawned(warm_processes):
+    """A process that multiprocessing spawns, whose work a fork does."""
+    started = []
+
+    def start(work, *given):
+        process = multiprocessing.get_context("spawn").Process(target=work, args=given)
+        process.start()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(
+    ("work", "given", "status"),
+    [
+        (sys.exit, 3, 3),
+        (sys.exit, None, 0),
+        (signal.raise_signal, signal.SIGTERM, -signal.SIGTERM),
+        (signal.raise_signal, signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_a_fork_ends_as_what_asked_for_it_would(spawned, work, given, status):
+    process = spawned(work, given)
+    process.join(60)
+    assert process.exitcode == status
+
+
+def test_a_fork_has_the_connections_and_the_end_of_what_asked_for_it(spawned):
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    spawned(theirs.send, "from a fork").join(60)
+    theirs.close()
+    assert ours.recv() == "from a fork"
+    with pytest.raises(EOFError):
+        ours.recv()
+    sleeper = spawned(time.sleep, 600)
+    wait_until(lambda: descendants(sleeper.pid))
+    (fork,) = descendants(sleeper.pid)
+    assert os.getpgid(fork.pid) == fork.pid
+    sleeper.kill()
+    wait_until(lambda: is_gone(fork.pid))

@@ -15,6 +15,8 @@ from laurel.extensions.doctor.doctor import run_doctor_trial, trial_row
 from laurel.planning.operations import Workload
 from laurel.types import TokenForest
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 EXACT = {name: check for name, check in ALL_CHECKS.items() if name.startswith("forest")}
 TINY = Sizes(
     small=SMALL,

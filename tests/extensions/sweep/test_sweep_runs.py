@@ -14,7 +14,10 @@ import yaml
 from laurel.extensions.sweep.options import SweepOptions
 from laurel.extensions.sweep.sweep import Sweep
 from laurel.run.reward_model import load_data
+from processes import descendants
 from runs import TINY, environment, pairs, run, series, settings, wait_until, write_rows
+
+pytestmark = pytest.mark.usefixtures("warm_processes")
 
 PROGRAM = ("-m", "laurel.cli.main", "sweep")
 LR = "policy.optimizer.kwargs.lr"
@@ -193,7 +196,6 @@ def one_by_one(with_a_failure, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_trial_goes_on_when_its_worker_on_ray_is_killed(tmp_path, with_a_failure, one_by_one):
-    psutil = pytest.importorskip("psutil")
     out = tmp_path / "out"
     options = ["--output", str(out), "--workers", "2", "--json"]
     process = subprocess.Popen(
@@ -205,10 +207,10 @@ def test_a_trial_goes_on_when_its_worker_on_ray_is_killed(tmp_path, with_a_failu
     )
     try:
         curves = [out / f"trial_00{number}" / "seed_42" / "curve.jsonl" for number in range(2)]
-        wait_until(lambda: any(one.exists() for one in curves), process)
+        wait_until(lambda: all(one.exists() for one in curves), process)
         workers = [
             one
-            for one in psutil.Process(process.pid).children(recursive=True)
+            for one in descendants(process.pid)
             if "ray::WorkerActor" in " ".join(one.cmdline()[:1])
         ]
         assert len(workers) == 2

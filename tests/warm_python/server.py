@@ -1,0 +1,115 @@
+"""Forks processes from this one, which has loaded torch; see `sitecustomize.py`.
+
+Its argument is the path of its socket. It ends with the process that started it.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from warm_cli import HEAVY, end_with, run
+
+
+def put(descriptors, places):
+    """Give descriptors these numbers."""
+    above = [fcntl.fcntl(one, fcntl.F_DUPFD, 100 + max(places)) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    for one, place in zip(above, places, strict=True):
+        os.dup2(one, place)
+        os.close(one)
+
+
+class Jobs:
+    """The forks, each with the connection of the process that asked for it."""
+
+    def __init__(self, listening, selector):
+        self._listening = listening
+        self._selector = selector
+        self._links = {}
+
+    def accept(self):
+        """Fork for one that asks."""
+        link, _ = self._listening.accept()
+        message, descriptors, _, _ = socket.recv_fds(link, 1 << 20, 250)
+        while message and not message.endswith(b"\n"):
+            message += link.recv(1 << 20)
+        if not message:
+            link.close()
+            return
+        child = os.fork()
+        if child == 0:
+            for key in list(self._selector.get_map().values()):
+                os.close(key.fd)
+            self._selector.close()
+            link.close()
+            job = json.loads(message)
+            os.setsid() if job["leads_session"] else os.setpgid(0, 0)  # Ray ends a group
+            put(descriptors, job["descriptors"])
+            end_with(lambda: run(job))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._links[child] = link
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        asker = struct.unpack("3i", credentials)[0]
+        Path(f"{sys.argv[1]}.{asker}").write_text(str(child))  # `processes.py` reads it
+        self._selector.register(os.pidfd_open(child), selectors.EVENT_READ, ("ended", child))
+        self._selector.register(link, selectors.EVENT_READ, ("gone", child))
+
+    def ended(self, key, child):
+        """Tell the one that waits how its fork has ended."""
+        self._selector.unregister(key.fd)
+        os.close(key.fd)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        link = self._links.pop(child)
+        if link in self._selector.get_map():
+            self._selector.unregister(link)
+        with contextlib.suppress(OSError):  # it has ended too
+            link.sendall(str(status).encode())
+        link.close()
+
+    def gone(self, child):
+        """End the fork of one that has ended."""
+        if child not in self._links:
+            return
+        self._selector.unregister(self._links[child])
+        os.kill(child, signal.SIGKILL)
+
+
+def main():
+    selector = selectors.DefaultSelector()
+    owner = os.pidfd_open(os.getppid())
+    selector.register(owner, selectors.EVENT_READ, ("over", 0))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(sys.argv[1])
+    listening.listen(64)  # they wait until the modules are there
+    selector.register(listening, selectors.EVENT_READ, ("asked", 0))
+    for module in (*HEAVY, "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+        importlib.import_module(module)
+    assert "ray" not in sys.modules, "Ray reads its settings when it is imported"
+    jobs = Jobs(listening, selector)
+    while True:
+        for key, _ in selector.select():
+            what, child = key.data
+            if what == "over":
+                return
+            if what == "asked":
+                jobs.accept()
+            elif what == "ended":
+                jobs.ended(key, child)
+            else:
+                jobs.gone(child)
+
+
+if __name__ == "__main__":
+    main()
