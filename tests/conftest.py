@@ -1,21 +1,18 @@
 """What tests in several folders share: compiled modules, and one small Ray cluster."""
 
-import atexit
 import compileall
-import contextlib
 import gc
 import os
-import shutil
-import subprocess
-import sys
 import tempfile
-import time
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from processes import forked
+
 TESTS = Path(__file__).parent
-WARM = TESTS / "warm_python"
 
 # A thread that calls Ray when its cluster has gone raises, where Ray would start another cluster
 # beside the one that the next test starts. Ray reads this when it is imported.
@@ -25,44 +22,10 @@ LONG = ("unit/training/test_learner_group.py", "unit/workers/test_ray_cluster.py
 """Files that take long and would come last, when other processes have nothing left to do."""
 
 
-class WarmServer:
-    """Forks the processes that tests start from one that has loaded torch (`warm_python`)."""
-
-    def __init__(self):
-        self._socket = None
-
-    @contextlib.contextmanager
-    def used(self):
-        """Processes that start with these environment variables are forks, as their own are."""
-        if self._socket is None:
-            folder = tempfile.mkdtemp(prefix="laurel-warm-")
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            self._socket = f"{folder}/socket"
-            with open(f"{folder}/log", "w") as log:
-                server = subprocess.Popen(
-                    [sys.executable, WARM / "server.py", self._socket],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            atexit.register(server.kill)
-            deadline = time.monotonic() + 60
-            while not os.path.exists(self._socket) and time.monotonic() < deadline:
-                time.sleep(0.01)
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("LAUREL_WARM", self._socket)
-            environment.setenv("PYTHONPATH", str(WARM), prepend=os.pathsep)
-            yield
-
-
-_warm = WarmServer()
-
-
 @pytest.fixture(scope="module")
 def warm_processes():
-    """What starts in this module and would load torch is forked, and is no child of its parent."""
-    with _warm.used():
+    """The tests of this module start processes that are forked (`processes.py`)."""
+    with forked():
         yield
 
 
@@ -76,7 +39,8 @@ class SharedCluster:
         module = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
         if self._cluster is None or not module.ray.is_initialized():
             self.stop()
-            with _warm.used():
+            # vLLM imports Ray, which then reads its settings: too early for a cluster's workers.
+            with nullcontext() if find_spec("vllm") else forked():
                 self._cluster = module.RayCluster(cpus=4, gpus=0, object_store_bytes=80 * 2**20)
         return self._cluster
 

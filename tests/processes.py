@@ -1,19 +1,74 @@
-"""Processes that a process has started, also those that were forked elsewhere (`warm_python`)."""
+"""Processes that are forked from one that has loaded torch, and how they are found."""
 
+import atexit
 import os
-from contextlib import suppress
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
+
+FOLDER = Path(__file__).with_name("warm_python")
 
 
-def descendants(pid):
-    """The living processes below one; what a warm server forked for one of them is below it."""
+class _Server:
+    """The one of this process, which starts when it is first needed."""
+
+    def __init__(self) -> None:
+        self._socket: str | None = None
+
+    def socket(self) -> str:
+        """Where it listens."""
+        if self._socket is None:
+            folder = tempfile.mkdtemp(prefix="laurel-warm-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            self._socket = f"{folder}/socket"
+            with open(f"{folder}/log", "w") as log:
+                process = subprocess.Popen(
+                    [sys.executable, FOLDER / "server.py", self._socket],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            atexit.register(process.kill)
+            end = time.monotonic() + 60
+            while not os.path.exists(self._socket):
+                assert time.monotonic() < end, Path(folder, "log").read_text()
+                time.sleep(0.01)
+        return self._socket
+
+
+_server = _Server()
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """What starts meanwhile and would load torch is forked, and is no child of its parent."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LAUREL_WARM", _server.socket())
+        environment.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
+        yield
+
+
+def fork_of(pid: int) -> psutil.Process | None:
+    """What does the work of a process, where it has been forked elsewhere and still runs."""
+    with suppress(FileNotFoundError, psutil.NoSuchProcess):
+        return psutil.Process(int(Path(f"{_server.socket()}.{pid}").read_text()))
+    return None
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The living processes below one; what was forked for one of them is below it."""
     found = []
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             found += [child, *descendants(child.pid)]
-        if (place := Path(f"{os.environ.get('LAUREL_WARM', '')}.{pid}")).exists():
-            fork = psutil.Process(int(place.read_text()))
-            found += [fork, *descendants(fork.pid)]
-    return found
+    fork = fork_of(pid)
+    return found if fork is None else [*found, fork, *descendants(fork.pid)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +21,7 @@ from laurel.config.grpo import GenerationConfig
 from laurel.extensions.vllm.engine import VllmEngine
 from laurel.generation.load import GeneratorSpec
 from laurel.types import Weights
+from processes import fork_of, forked
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 MAX_LENGTH = 1024
@@ -68,6 +70,11 @@ class Learner:
         return Weights(version=version, tensors=lambda: self.model.state_dict().items())
 
 
+def scheduler_of(processes: list[psutil.Process]) -> psutil.Process:
+    """The first of an engine's processes, or what was forked for it."""
+    return fork_of(processes[0].pid) or processes[0]
+
+
 @contextmanager
 def started(
     model: Any,
@@ -76,9 +83,13 @@ def started(
     kind: type[VllmEngine] = VllmEngine,
     max_concurrent: int = 6,
     tokenizer: Any = None,
+    is_forked: bool = True,
     **options: Any,
 ) -> Iterator[VllmEngine]:
-    """An engine that starts with a model's weights, and is closed in the end."""
+    """An engine that starts with a model's weights, and is closed in the end.
+
+    Its processes are forked (`processes.py`) unless a test looks at their memory.
+    """
     tokenizer = tokenizer or tiny_tokenizers.chatml()
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
@@ -89,7 +100,8 @@ def started(
             "end_ids": (tokenizer.eos_token_id,),
         }
         spec = GeneratorSpec(**{**settings, **options})
-        engine = kind(Path(directory), spec, precision="float32", probe=probe)
+        with forked() if is_forked else nullcontext():
+            engine = kind(Path(directory), spec, precision="float32", probe=probe)
     # The directory is gone: nothing reads it again.
     try:
         yield engine

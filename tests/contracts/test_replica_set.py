@@ -23,7 +23,10 @@ from laurel.workers.supervisor import EndlessRestarts, Restarts
 from process_group import ProcessGroup
 from sandbox_processes import END, is_gone, wait_until
 
-pytestmark = pytest.mark.slow_parameters("ray", "spawned")
+pytestmark = [
+    pytest.mark.slow_parameters("ray", "spawned"),
+    pytest.mark.usefixtures("warm_processes"),
+]
 
 LIMITS = {"forked": 5.0, "spawned": 20.0, "ray": 20.0}
 """Seconds for a call, and for a start: on a busy machine Python alone takes several."""

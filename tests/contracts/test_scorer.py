@@ -31,13 +31,16 @@ from reward_servers import RewardServer
 from scoring_groups import MAX_LENGTH
 from scripted_replicas import ScorerReplica
 
-pytestmark = pytest.mark.slow_parameters(
-    "group of two replicas on Ray",
-    "group of two ranks",
-    "slime over HTTP",
-    "sglang over HTTP",
-    "openrlhf over HTTP",
-)
+pytestmark = [
+    pytest.mark.slow_parameters(
+        "group of two replicas on Ray",
+        "group of two ranks",
+        "slime over HTTP",
+        "sglang over HTTP",
+        "openrlhf over HTTP",
+    ),
+    pytest.mark.usefixtures("warm_processes"),
+]
 
 POISON = "~"
 """A word that no other text has a token of."""

@@ -22,6 +22,8 @@ from laurel.types import Weights
 from process_group import ProcessGroup
 from weight_workers import Giving, KeepingWorker, every_kind, of
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 BUCKET = 1024
 FIRST_HALF = 5
 """A tensor that comes in the middle."""

@@ -19,6 +19,8 @@ from policy_runs import assert_same_runs, grpo, grpo_settings, metrics_of
 from reward_models import small_model, write_model
 from sandbox_processes import is_gone, wait_until
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 BOUND = 1e-5
 FIGURES = ("train/loss", "train/grad_norm", "train/reward", "train/reward_std", "train/reward_min")
 PLAIN = (

@@ -23,6 +23,8 @@ from reward_models import small_model, write_model
 from runs import command, environment, last_step, wait_until
 from serve_processes import KEY, SamePort
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 NUM_STEPS = 8
 COMPUTED = "laurel_scorer_computed_total"
 LENGTH = (

@@ -74,6 +74,8 @@ def test_what_is_left_out_of_the_tests_runs_beside_them() -> None:
     ("fails", "hangs"),
     [
         ("setup", ""),
+        ("setup", "setup-vllm"),
+        ("setup-vllm", "test-all"),
         ("check", "demo"),
         ("test-all", "test-vllm"),
         ("docs", "test-all"),

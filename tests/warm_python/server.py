@@ -6,6 +6,7 @@ Its argument is the path of its socket. It ends with the process that started it
 import contextlib
 import fcntl
 import importlib
+import importlib.util
 import json
 import os
 import selectors
@@ -18,6 +19,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from warm_cli import HEAVY, end_with, run
+
+PARALLEL = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+VLLM = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "laurel.extensions.vllm.worker")
 
 
 def put(descriptors, places):
@@ -94,9 +98,9 @@ def main():
     listening.bind(sys.argv[1])
     listening.listen(64)  # they wait until the modules are there
     selector.register(listening, selectors.EVENT_READ, ("asked", 0))
-    for module in (*HEAVY, "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+    of_vllm = VLLM if importlib.util.find_spec("vllm") else ()
+    for module in (*HEAVY, *PARALLEL, *of_vllm):
         importlib.import_module(module)
-    assert "ray" not in sys.modules, "Ray reads its settings when it is imported"
     jobs = Jobs(listening, selector)
     while True:
         for key, _ in selector.select():

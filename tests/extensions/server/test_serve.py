@@ -23,6 +23,8 @@ from laurel.extensions.server import serve as command
 from sandbox_processes import wait_until
 from serve_processes import Load, Serving, ask_many, model_values, request_of, values_of
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 A_MODEL = ("--model", str(Path(__file__).parents[2] / "golden/older_runs/rm/saves/step_2"))
 NEEDS = {
     "no model": ([], "give a reward model: --model"),

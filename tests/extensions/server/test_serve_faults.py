@@ -10,6 +10,8 @@ from null_server import NullScorer
 from reward_streams import GROUPS, Streamed
 from serve_processes import KEY, SamePort
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 MANY = GROUPS * 8
 
 

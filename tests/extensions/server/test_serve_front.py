@@ -25,6 +25,8 @@ from serve_processes import (
     values_of,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 QUIET = ("--access-log", "none")
 ADMIN_KEY = "the-other-key-of-the-tests-of-laurel-serve"
 

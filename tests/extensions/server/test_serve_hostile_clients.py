@@ -13,6 +13,8 @@ import pytest
 
 from serve_processes import KEY, Load, Serving, ask_many, request_of
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 QUIET = ("--null", "--access-log", "none")
 
 

@@ -25,6 +25,7 @@ from policy_runs import (
     sft,
     sft_settings,
 )
+from processes import forked
 from sandbox_processes import is_gone, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +87,8 @@ def test_vllm_samples_rollouts_of_several_sequences_that_branch(tmp_path, model)
     """Each turn in the context that it is trained in, and ahead of the learner."""
     ahead = ("grpo.max_staleness=1", "loss_fn.use_importance_sampling_correction=true")
     turns = rewritten_turns(tmp_path, 2)
-    run = grpo(grpo_settings(tmp_path, model, *VLLM, *turns, *ahead))
+    with forked():
+        run = grpo(grpo_settings(tmp_path, model, *VLLM, *turns, *ahead))
     assert run.outcome.ended == "finished"
     trained = [figures for figures in metrics_of(tmp_path).values() if "train/loss" in figures]
     assert len(trained) == 4

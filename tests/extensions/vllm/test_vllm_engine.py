@@ -28,8 +28,17 @@ from laurel.errors import DataError, EngineError, MissingDependencyError, instal
 from laurel.generation.load import GeneratorSpec
 from laurel.generation.weights.held import HeldDtype
 from laurel.types import Weights
+from processes import descendants
 from sandbox_processes import is_gone, wait_until
-from vllm_engines import HAS_VLLM, MAX_LENGTH, Learner, random_model, require_vllm, started
+from vllm_engines import (
+    HAS_VLLM,
+    MAX_LENGTH,
+    Learner,
+    random_model,
+    require_vllm,
+    scheduler_of,
+    started,
+)
 
 EXACT = 1e-4
 """Log-probabilities of one model in float32, computed in two orders: 6e-6 was measured."""
@@ -226,7 +235,7 @@ def test_a_pipeline_gets_the_weights_of_each_of_its_stages():
     models = [random_model("qwen3", tied=True, seed=s, vocab_size=VOCABULARY) for s in range(2)]
     learner = Learner(models[0])
     stages = GenerationConfig(max_concurrent=6, vllm_cfg={"pipeline_parallel_size": 2})
-    with started(models[0], learner.logprobs, settings=stages) as engine:
+    with started(models[0], learner.logprobs, settings=stages, is_forked=False) as engine:
         assert len(engine._processes) == 3, "a scheduler, and a worker for each stage"
         assert largest_difference(engine, models[0]) < EXACT
         learner.model = models[1]
@@ -249,8 +258,10 @@ def test_engines_listen_on_this_machine_only(engine):
     addresses = {
         connection.laddr.ip
         for process in engine._processes
-        for connection in process.net_connections("inet")
+        for one in (process, *descendants(process.pid))
+        for connection in one.net_connections("inet")
     }
+    assert addresses
     assert addresses <= {"127.0.0.1", "::1"}
 
 
@@ -263,7 +274,7 @@ def test_an_engine_of_other_weights_does_not_start():
         started(one, Learner(other).logprobs, weight_version=4),
     ):
         pass
-    assert set(psutil.Process().children(recursive=True)) <= children
+    wait_until(lambda: set(psutil.Process().children(recursive=True)) <= children)
 
 
 def test_a_dead_engine_ends_what_waits_for_it(in_bfloat16):
@@ -279,7 +290,7 @@ def test_a_dead_engine_ends_what_waits_for_it(in_bfloat16):
         updating = asyncio.create_task(engine.update_weights(learner.weights(1)))
         await asyncio.sleep(0.1)
         assert not any(task.done() for task in (*drawing, updating))
-        next(p for p in engine._processes if "EngineCore" in " ".join(p.cmdline())).kill()
+        scheduler_of(engine._processes).kill()
         began = time.monotonic()
         found = await asyncio.gather(*drawing, updating, return_exceptions=True)
         return found, time.monotonic() - began
@@ -308,7 +319,7 @@ def test_a_killed_program_leaves_no_engine_behind(tmp_path, short_folder):
 
             if __name__ == "__main__":
                 model = random_model("qwen3", tied=True, seed=0, vocab_size={VOCABULARY})
-                with started(model, Learner(model).logprobs) as engine:
+                with started(model, Learner(model).logprobs, is_forked=False) as engine:
                     print(json.dumps([process.pid for process in engine._processes]), flush=True)
                     os.kill(os.getpid(), signal.SIGKILL)
             """

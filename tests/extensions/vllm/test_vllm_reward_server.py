@@ -25,6 +25,8 @@ from scripted_replicas import ScorerReplica
 from vllm_engines import require_vllm
 from vllm_reward_models import local, saved
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 EXACT = 1e-5
 """Scores of size 1 of one model in float32, in two orders of sums: 1.2e-6 was found."""
 START_SECONDS = 300

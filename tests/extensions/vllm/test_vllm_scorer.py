@@ -35,8 +35,11 @@ from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
 from laurel.types import Message, group_of
 from model_directories import save_model
 from reward_models import small_model
-from vllm_engines import HAS_VLLM, random_model, require_vllm
+from sandbox_processes import wait_until
+from vllm_engines import HAS_VLLM, random_model, require_vllm, scheduler_of
 from vllm_reward_models import FAMILIES, MAX_LENGTH, POISON, local, saved, write_raw
+
+pytestmark = pytest.mark.usefixtures("warm_processes")
 
 EXACT = 1e-5
 """Scores of size 1 to 5 of one model in float32, in two orders of sums."""
@@ -220,7 +223,7 @@ def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkey
     monkeypatch.setattr(processes, "import_vllm", elsewhere)
     with pytest.raises(ScoringContractError, match="another position than the last token"):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
-    assert set(psutil.Process().children(recursive=True)) <= children
+    wait_until(lambda: set(psutil.Process().children(recursive=True)) <= children)
 
 
 def test_without_golden_scores_nothing_is_started(tmp_path):
@@ -257,7 +260,7 @@ def test_a_dead_engine_ends_what_waits_for_it_and_every_call_after(several):
         while not batcher.stats().batches and not waiting.done():
             await asyncio.sleep(0.01)
         assert not waiting.done()
-        next(p for p in scorer._model._processes if "EngineCore" in " ".join(p.cmdline())).kill()
+        scheduler_of(scorer._model._processes).kill()
         return await asyncio.gather(waiting, return_exceptions=True)
 
     try:

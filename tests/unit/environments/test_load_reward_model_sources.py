@@ -26,6 +26,8 @@ from reward_models import small_model, write_foreign_model, write_model
 from reward_servers import Answer, RewardServer, wait_until
 from served_scores import KEY, Running
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 ANSWERS = ("By the gate.", "No.", "By the river, old man.")
 LOGS = [
     [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}]

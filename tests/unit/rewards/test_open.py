@@ -36,6 +36,8 @@ from local_group import LocalGroup
 from reward_models import small_model, write_model
 from reward_servers import RewardServer
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 GROUPS = [
     group_of((Message("user", "Where?"),), ("By the gate.", "No."), group_id="a"),
     group_of((Message("user", "Bread?"),), ("Wine.",), group_id="b"),

@@ -10,6 +10,8 @@ from laurel.errors import WorkerError
 from laurel.workers.rendezvous import RankPlace
 from laurel.workers.spawned import SpawnedGroup
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 
 class OneWay:
     """Can be packed, and not unpacked."""
