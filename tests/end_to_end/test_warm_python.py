@@ -114,6 +114,6 @@ def test_a_fork_has_the_connections_and_the_end_of_what_asked_for_it(spawned):
     sleeper = spawned(time.sleep, 600)
     wait_until(lambda: descendants(sleeper.pid))
     (fork,) = descendants(sleeper.pid)
-    assert os.getpgid(fork.pid) == fork.pid
+    wait_until(lambda: os.getpgid(fork.pid) == fork.pid)
     sleeper.kill()
     wait_until(lambda: is_gone(fork.pid))

@@ -23,6 +23,9 @@ from warm_cli import HEAVY, end_with, run
 PARALLEL = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 VLLM = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "laurel.extensions.vllm.worker")
 
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What a process sends to its parent: for a fork, that is this one."""
+
 
 def put(descriptors, places):
     """Give descriptors these numbers."""
@@ -46,10 +49,13 @@ class Jobs:
         """Fork for one that asks."""
         link, _ = self._listening.accept()
         message, descriptors, _, _ = socket.recv_fds(link, 1 << 20, 250)
-        while message and not message.endswith(b"\n"):
-            message += link.recv(1 << 20)
-        if not message:
-            link.close()
+        part = message
+        while part and not message.endswith(b"\n"):
+            part = link.recv(1 << 20)
+            message += part
+        if not part:  # it has been killed
+            for descriptor in (link.detach(), *descriptors):
+                os.close(descriptor)
             return
         child = os.fork()
         if child == 0:
@@ -57,6 +63,9 @@ class Jobs:
                 os.close(key.fd)
             self._selector.close()
             link.close()
+            for one in IGNORED:
+                signal.signal(one, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             job = json.loads(message)
             os.setsid() if job["leads_session"] else os.setpgid(0, 0)  # Ray ends a group
             put(descriptors, job["descriptors"])
@@ -91,6 +100,8 @@ class Jobs:
 
 
 def main():
+    for one in IGNORED:
+        signal.signal(one, signal.SIG_IGN)
     selector = selectors.DefaultSelector()
     owner = os.pidfd_open(os.getppid())
     selector.register(owner, selectors.EVENT_READ, ("over", 0))
