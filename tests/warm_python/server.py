@@ -75,7 +75,9 @@ class Jobs:
         self._links[child] = link
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         asker = struct.unpack("3i", credentials)[0]
-        Path(f"{sys.argv[1]}.{asker}").write_text(str(child))  # `processes.py` reads it
+        note = Path(f"{sys.argv[1]}.{asker}")  # `processes.py` reads it, whole or not at all
+        note.with_suffix(".new").write_text(str(child))
+        note.with_suffix(".new").replace(note)
         self._selector.register(os.pidfd_open(child), selectors.EVENT_READ, ("ended", child))
         self._selector.register(link, selectors.EVENT_READ, ("gone", child))
 
