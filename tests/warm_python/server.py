@@ -44,6 +44,7 @@ class Jobs:
         self._listening = listening
         self._selector = selector
         self._links = {}
+        self._notes = {}
 
     def accept(self):
         """Fork for one that asks."""
@@ -78,6 +79,7 @@ class Jobs:
         note = Path(f"{sys.argv[1]}.{asker}")  # `processes.py` reads it, whole or not at all
         note.with_suffix(".new").write_text(str(child))
         note.with_suffix(".new").replace(note)
+        self._notes[child] = note
         self._selector.register(os.pidfd_open(child), selectors.EVENT_READ, ("ended", child))
         self._selector.register(link, selectors.EVENT_READ, ("gone", child))
 
@@ -87,6 +89,7 @@ class Jobs:
         os.close(key.fd)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         link = self._links.pop(child)
+        self._notes.pop(child).unlink(missing_ok=True)
         if link in self._selector.get_map():
             self._selector.unregister(link)
         with contextlib.suppress(OSError):  # it has ended too
