@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import NamedTuple, NoReturn
 
 from laurel import plugins
@@ -90,7 +89,7 @@ def read_benchmark(
             `datasets.save_to_disk`, or names on the hub. If empty, the benchmark's own place on
             the hub is read.
         split: The split of a directory or a hub data set; None is the benchmark's own, or `train`.
-        limit: The largest number of rows to read from each path.
+        limit: The largest number of rows of each path, a share of each subset (`limit_rows`).
 
     Raises:
         DataError: A file or a row cannot be used; the message names the place and what is expected.
@@ -106,7 +105,8 @@ def read_benchmark(
     seen: set[str] = set()
     for part in parts or form.hub:
         notes = ColumnNotes()
-        for row in islice(_rows(form, part, notes), limit):
+        read: list[BenchmarkRow] = []
+        for row in _rows(form, part, notes):
             # Different subsets, and even one file, may repeat ids.
             own_id, number = row.id, 1
             if own_id in seen and row.partner is not None:
@@ -121,10 +121,38 @@ def read_benchmark(
                 number += 1
                 own_id = f"{first}#{number}"
             seen.add(own_id)
-            rows.append(replace(row, id=own_id))
+            read.append(replace(row, id=own_id))
+        kept = read if limit is None else limit_rows(read, limit)
+        if read and not kept:
+            raise DataError(
+                f"{part.name}: of its {len(read):,} rows, at most {limit:,} are none, since those "
+                "with the same partner stay together; allow more"
+            )
+        rows += kept
         for note in notes.notes():
             say(f"{part.name}: {note}")
     return rows
+
+
+def limit_rows(rows: Sequence[BenchmarkRow], limit: int) -> list[BenchmarkRow]:
+    """Select at most `limit` rows, a share of each subset, evenly spaced, in their order.
+
+    The selection is the same each time. Rows with the same partner stay together.
+    """
+    subsets = list(dict.fromkeys(row.subset for row in rows))
+    units: dict[str, list[BenchmarkRow]] = {}
+    # One subset after the other: where they take turns, every nth row may be of the same one.
+    for row in sorted(rows, key=lambda row: subsets.index(row.subset)):
+        unit = f"row {row.id}" if row.partner is None else f"partner {row.partner}"
+        units.setdefault(unit, []).append(row)
+    chosen: set[str] = set()
+    seen = 0
+    for together in units.values():
+        seen += len(together)
+        # As many as are due after so many, and no more.
+        if len(chosen) + len(together) <= seen * limit // len(rows):
+            chosen |= {row.id for row in together}
+    return [row for row in rows if row.id in chosen]
 
 
 def rows_of_preferences(

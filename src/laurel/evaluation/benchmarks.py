@@ -14,7 +14,7 @@ from laurel import plugins
 from laurel.config.data import BenchmarkName, BenchmarkSetConfig, DatasetConfig
 from laurel.config.load import COLUMNS_IN_WORDS
 from laurel.data import benchmarks as rows_of
-from laurel.data.benchmarks import BenchmarkRow
+from laurel.data.benchmarks import BenchmarkRow, limit_rows
 from laurel.data.preferences import load_preferences
 from laurel.data.report import DataReport
 from laurel.data.sources import Row, UnusableRow
@@ -355,24 +355,3 @@ class BenchmarkSet:
             "num_kept": len(self.rows),
             "notes": self.notes(),
         }
-
-
-def limit_rows(rows: Sequence[BenchmarkRow], limit: int) -> list[BenchmarkRow]:
-    """Select at most `limit` rows, a share of each subset, evenly spaced, in their order.
-
-    The selection is the same each time. Rows with the same partner stay together.
-    """
-    subsets = list(dict.fromkeys(row.subset for row in rows))
-    units: dict[str, list[BenchmarkRow]] = {}
-    # One subset after the other: where they take turns, every nth row may be of the same one.
-    for row in sorted(rows, key=lambda row: subsets.index(row.subset)):
-        unit = f"row {row.id}" if row.partner is None else f"partner {row.partner}"
-        units.setdefault(unit, []).append(row)
-    chosen: set[str] = set()
-    seen = 0
-    for together in units.values():
-        seen += len(together)
-        # As many as are due after so many, and no more.
-        if len(chosen) + len(together) <= seen * limit // len(rows):
-            chosen |= {row.id for row in together}
-    return [row for row in rows if row.id in chosen]

@@ -49,6 +49,15 @@ def test_ids_are_unique_and_the_same_the_next_time(tmp_path):
     assert ids == [row.id for row in read_benchmark(REWARD_BENCH, [path])]
 
 
+def test_a_limit_takes_a_share_of_each_subset(tmp_path):
+    subsets = ["hep-go"] * 8 + ["hep-js"] * 4
+    rows = [{**PAIR, "id": str(i), "subset": name} for i, name in enumerate(subsets)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    kept = [row.subset for row in read_benchmark(REWARD_BENCH, [path], limit=6)]
+    assert kept == ["hep-go"] * 4 + ["hep-js"] * 2
+    assert len(read_benchmark(REWARD_BENCH, [path], limit=99)) == 12
+
+
 def test_the_right_answer_of_judge_bench_comes_first(tmp_path):
     row = {
         "pair_id": "p",

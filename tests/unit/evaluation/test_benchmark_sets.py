@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from laurel.config.data import BenchmarkSetConfig
+from laurel.data.benchmarks import limit_rows
 from laurel.errors import DataError
-from laurel.evaluation.benchmarks import BenchmarkSet, limit_rows, selectable
+from laurel.evaluation.benchmarks import BenchmarkSet, selectable
 from laurel.extensions.evaluation import reward_bench
 from laurel.extensions.evaluation.benchmarks import BENCHMARKS
 from laurel.types import Score

@@ -160,7 +160,8 @@ class ScoringOptions(LocalScorerOptions):
 
     judge: JudgeOption = None
     max_samples: Annotated[
-        int | None, typer.Option(min=1, help="The most rows to score of each data set.")
+        int | None,
+        typer.Option(min=1, help="The most rows of each data set, a share of each subset."),
     ] = None
     api_key_env: Annotated[
         str | None,
