@@ -68,7 +68,10 @@ class Jobs:
                 signal.signal(one, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             job = json.loads(message)
-            os.setsid() if job["leads_session"] else os.setpgid(0, 0)  # Ray ends a group
+            if job["leads_session"]:
+                os.setsid()
+            else:
+                os.setpgid(0, 0)  # Ray ends the group of a worker, which may not be this server's
             put(descriptors, job["descriptors"])
             end_with(lambda: run(job))
         for descriptor in descriptors:

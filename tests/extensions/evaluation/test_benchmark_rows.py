@@ -58,6 +58,16 @@ def test_a_limit_takes_a_share_of_each_subset(tmp_path):
     assert len(read_benchmark(REWARD_BENCH, [path], limit=99)) == 12
 
 
+def test_partners_stay_together_and_a_limit_that_leaves_none_is_refused(tmp_path):
+    ties = {"subset": "Ties", "prompt": "q", "chosen": ["a"], "rejected": ["b"]}
+    names = ("ref:1", "tied:1", "ref:2", "tied:2")
+    path = write(tmp_path / "rows.jsonl", [{**ties, "id": name} for name in names])
+    kept = [row.id for row in read_benchmark(REWARD_BENCH_2, [path], limit=3)]
+    assert kept in (["ref:1", "tied:1"], ["ref:2", "tied:2"])
+    with pytest.raises(DataError, match="at most 1 are none"):
+        read_benchmark(REWARD_BENCH_2, [path], limit=1)
+
+
 def test_the_right_answer_of_judge_bench_comes_first(tmp_path):
     row = {
         "pair_id": "p",

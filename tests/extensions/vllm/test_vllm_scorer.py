@@ -35,7 +35,6 @@ from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
 from laurel.types import Message, group_of
 from model_directories import save_model
 from reward_models import small_model
-from sandbox_processes import wait_until
 from vllm_engines import HAS_VLLM, random_model, require_vllm, scheduler_of
 from vllm_reward_models import FAMILIES, MAX_LENGTH, POISON, local, saved, write_raw
 
@@ -219,11 +218,12 @@ def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkey
         vllm.PoolerConfig = lambda **options: config(**{**options, "seq_pooling_type": "MEAN"})
         return vllm
 
+    monkeypatch.delenv("LAUREL_WARM")  # a fork ends a moment after the process that asked for it
     children = set(psutil.Process().children(recursive=True))
     monkeypatch.setattr(processes, "import_vllm", elsewhere)
     with pytest.raises(ScoringContractError, match="another position than the last token"):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
-    wait_until(lambda: set(psutil.Process().children(recursive=True)) <= children)
+    assert set(psutil.Process().children(recursive=True)) <= children
 
 
 def test_without_golden_scores_nothing_is_started(tmp_path):
