@@ -115,6 +115,8 @@ def pytest_collection():
     try:
         return (yield)
     finally:
+        gc.collect()
+        gc.freeze()
         gc.enable()
 
 

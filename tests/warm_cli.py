@@ -5,6 +5,7 @@ Each line of its input is `{"arguments": [...], "folder": ..., "environment": {.
 the program. Each is answered by two lines: the process's number, and at its end its exit status.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -24,6 +25,16 @@ HEAVY = (
     "laurel.models.loading.policy",
     "laurel.rewards.scorer",
 )
+
+
+def load(modules):
+    """Import them for all forks, whose garbage collectors leave their objects out."""
+    gc.disable()
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def open_files(job):
@@ -71,8 +82,7 @@ def end_with(work):
 
 
 def main():
-    for module in HEAVY:
-        importlib.import_module(module)
+    load(HEAVY)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

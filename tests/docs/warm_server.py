@@ -7,7 +7,6 @@ sees a process of its own: with its streams, its folder, its environment, its si
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import runpy
@@ -21,12 +20,11 @@ from typing import Any
 
 from doc_pages import run_page
 from laurel.cli.main import main as laurel
-from warm_cli import HEAVY, end_with
+from warm_cli import HEAVY, end_with, load
 
 
 def main() -> None:
-    for module in (*HEAVY, "datasets"):
-        importlib.import_module(module)
+    load((*HEAVY, "datasets"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for the jobs
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(sys.argv[1])

@@ -5,7 +5,6 @@ Its argument is the path of its socket. It ends with the process that started it
 
 import contextlib
 import fcntl
-import importlib
 import importlib.util
 import json
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from warm_cli import HEAVY, end_with, run
+from warm_cli import HEAVY, end_with, load, run
 
 PARALLEL = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 VLLM = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "laurel.extensions.vllm.worker")
@@ -118,8 +117,7 @@ def main():
     listening.listen(64)  # they wait until the modules are there
     selector.register(listening, selectors.EVENT_READ, ("asked", 0))
     of_vllm = VLLM if importlib.util.find_spec("vllm") else ()
-    for module in (*HEAVY, *PARALLEL, *of_vllm):
-        importlib.import_module(module)
+    load((*HEAVY, *PARALLEL, *of_vllm))
     jobs = Jobs(listening, selector)
     while True:
         for key, _ in selector.select():

@@ -119,14 +119,18 @@ def long_lived_objects() -> Iterator[None]:
     of its own objects, of which few are in cycles.
     """
     thresholds = gc.get_threshold()
+    # What the caller has frozen stays so, and could not be distinguished from what is frozen here.
+    is_ours = gc.get_freeze_count() == 0
     gc.collect()
-    gc.freeze()
+    if is_ours:
+        gc.freeze()
     gc.set_threshold(NEW_OBJECTS, *thresholds[1:])
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if is_ours:
+            gc.unfreeze()
 
 
 class Interrupted(Exception):

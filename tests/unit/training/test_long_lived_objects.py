@@ -1,0 +1,41 @@
+"""What the garbage collector leaves out while a run trains."""
+
+import gc
+
+import pytest
+
+from laurel.training.loop import NEW_OBJECTS, long_lived_objects
+
+
+@pytest.fixture(params=[False, True], ids=["nothing frozen", "frozen by the caller"])
+def frozen_before(request):
+    thresholds = gc.get_threshold()
+    gc.unfreeze()
+    if request.param:
+        gc.freeze()
+    yield request.param
+    gc.freeze()  # as in the other tests
+    gc.set_threshold(*thresholds)
+
+
+def test_all_objects_are_left_out_for_a_run_and_those_of_the_caller_after_it(frozen_before):
+    thresholds = gc.get_threshold()
+    with long_lived_objects():
+        assert gc.get_freeze_count() > 1000
+        assert gc.get_threshold() == (NEW_OBJECTS, *thresholds[1:])
+    assert bool(gc.get_freeze_count()) == frozen_before
+    assert gc.get_threshold() == thresholds
+
+
+def test_cycles_of_before_a_run_are_not_kept_by_it(frozen_before):
+    class Node:
+        ended = False
+
+        def __del__(self):
+            Node.ended = True
+
+    one = Node()
+    one.itself = one
+    del one
+    with long_lived_objects():
+        assert Node.ended
