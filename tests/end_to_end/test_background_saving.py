@@ -88,6 +88,7 @@ def test_what_is_saved_behind_later_steps_is_what_is_saved_in_front_of_them(
     assert series(in_front, "timing/train/checkpointing_in_background") == {}
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(tmp_path, monkeypatch):
     """It comes in step 4, while what is saved of step 3 waits for the end of that step."""
     late = OneStepLate(monkeypatch)
