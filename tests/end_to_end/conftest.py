@@ -10,7 +10,7 @@ from runs import settings, train, write_rows
 
 @pytest.fixture(scope="session")
 def laurel():
-    return runs.laurel
+    return runs.laurel_here
 
 
 @pytest.fixture(scope="session")

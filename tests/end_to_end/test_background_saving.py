@@ -1,9 +1,9 @@
 """Runs that train on while their checkpoints are written: the same checkpoints, whole or absent."""
 
+import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from functools import partial
 
@@ -19,12 +19,9 @@ from laurel.training.learner import LocalLearner
 from process_group import ProcessGroup
 from runs import (
     assert_equal_runs,
-    last_step,
     series,
     settings,
-    start,
     train,
-    wait_until,
 )
 
 BEHIND = "checkpointing.in_background=true"
@@ -50,7 +47,7 @@ class OneStepLate:
 
     def __init__(self, monkeypatch):
         self._taken = threading.Condition()
-        self._num_taken = 0
+        self.num_taken = 0
         self.written: list[int] = []
         self._update, self._write = LocalLearner.update, export.write_weights
         monkeypatch.setattr(LocalLearner, "update", lambda *given: self._counted(*given))
@@ -59,7 +56,7 @@ class OneStepLate:
     def _counted(self, *given):
         update = self._update(*given)
         with self._taken:
-            self._num_taken += 1
+            self.num_taken += 1
             self._taken.notify_all()
         return update
 
@@ -68,7 +65,7 @@ class OneStepLate:
             name = re.match(r"\.tmp-step_(\d+)-", directory.name)
             assert name is not None
             with self._taken:
-                self._taken.wait_for(lambda: self._num_taken > int(name[1]))
+                self._taken.wait_for(lambda: self.num_taken > int(name[1]))
             self.written.append(int(name[1]))
         self._write(directory, files)
 
@@ -91,69 +88,29 @@ def test_what_is_saved_behind_later_steps_is_what_is_saved_in_front_of_them(
     assert series(in_front, "timing/train/checkpointing_in_background") == {}
 
 
-LARGE = (
-    "policy.scratch.hidden_size=256",
-    "policy.scratch.num_layers=4",
-    "rm.max_num_epochs=200",
-    "checkpointing.save_period=2",
-    "data.split_validation_size=0",
-    BEHIND,
-)
-"""Twelve megabytes of weights: written for longer than it takes to stop a process."""
-
-
-def is_under_way(saves):
-    """A checkpoint is being written or sealed, and lacks what is written last."""
-    return any(not (path / "MANIFEST.json").exists() for path in saves.glob(".tmp-*"))
-
-
-def stop_in_a_save(process, directory):
-    """Stop a process that trains on while a checkpoint is under way."""
-    while True:
-        wait_until(lambda: is_under_way(directory / "saves"), process)
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(0.01)
-        if is_under_way(directory / "saves"):
-            return
-        process.send_signal(signal.SIGCONT)
-
-
-def has_a_whole_one(tmp_path):
-    return CheckpointStore(tmp_path / "saves").newest_whole().path is not None
-
-
-@pytest.fixture
-def under_way(tmp_path):
-    """A run that has been stopped in the middle of a background save."""
-    process = start(settings(tmp_path, *LARGE), log=tmp_path / "log.txt")
-    try:
-        wait_until(lambda: last_step(tmp_path) >= 4 and has_a_whole_one(tmp_path), process)
-        stop_in_a_save(process, tmp_path)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.slow
-def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(tmp_path, under_way):
-    (partly,) = (tmp_path / "saves").glob(".tmp-*")
-    step = partly.name.split("-")[1]
-    under_way.send_signal(signal.SIGTERM)
-    under_way.send_signal(signal.SIGCONT)
-    assert under_way.wait(timeout=60) == 0
-    last = last_step(tmp_path)
-    said = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert re.search(
-        rf"stopped by SIGTERM after step {last}, \d+ s in; run it again to resume", said
-    )
-    for name in (step, f"step_{last}"):
-        assert f"saved {tmp_path}/saves/{name}" in said
-    names = [path.name for path in (tmp_path / "saves").iterdir()]
-    assert f"step_{last}" in names
-    assert not any(name.startswith(".tmp") for name in names)
-    for path in (tmp_path / "saves").glob("step_*"):
-        verify(path)
+def test_sigterm_in_a_background_save_ends_with_all_checkpoints_whole(tmp_path, monkeypatch):
+    """It comes in step 4, while what is saved of step 3 waits for the end of that step."""
+    late = OneStepLate(monkeypatch)
+    update = LocalLearner.update
+
+    def signalled(*given):
+        if late.num_taken == 3:
+            (partly,) = (tmp_path / "saves").glob(".tmp-step_3-*")
+            assert not (partly / "MANIFEST.json").exists()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(*given)
+
+    monkeypatch.setattr(LocalLearner, "update", signalled)
+    done = train(settings(tmp_path, *OFTEN, BEHIND))
+    assert (done.outcome.ended, done.outcome.step, late.written) == ("signal", 4, [3])
+    assert sorted(path.name for path in (tmp_path / "saves").glob("*step_*")) == [
+        "step_3",
+        "step_4",
+    ]
+    for step in (3, 4):
+        assert f"saved {tmp_path}/saves/step_{step}" in done.text
+        verify(tmp_path / "saves" / f"step_{step}")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 from runs import (
     LOADED,
     TINY,
+    laurel_here,
     pairs,
     ranked,
     run,
@@ -27,7 +28,10 @@ GOOD_ROWS = [ranked(f"q {i}?", {f"good {i}": 0, f"bad {i}": 1}) for i in range(4
 def refused(directory, overrides, *, python=()):
     """The message of a run that must be refused; checks all that every refusal has."""
     before = sorted(path for path in directory.rglob("*"))
-    done = run(overrides, program=(*python, "-m", "laurel", "rm"))
+    if python:
+        done = run(overrides, program=(*python, "-m", "laurel", "rm"))
+    else:
+        done = laurel_here(["rm", *overrides])
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.search("^error: ", done.stderr, re.MULTILINE)
     assert done.stderr.count("error: ") == 1

@@ -157,6 +157,7 @@ def test_the_best_is_best_by_the_benchmark(finished):
         assert runs.metric_of(directory / "saves" / f"step_{step}") == value
 
 
+@pytest.mark.slow
 def test_only_benchmarks_are_enough(tmp_path):
     changes = (
         "data.split_validation_size=0",

@@ -4,17 +4,11 @@ import json
 
 import pytest
 
-import runs
 from eval_rows import WORDS, accuracies, evaluate, list_rows, pair_rows, refused, write
 from laurel.models.tokenizer import CHATML
 from model_directories import save_model
 from tiny import tiny_classifier
 from tiny_tokenizers import make_tokenizer
-
-
-@pytest.fixture
-def laurel():
-    return runs.laurel_here
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 
-import runs
 from eval_rows import SUBSETS, WORDS, accuracies, evaluate, list_rows, pair_rows, refused, write
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
 from reward_models import small_model, write_model
 from reward_servers import RewardServer
-
-
-@pytest.fixture
-def laurel():
-    return runs.laurel_here
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +33,11 @@ def own_scores(model, rows, key):
     return [scores[0].value for scores in scorer.score_now(groups)]
 
 
-def test_reward_bench_from_rows_to_files(model, tmp_path):
+def test_reward_bench_from_rows_to_files(laurel, model, tmp_path):
     rows = pair_rows()
     data = write(tmp_path / "rows.jsonl.gz", rows)
     done = evaluate(
-        runs.laurel,
+        laurel,
         "reward-bench",
         model,
         data,

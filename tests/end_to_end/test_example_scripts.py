@@ -9,6 +9,8 @@ from runs import ROOT, run, save_model, write_rows
 
 EXAMPLES = ROOT / "examples"
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 
 @pytest.mark.slow
 def test_from_fine_tuning_to_a_reward_model(tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
-from runs import LOADED, TINY, environment, pairs, run, save_model, settings, train, write_rows
+from runs import LOADED, TINY, laurel_here, pairs, save_model, settings, train, write_rows
 
 ANSWERS = ("this is kind", "one more rude word, and then one more of them", "no")
 
@@ -35,17 +35,13 @@ def trained(tmp_path_factory):
 
 
 def export(*arguments):
-    return run(arguments, program=("-m", "laurel.cli.main", "export"))
+    return laurel_here(["export", *arguments])
 
 
 @pytest.mark.slow
 def test_lora_to_plain_transformers(trained, tmp_path):
     assert (trained / "best" / "adapter").is_dir()
-    # In a process that starts as people start it; the others are forked from one with torch loaded.
-    command = ["-m", "laurel", "export", "--model", str(trained), "--output", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=environment()
-    )
+    done = export("--model", str(trained), "--output", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert "plain transformers gives the same scores" in done.stderr
     assert not (tmp_path / "out" / "adapter").exists()

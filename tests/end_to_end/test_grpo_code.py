@@ -131,6 +131,7 @@ def test_code_as_a_tool_that_ends_with_its_first_call(tmp_path, caller):
     assert not any("<result>" in text for text in called)
 
 
+@pytest.mark.slow
 def test_eight_turns_with_a_tool_compute_each_token_once(tmp_path, caller, monkeypatch):
     computed = []
     hidden_of_row = PolicyModel.hidden_of_row

@@ -138,6 +138,7 @@ GOLD = (
 """Rewarded by one part; the other is only measured."""
 
 
+@pytest.mark.slow
 def test_a_rule_without_weight_is_measured_and_read(tmp_path, model):
     done = grpo(
         grpo_settings(

@@ -267,6 +267,7 @@ def test_a_validation_set_may_be_processbench(rows: Path, solutions: Path, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_processes")
 def test_serve_gives_the_values_of_steps_and_the_aggregate(run: Path, tmp_path: Path) -> None:
     answers = (
         "step 0 is right\n\nstep 1 is wrong\n\nstep 2 is right",
@@ -345,7 +346,8 @@ def test_a_policy_learns_from_advantages_per_step(model: Path, tmp_path: Path) -
         "data.env_name=reward_model",
         f"env.reward_model.model_name={tmp_path}/prm",
         "env.reward_model.precision=float32",
-        "grpo.max_num_steps=2",
+        "grpo.max_num_steps=1",
+        "grpo.val_at_end=false",
     )
     grpo(grpo_settings(tmp_path / "run", model, PER_STEP, *rewarded))
     rows = completions_of(tmp_path / "run", 1)

@@ -2,20 +2,23 @@
 
 import os
 import signal
-from contextlib import suppress
+import threading
 
-import psutil
 import pytest
 
-from laurel.errors import EnvironmentFailedError
+import runs
+from laurel.errors import ConfigError, EnvironmentFailedError, WorkerError
 from laurel.generation.replicas import GeneratorReplicas
+from laurel.training.learner_group import LearnerGroup
+from laurel.workers.reservations import Resources
 from policy_runs import MATCHES, grpo, grpo_settings, metrics_of
-from processes import descendants
-from runs import run, settings, start, train, wait_until
+from runs import settings, start, train
+from sandbox_processes import below, is_gone, wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
+from laurel.workers.ray_cluster import RayCluster  # noqa: E402  where there is Ray
 
 SPREAD = ("cluster.gpus_per_node=2", "cluster.device=cpu")
 LONG = (
@@ -34,26 +37,11 @@ def long_settings(directory, *changes):
     return [*chosen, *LONG, *changes]
 
 
-def below(pid, title):
-    """The processes of a run that are called so.
-
-    What one of them is just starting is called so as well, for a moment: it is left out. So is what
-    has ended meanwhile.
-    """
-    parents = {}
-    for child in descendants(pid):
-        with suppress(psutil.NoSuchProcess):
-            if title in " ".join(child.cmdline()[:1]):
-                parents[child] = child.ppid()
-    pids = {one.pid for one in parents}
-    return [one for one, parent in parents.items() if parent not in pids]
-
-
 @pytest.mark.slow
-def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path):
-    import ray
+def test_a_node_that_is_lost_in_mid_step_ends_the_run_and_it_resumes(tmp_path, monkeypatch):
     from ray.cluster_utils import Cluster
 
+    ray.shutdown()  # the cluster of tests before
     small = {"num_cpus": 2, "num_gpus": 0, "object_store_memory": 80 * 2**20}
     nodes = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     over_both = (
@@ -62,24 +50,36 @@ def test_a_node_that_is_killed_in_mid_step_ends_the_run_and_it_resumes(tmp_path)
         "cluster.device=cpu",
         f"cluster.address={nodes.address}",
     )
-    log = tmp_path / "out.txt"
     try:
         second = nodes.add_node(**small)
-        process = start(long_settings(tmp_path, *over_both), log=log)
-        try:
-            wait_until(lambda: (tmp_path / "saves" / "step_5").is_dir(), process)
-            nodes.remove_node(second, allow_graceful=False)
-            assert process.wait(timeout=120) == 75, log.read_text()
-        finally:
-            process.kill()
-        told = [line for line in log.read_text().splitlines() if line.startswith("error:")]
-        assert len(told) == 1
-        assert "policy rank 1 of 2 died" in told[0]
+        with RayCluster(nodes.address) as cluster:
+            assert [node.total["CPU"] for node in cluster.nodes()] == [2.0, 2.0]
+            with pytest.raises(ConfigError, match="3 are to be on node 0, which has room for 2"):
+                cluster.reserve("policy", 3, Resources(), nodes=[0, 0, 0])
+            slots = cluster.reserve("policy", 2, Resources(), nodes=[0, 1])
+            assert slots.node_ids == [node.id for node in cluster.nodes()]
+
+        pids = []
+        update = LearnerGroup.update
+
+        def lose_and_update(learner, *given):
+            if (tmp_path / "saves" / "step_5").is_dir() and not pids:
+                pids.extend(learner.group._pids)
+                lost = threading.Thread(target=nodes.remove_node, args=(second, False))
+                lost.start()
+            return update(learner, *given)
+
+        monkeypatch.setattr(LearnerGroup, "update", lose_and_update)
+        with pytest.raises(WorkerError, match="policy rank 1 of 2 died") as died:
+            train(long_settings(tmp_path, *over_both))
+        assert died.value.exit_code == 75
+        assert len(pids) == 2
+        for pid in pids:
+            wait_until(lambda pid=pid: is_gone(pid))
         nodes.add_node(**small)
         # Ray counts a dead node among the living for some seconds.
-        resumed = run(long_settings(tmp_path, *over_both, "rm.max_num_steps=30"))
-        assert resumed.returncode == 0, resumed.stderr
-        assert "resuming from" in resumed.stdout
+        resumed = train(long_settings(tmp_path, *over_both, "rm.max_num_steps=30"))
+        assert "resuming from" in resumed.text
     finally:
         ray.shutdown()
         nodes.shutdown()
@@ -95,8 +95,8 @@ def test_a_run_whose_raylet_dies_says_so(tmp_path):
     log = tmp_path / "out.txt"
     process = start(long_settings(tmp_path, *SPREAD), log=log)
     try:
-        wait_until(lambda: (tmp_path / "saves" / "step_5").is_dir(), process)
-        (raylet,) = below(process.pid, "/raylet")
+        runs.wait_until(lambda: (tmp_path / "saves" / "step_5").is_dir(), process)
+        (raylet,) = below(process.pid, "raylet")
         raylet.kill()
         assert process.wait(timeout=120) == 75
     finally:

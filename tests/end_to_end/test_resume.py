@@ -61,6 +61,7 @@ def test_resumed_equals_uninterrupted(tmp_path, manner):
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken", last=12, common=(5, 10))
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_a_difference(tmp_path):
     """The same run, with other random numbers for dropout from step 6 on."""
     changes = ["rm.max_num_epochs=2", "+policy.scratch.config_overrides.attention_dropout=0.3"]

@@ -5,9 +5,7 @@ project's fault matrix.
 """
 
 import signal
-import subprocess
 import threading
-from contextlib import contextmanager
 
 import pytest
 
@@ -20,12 +18,12 @@ from policy_runs import (
     metrics_of,
 )
 from reward_models import small_model, write_model
-from runs import command, environment, last_step, wait_until
+from runs import last_step, laurel_here, run
 from serve_processes import KEY, SamePort
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
-NUM_STEPS = 8
+NUM_STEPS = 6
 COMPUTED = "laurel_scorer_computed_total"
 LENGTH = (
     f"grpo.max_num_steps={NUM_STEPS}",
@@ -57,51 +55,27 @@ def asking(servers, **settings):
     return (*LENGTH, f"env.reward_model.urls=[{urls}]", *more)
 
 
-HELD = """
-import sys, time
+KILLED = """
+import os, signal, sys
 from pathlib import Path
 from laurel.cli.main import main
 from laurel.rewards.remote.http import HttpScorer
 from runs import last_step
 
-when, directory = sys.argv[1], Path(sys.argv[2])
-sys.argv[:3] = ["laurel", "grpo"]
+directory = Path(sys.argv[1])
 score = HttpScorer.score
 
-def hold(now):
-    if now == when and last_step(directory) >= 3:
-        (directory / "is_held").touch()
-        while not (directory / "goes_on").exists():
-            time.sleep(0.01)
-
-async def held(scorer, groups):
-    hold("asking")
+async def score_and_die(scorer, groups):
     found = await score(scorer, groups)
-    hold("answered")
+    if last_step(directory) >= 3:
+        os.kill(os.getpid(), signal.SIGKILL)
     return found
 
-HttpScorer.score = held
+HttpScorer.score = score_and_die
+sys.argv[1:2] = ["grpo"]
 main()
 """
-
-
-@contextmanager
-def held(when, directory, overrides, log):
-    """`laurel grpo` in a process of its own, which waits after three steps: before it asks for
-    scores, or when it has got them."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command(overrides, program=("-c", HELD, when, str(directory))),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-        )
-    try:
-        wait_until((directory / "is_held").exists, process)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+"""`laurel grpo`, which is killed after three steps, when it has got scores."""
 
 
 @pytest.mark.slow
@@ -118,9 +92,8 @@ def test_a_run_that_is_killed_with_its_router_ends_the_same_and_nothing_is_compu
         settings = asking([server])
         overrides = grpo_settings(broken, model, *settings)
         asked = "laurel_scorer_completions_total"
-        with held("answered", broken, overrides, tmp_path / "log.txt") as process:
-            process.kill()
-            assert process.wait() == -signal.SIGKILL
+        killed = run(overrides, program=("-c", KILLED, str(broken)))
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert last_step(broken) == 3
         last = grpo(overrides)
         assert "resuming from" in last.text
@@ -174,24 +147,30 @@ def test_a_run_waits_for_servers_that_die_and_come_back_and_ends_the_same(
 
 
 @pytest.mark.slow
-def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(tmp_path, model):  # [15]
+def test_a_run_whose_servers_stay_away_ends_and_can_be_gone_on_with(
+    tmp_path, model, monkeypatch
+):  # [15]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    log = tmp_path / "log.txt"
     with SamePort(tmp_path, "--null") as server:
         settings = asking([server], request_timeout=15)
         settings += ("env.max_failed_share=0",)  # one failed score ends it: none is left out
         grpo(grpo_settings(straight, model, *settings))
-        overrides = grpo_settings(broken, model, *settings)
-        with held("asking", broken, overrides, log) as process:
-            server.kill()
-            (broken / "goes_on").touch()
-            assert process.wait(timeout=200) == 1
-        said = log.read_text()
-        assert "could not judge" in said
-        assert "connection: " in said
-        assert "Traceback" not in said
+        overrides = ["grpo", *grpo_settings(broken, model, *settings)]
+        score = HttpScorer.score
+
+        async def score_without_it(scorer, groups):
+            if last_step(broken) >= 3:
+                server.kill()
+            return await score(scorer, groups)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(HttpScorer, "score", score_without_it)
+            ended = laurel_here(overrides)
+        assert ended.returncode == 1
+        assert "could not judge" in ended.stderr
+        assert "connection: " in ended.stderr
         assert last_step(broken) == 3
         server.start()
-        done = grpo(overrides)
-        assert "resuming from" in done.text
+        done = laurel_here(overrides)
+        assert "resuming from" in done.stdout + done.stderr
     assert_same_runs(straight, broken, NUM_STEPS)

@@ -140,6 +140,7 @@ def test_rows_keep_to_the_width(width):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_cluster")
 @pytest.mark.parametrize("name", ["weight transfer", "FSDP2", "FSDP2, tensor parallel"])
 def test_other_processes_agree_with_this_one(name):
     outcome = tried(name)[name]
@@ -147,6 +148,7 @@ def test_other_processes_agree_with_this_one(name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_cluster")
 def test_a_step_that_ranks_take_wrongly_fails(monkeypatch):
     right = checks.LocalLearner
 

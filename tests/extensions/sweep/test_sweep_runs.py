@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,18 @@ from laurel.extensions.sweep.options import SweepOptions
 from laurel.extensions.sweep.sweep import Sweep
 from laurel.run.reward_model import load_data
 from processes import descendants
-from runs import TINY, environment, pairs, run, series, settings, wait_until, write_rows
+from runs import (
+    TINY,
+    environment,
+    laurel,
+    laurel_here,
+    pairs,
+    run,
+    series,
+    settings,
+    wait_until,
+    write_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
@@ -41,8 +51,8 @@ def words(rows, *more):
     ]
 
 
-def swept(directory, *arguments):
-    done = run([*arguments, "--output", str(directory), "--json"], program=PROGRAM)
+def swept(directory, *arguments, laurel=laurel_here):
+    done = laurel(["sweep", *arguments, "--output", str(directory), "--json"])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
@@ -80,25 +90,89 @@ def test_a_grid_over_folds_names_the_better_rate_and_writes_it_as_a_file(tmp_pat
     assert len(parts[0] | parts[1]) == 60
     assert not list((tmp_path / "out").glob("trial_*/*/saves"))
     copied = tmp_path / "copied.html"
-    done = run([str(tmp_path / "out"), "-o", str(copied)], program=(*PROGRAM[:2], "report"))
+    done = laurel_here(["report", str(tmp_path / "out"), "-o", str(copied)])
     assert done.returncode == 0, done.stderr
     assert copied.read_text() == page
     # The same command has nothing left to do, and another sweep is refused here.
     again, said = swept(tmp_path / "out", *words(rows, RATES), "--folds", "2")
     assert "going on after 2 finished trials" in said
     assert again["trials"] == found["trials"]
-    other = run(
-        [*words(rows, RATES), "--folds", "3", "--output", str(tmp_path / "out")], program=PROGRAM
-    )
+    of_three = [*words(rows, RATES), "--folds", "3"]
+    other = laurel_here(["sweep", *of_three, "--output", str(tmp_path / "out")])
     assert other.returncode == 2
     assert "holds another sweep (folds: 2 then, 3 now" in other.stderr
 
 
+def test_a_trial_that_fails_is_counted_and_named_and_never_a_number(tmp_path, rows):
+    found, said = swept(tmp_path / "out", *words(rows, f"{LR}=[1e38,1e-2]"))
+    assert [one["state"] for one in found["trials"]] == ["failed", "complete"]
+    assert (found["num_failed"], found["trials"][0]["mean"]) == (1, None)
+    assert "finite" in found["trials"][0]["failure"]
+    assert f"trial 0 failed ({LR}=1e+38): " in said
+    assert "<h2>Failures</h2>" in (tmp_path / "out" / "report.html").read_text()
+
+
+ENDED = """
+import os, sys, threading, time
+from laurel.cli.main import main
+
+def end(number, path):
+    while not os.path.exists(path):
+        time.sleep(0.005)
+    os.kill(os.getpid(), int(number))
+
+threading.Thread(target=end, args=sys.argv[1:3], daemon=True).start()
+sys.argv[1:3] = ["sweep"]
+main()
+"""
+"""The command, which sends itself a signal as soon as a file is there."""
+
+
 @pytest.mark.slow
-def test_the_file_of_the_best_trial_gives_the_figure_of_the_sweep(tmp_path, rows):
-    found, _ = swept(tmp_path / "out", *words(rows, RATES))
+def test_a_sweep_that_is_killed_and_interrupted_goes_on_where_it_was(tmp_path, rows):
+    searched = words(rows, f"{LR}=log(1e-4,1e-2)", "rm.max_num_epochs=3")
+    options = ("--trials", "2", "--seeds", "2", "--no-prune")
+    whole, _ = swept(tmp_path / "whole", *searched, *options)
+    out = tmp_path / "out"
+    killed, interrupted = (
+        run(
+            [*searched, *options, "--output", str(out), "--json"],
+            program=("-c", ENDED, f"{number:d}", str(out / target)),
+        )
+        for number, target in (
+            (signal.SIGKILL, "trial_000/seed_43/curve.jsonl"),
+            (signal.SIGINT, "trial_001/seed_42/curve.jsonl"),
+        )
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert interrupted.returncode == 130, interrupted.stderr
+    assert "stopped by SIGINT after 1 finished trial; run it again" in interrupted.stderr
+    assert not (out / "trial_001" / "seed_42" / "result.json").exists()
+    # A run that was over before is not told again.
+    said_by = killed.stderr, interrupted.stderr
+    assert ["trial 0 run 1 of 2" in said for said in said_by] == [True, False]
+    first = (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns
+    found, said = swept(out, *searched, *options)
+    assert (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns == first
+    assert "going on after 1 finished trial" in said
+    for name in ("params", "values", "state", "number"):
+        assert [one[name] for one in found["trials"]] == [one[name] for one in whole["trials"]]
+    assert found["best"]["number"] == whole["best"]["number"]
+
+
+@pytest.mark.slow
+def test_trials_that_are_worse_than_the_median_are_pruned_and_the_best_is_in_a_file(tmp_path, rows):
+    # A rate too small to learn anything comes last.
+    rates = ",".join([f"{2e-2 + i / 1000:g}" for i in range(5)] + ["1e-9"])
+    found, _ = swept(tmp_path / "out", *words(rows, f"{LR}=[{rates}]", "rm.max_num_epochs=2"))
+    assert found["trials"][-1]["state"] == "pruned"
+    assert found["trials"][-1]["mean"] is None
+    assert found["num_pruned"] == 1
+    curve = (tmp_path / "out" / "trial_005" / "seed_42" / "curve.jsonl").read_text().splitlines()
+    assert len(curve) < 6
     places = [f"checkpointing.checkpoint_dir={tmp_path}/saves", f"logger.log_dir={tmp_path}/logs"]
-    done = run(["--config", str(tmp_path / "out" / "best.yaml"), *places, "rm.val_at_end=true"])
+    best = ["--config", str(tmp_path / "out" / "best.yaml"), *places, "rm.val_at_end=true"]
+    done = laurel_here(["rm", *best])
     assert done.returncode == 0, done.stderr
     measured = series(tmp_path, "validation-default/loss")
     assert measured[max(measured)] == pytest.approx(found["best"]["mean"], rel=1e-6)
@@ -121,66 +195,8 @@ def test_a_signal_stops_workers_on_ray_and_they_go_on_with_the_same_command(tmp_
     assert stopped.returncode == 0, said
     # They train on while the command is starting the next of them: a run may be over by then.
     assert re.search(r"stopped by SIGTERM after \d finished trials?; run it again to go on", said)
-    found, _ = swept(out, *searched, *workers)
+    found, _ = swept(out, *searched, *workers, laurel=laurel)
     assert [one["state"] for one in found["trials"]] == ["complete"] * 2
-
-
-def test_a_trial_that_fails_is_counted_and_named_and_never_a_number(tmp_path, rows):
-    found, said = swept(tmp_path / "out", *words(rows, f"{LR}=[1e38,1e-2]"))
-    assert [one["state"] for one in found["trials"]] == ["failed", "complete"]
-    assert (found["num_failed"], found["trials"][0]["mean"]) == (1, None)
-    assert "finite" in found["trials"][0]["failure"]
-    assert f"trial 0 failed ({LR}=1e+38): " in said
-    assert "<h2>Failures</h2>" in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_a_sweep_that_is_killed_and_interrupted_goes_on_where_it_was(tmp_path, rows):
-    searched = words(rows, f"{LR}=log(1e-4,1e-2)", "rm.max_num_epochs=6")
-    options = ("--trials", "2", "--seeds", "2", "--no-prune")
-    whole, _ = swept(tmp_path / "whole", *searched, *options)
-    out = tmp_path / "out"
-    said_by = []
-    for number, code, target in (
-        (signal.SIGKILL, -signal.SIGKILL, "trial_000/seed_43/curve.jsonl"),
-        (signal.SIGINT, 130, "trial_001/seed_42/curve.jsonl"),
-    ):
-        said_by.append(tmp_path / f"said_{len(said_by)}")
-        with said_by[-1].open("w") as lines:
-            killed = subprocess.Popen(
-                [sys.executable, *PROGRAM, *searched, *options, "--output", str(out), "--json"],
-                stdout=subprocess.DEVNULL,
-                stderr=lines,
-            )
-        until = time.monotonic() + 120
-        while not (out / target).exists() and killed.poll() is None:
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        killed.send_signal(number)
-        assert killed.wait(timeout=120) == code
-    assert "stopped by SIGINT after 1 finished trial; run it again" in said_by[-1].read_text()
-    assert not (out / "trial_001" / "seed_42" / "result.json").exists()
-    # A run that was over before is not told again.
-    assert ["trial 0 run 1 of 2" in path.read_text() for path in said_by] == [True, False]
-    first = (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns
-    found, said = swept(out, *searched, *options)
-    assert (out / "trial_000" / "seed_42" / "result.json").stat().st_mtime_ns == first
-    assert "going on after 1 finished trial" in said
-    for name in ("params", "values", "state", "number"):
-        assert [one[name] for one in found["trials"]] == [one[name] for one in whole["trials"]]
-    assert found["best"]["number"] == whole["best"]["number"]
-
-
-@pytest.mark.slow
-def test_trials_that_are_worse_than_the_median_are_pruned(tmp_path, rows):
-    # Rates too small to learn anything come last.
-    rates = ",".join([f"{2e-2 + i / 1000:g}" for i in range(6)] + ["1e-9"])
-    found, _ = swept(tmp_path / "out", *words(rows, f"{LR}=[{rates}]", "rm.max_num_epochs=3"))
-    assert found["trials"][-1]["state"] == "pruned"
-    assert found["trials"][-1]["mean"] is None
-    assert found["num_pruned"] >= 1
-    curve = (tmp_path / "out" / "trial_006" / "seed_42" / "curve.jsonl").read_text().splitlines()
-    assert len(curve) < 9
 
 
 @pytest.fixture(scope="module")

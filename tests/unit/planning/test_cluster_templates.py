@@ -95,6 +95,7 @@ def ended(process, job):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_processes")
 def test_a_job_of_two_nodes_trains_on_both_and_leaves_nothing(make_job, tmp_path):
     rows = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": "no"} for i in range(16)]
     pairs = tmp_path / "pairs.jsonl"

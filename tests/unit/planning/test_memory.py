@@ -285,7 +285,7 @@ def test_a_rank_has_a_part_of_a_group_and_the_path_above_it(generations, budget,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2}])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}])
 def test_a_rank_holds_of_a_large_vocabulary_what_the_plan_says(sizes, monkeypatch):
     """151,936 entries: embedding and head are nearly all of the model, 39 MB each."""
     changes = {"vocab_size": 151936, "hidden_size": 64, "head_dim": 16}

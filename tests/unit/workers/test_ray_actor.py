@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -14,6 +12,7 @@ from laurel import SLEEPING_THREADS
 from laurel.environments.interface import EnvironmentInterface, EnvironmentReturn
 from laurel.errors import ConfigError, EnvironmentFailedError
 from laurel.extensions.math.environment import MathEnvironment
+from runs import run
 from sandbox_processes import below, is_gone, wait_until
 
 ray_actor = pytest.importorskip("laurel.workers.ray_actor", exc_type=ImportError)
@@ -195,51 +194,40 @@ def test_no_process_is_left(end):
     until_gone([actor, *children])
 
 
+ALONE = f"""
+from laurel.extensions.math.environment import MathEnvironment
+environment = MathEnvironment.remote({{"num_workers": 1}})
+import ray
+verdict = ray.get(environment.step.remote([{LOG!r}], [{GOLD!r}]))
+from laurel.workers import ray_actor
+from laurel.errors import ConfigError
+try:
+    MathEnvironment.options(resources={{"gold": 1}}).remote({{}})
+except ConfigError as error:
+    refused = "cannot reserve 1 x (1 CPU, 1 gold) for MathEnvironment" in str(error)
+from group_workers import agents_and_others
+agents, others = agents_and_others()
+print(refused, verdict.rewards.tolist(), ray_actor._own._folder, sep="|")
+print(*agents, sep="|")
+print(*others, sep="|", flush=True)
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["ends", "kill -9"])
-def test_without_a_cluster_one_is_started_and_ends_with_the_process(end):
-    program = (
-        "import os, signal, sys\n"
-        "from laurel.extensions.math.environment import MathEnvironment\n"
-        "environment = MathEnvironment.remote({'num_workers': 1})\n"
-        "import ray\n"
-        f"verdict = ray.get(environment.step.remote([{LOG!r}], [{GOLD!r}]))\n"
-        "from laurel.workers import ray_actor\n"
-        "from laurel.errors import ConfigError\n"
-        "try:\n"
-        "    MathEnvironment.options(resources={'gold': 1}).remote({})\n"
-        "except ConfigError as error:\n"
-        "    refused = 'cannot reserve 1 x (1 CPU, 1 gold) for MathEnvironment' in str(error)\n"
-        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-        "from group_workers import agents_and_others\n"
-        "agents, others = agents_and_others()\n"
-        "print(refused, verdict.rewards.tolist(), ray_actor._own._folder, sep='|')\n"
-        "print(*agents, sep='|')\n"
-        "print(*others, sep='|', flush=True)\n"
-        f"if {end!r} == 'kill -9':\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
-    assert done.returncode == (0 if end == "ends" else -signal.SIGKILL), done.stderr
+def test_without_a_cluster_one_is_started_and_ends_with_the_process(monkeypatch):
+    """Or with one that is killed: `test_ray_cluster.py`."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    done = run([], program=("-c", ALONE))
+    assert done.returncode == 0, done.stderr
     first, *numbers = done.stdout.splitlines()
     refused, rewards, folder = first.split("|")
     assert (refused, rewards) == ("True", "[1.0]")
     assert done.stderr == ""
     agents, others = ([int(n) for n in line.split("|")] for line in numbers)
     assert len(others) >= 4
-    try:
-        until_gone(others)
-        assert end == "kill -9" or not Path(folder).exists()
-    finally:
-        # Ray's own agents outlive a killed process by up to a minute.
-        for pid in agents:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        subprocess.run(["rm", "-rf", folder], check=True)
+    until_gone(others)
+    assert not Path(folder).exists()
+    for pid in agents:  # Ray's own, which may take a minute
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from group_workers import Summing, Worker
+from group_workers import Worker
 from laurel.errors import ConfigError, WorkerError
 from laurel.workers.reservations import Resources
+from runs import run
 from sandbox_processes import END, is_gone, wait_until
 
 ray_cluster = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
@@ -62,10 +63,21 @@ def test_a_worker_that_is_started_when_its_cluster_has_ended_starts_no_other():
 @pytest.mark.slow
 def test_reservations_of_a_cluster_and_what_it_leaves():
     memory, children = shared_memory(), set(psutil.Process().children(recursive=True))
-    handler = signal.getsignal(signal.SIGTERM)
-    with ray_cluster.RayCluster(cpus=3, gpus=0, object_store_bytes=STORE) as cluster:
+    handler, made = signal.getsignal(signal.SIGTERM), []
+    thread = threading.Thread(
+        target=lambda: made.append(ray_cluster.RayCluster(cpus=3, gpus=0, object_store_bytes=STORE))
+    )
+    thread.start()
+    thread.join(120)
+    (cluster,) = made
+    with cluster:
+        time.sleep(0.5)
         started = set(psutil.Process().children(recursive=True)) - children
         assert started
+        for one in started:
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
+                assert one.status() != psutil.STATUS_ZOMBIE, "it outlives who started it"
+        assert len(cluster.nodes()) == 1
         assert signal.getsignal(signal.SIGTERM) is handler
         folder = Path(cluster._folder.path)
         assert folder.exists()
@@ -80,6 +92,13 @@ def test_reservations_of_a_cluster_and_what_it_leaves():
     assert not _listening(set(psutil.Process().children(recursive=True)) - children)
     assert not left_in_shared_memory(memory)
     assert not folder.exists()
+    with pytest.raises(ray_cluster.RayError, match="not been started"):
+        cluster.nodes()
+    assert not ray_cluster.is_connected(), "whoever asks after the end starts no other"
+    for thread in threading.enumerate():
+        if thread.name == "laurel-ray":
+            thread.join(END)
+            assert not thread.is_alive()
 
 
 def _refusals(cluster):
@@ -159,33 +178,40 @@ def _listening(processes):
     return ports
 
 
+PARENT = """
+import os, signal
+from group_workers import Worker, agents_and_others
+from laurel.extensions.math.environment import MathEnvironment
+from laurel.workers.ray_cluster import RayCluster
+from laurel.workers.ray_group import RayGroup
+from laurel.workers.reservations import Resources
+
+cluster = RayCluster(cpus=3, gpus=0, object_store_bytes=STORE)
+group = RayGroup(cluster.reserve("policy", 2, Resources()), Worker)
+pids = group.call("pid")
+group.start("sleep", 0, 100)
+environment = MathEnvironment.remote({"num_workers": 1})
+import ray
+log = [{"role": "user", "content": "root?"}, {"role": "assistant", "content": "It is $x+1$."}]
+assert ray.get(environment.step.remote([log], [{"ground_truth": "1+x"}])).rewards == 1
+agents, others = agents_and_others()
+assert set(pids) <= set(others)
+print(cluster._folder.path, *agents, *others, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.mark.slow
 def test_workers_and_servers_end_with_a_parent_that_is_killed():
     # Ray's two agents, which hold neither slots nor memory, go on looking for their dead server for
     # up to a minute; they are not waited for here, and ended by the test.
-    program = (
-        "import sys, time\n"
-        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
-        "from group_workers import Worker, agents_and_others\n"
-        "from laurel.workers.ray_cluster import RayCluster\n"
-        "from laurel.workers.ray_group import RayGroup\n"
-        "from laurel.workers.reservations import Resources\n"
-        f"cluster = RayCluster(cpus=2, gpus=0, object_store_bytes={STORE})\n"
-        "group = RayGroup(cluster.reserve('policy', 2, Resources()), Worker)\n"
-        "pids = group.call('pid')\n"
-        "group.start('sleep', 0, 100)\n"
-        "agents, others = agents_and_others()\n"
-        "assert set(pids) <= set(others)\n"
-        "print(cluster._folder.path, *agents, *others, flush=True)\n"
-        "time.sleep(100)\n"
-    )
     memory = shared_memory()
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
-        folder, *numbers = parent.stdout.readline().split()
-        parent.kill()
+    killed = run([], program=("-c", PARENT.replace("STORE", str(STORE))))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folder, *numbers = killed.stdout.split()
     agents, pids = [int(n) for n in numbers[:2]], [int(n) for n in numbers[2:]]
     try:
-        assert len(pids) >= 4
+        assert len(pids) >= 6, "two ranks, an actor with its programs, and servers"
         for pid in pids:
             wait_until(lambda pid=pid: is_gone(pid))
         assert not left_in_shared_memory(memory)
@@ -196,75 +222,9 @@ def test_workers_and_servers_end_with_a_parent_that_is_killed():
         subprocess.run(["rm", "-rf", folder], check=True)
 
 
-@pytest.mark.slow
-def test_a_node_that_is_lost():
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        lost = nodes.add_node(num_cpus=1)
-        with ray_cluster.RayCluster(nodes.address) as cluster:
-            assert [node.total["CPU"] for node in cluster.nodes()] == [1.0, 1.0]
-            with pytest.raises(ConfigError, match="2 are to be on node 0, which has room for 1"):
-                cluster.reserve("policy", 2, Resources(), nodes=[0, 0])
-            slots = cluster.reserve("policy", 2, Resources(), nodes=[0, 1])
-            assert slots.node_ids == [node.id for node in cluster.nodes()]
-            with ray_group.RayGroup(slots, Summing, limit=60) as group:
-                assert group.call("total", 1.0) == [(3.0, 0, 2), (3.0, 1, 2)]
-                pids = group.call("pid")
-                pending = group.start("sleep_or_sum", 1)
-                nodes.remove_node(lost, allow_graceful=False)
-                start = time.monotonic()
-                with pytest.raises(WorkerError, match="policy rank 1 of 2 died in sleep_or_sum"):
-                    pending.wait()
-                assert time.monotonic() - start < 50, "it waited for the other rank"
-                for pid in pids:
-                    wait_until(lambda pid=pid: is_gone(pid))
-    finally:
-        nodes.shutdown()
-
-
 def test_an_address_where_nobody_answers():
     with pytest.raises(ConfigError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
         ray_cluster.RayCluster("127.0.0.1:1")
-
-
-@pytest.mark.slow
-def test_a_cluster_outlives_the_thread_that_started_it():
-    children, started = set(psutil.Process().children(recursive=True)), []
-    thread = threading.Thread(
-        target=lambda: started.append(
-            ray_cluster.RayCluster(cpus=1, gpus=0, object_store_bytes=STORE)
-        )
-    )
-    thread.start()
-    thread.join(120)
-    (cluster,) = started
-    try:
-        time.sleep(0.5)
-        servers = set(psutil.Process().children(recursive=True)) - children
-        assert servers
-        for one in servers:
-            with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended meanwhile
-                assert one.status() != psutil.STATUS_ZOMBIE
-        assert len(cluster.nodes()) == 1
-    finally:
-        cluster.shutdown()
-    for one in servers:
-        wait_until(lambda one=one: is_gone(one.pid))
-    for thread in threading.enumerate():
-        if thread.name == "laurel-ray":
-            thread.join(END)
-            assert not thread.is_alive()
-
-
-@pytest.mark.slow
-def test_whoever_asks_after_the_end_starts_no_other_cluster():
-    with ray_cluster.RayCluster(cpus=1, gpus=0, object_store_bytes=STORE) as cluster:
-        assert len(cluster.nodes()) == 1
-    with pytest.raises(ray_cluster.RayError, match="not been started"):
-        cluster.nodes()
-    assert not ray_cluster.is_connected()
 
 
 @pytest.mark.parametrize(
