@@ -21,14 +21,12 @@ def test_a_reward_model_learns_from_rows() -> None:
     assert history[-1]["accuracy"] == 1.0
 
 
-@pytest.mark.slow
 def test_a_policy_learns_from_a_reward_function() -> None:
     history = asyncio.run(runpy.run_path(str(EXAMPLES / "minimal_grpo.py"))["train"]())
     assert max(history[:4]) < 0.4
     assert min(history[-4:]) > 0.8
 
 
-@pytest.mark.slow
 def test_the_pieces_load_no_command() -> None:
     program = (
         "import runpy, sys\n"
