@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft  # noqa: F401  (once, in the process that the others are forked from, like the next)
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.hf_storage
-import transformers.models.gemma2.modeling_gemma2
-import transformers.models.llama.modeling_llama
-import transformers.models.mixtral.modeling_mixtral
-import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
