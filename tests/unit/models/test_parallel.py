@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import parallel_work
+import threads
 import tiny
 from laurel.data.forest import to_forest
 from laurel.errors import ConfigError
@@ -55,12 +56,7 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+one_thread_of_module = threads.one_thread_of_module
 
 
 def alone(kind, name, options):
