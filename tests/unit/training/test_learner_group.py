@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 import learner_work as work
+import threads
 from laurel.config.policy import NamedCall
 from laurel.errors import WorkerError
 from laurel.training.learner_group import divide_micro_batches, imbalance
@@ -17,6 +18,7 @@ from local_group import LocalGroup
 from process_group import ProcessGroup
 
 pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2")
+one_thread_of_module = threads.one_thread_of_module
 
 CASES = (
     ("dp_shard=2", "policy"),
@@ -78,12 +80,9 @@ def sizes(request):
 
 @pytest.fixture(scope="module")
 def directory(kind, tmp_path_factory):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     # Gemma multiplies its embeddings, caps its logits and ties its head.
     name = "gemma2-capped" if kind == "policy" else "qwen3"
-    yield work.write(kind, tmp_path_factory.mktemp(kind), name)
-    torch.set_num_threads(threads)
+    return work.write(kind, tmp_path_factory.mktemp(kind), name)
 
 
 @pytest.fixture(scope="module")
