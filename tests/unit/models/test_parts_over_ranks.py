@@ -30,7 +30,7 @@ def test_parts_over_ranks_are_one_pass_of_one_process(sizes):
     cases = CASES[sizes]
     mesh = {name: int(size) for name, size in (one.split("=") for one in sizes.split())}
     alone = parts_work.computed(None, cases, None)
-    ranks = together(parts_work.computed, math.prod(mesh.values()), mesh, cases, 7)
+    ranks = together(parts_work.computed, math.prod(mesh.values()), mesh, cases, 12)
     for case, wanted in enumerate(alone):
         assert any(any(rank[case]["in parts"]) for rank in ranks)
         assert not any(wanted["in parts"])
