@@ -41,9 +41,27 @@ from reward_models import small_model, write_model
 from sandbox_processes import is_gone, wait_until
 from tool_templates import TOKENIZERS
 
-pytestmark = pytest.mark.slow_parameters(
-    "reward model, an actor of Ray", "math, an actor of Ray", "code, an actor of Ray"
+ACTORS = ("math, an actor of Ray", "code, an actor of Ray", "reward model, an actor of Ray")
+OF_ACTORS = (
+    "test_the_shape_of_a_verdict",
+    "test_a_conversation_that_cannot_be_judged_harms_no_other",
+    "test_several_threads_may_ask",
+    "test_d25_figures_of_a_batch",
+    "test_what_it_says_of_itself",
+    "test_tasks_that_could_not_be_judged_are_listed",
 )
+"""Asked of actors as well, which differ from another case only in where they run. Of the
+one that has a state, that this comes and goes too."""
+
+pytestmark = pytest.mark.slow_parameters(*ACTORS)
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        asked = metafunc.function.__name__
+        actors = ACTORS if asked in OF_ACTORS else ACTORS[-1:] * asked.startswith("test_only_the")
+        names = [name for name in MAKERS if name not in ACTORS or name in actors]
+        metafunc.parametrize("case", names, indirect=True, scope="module")
 
 
 @dataclass
@@ -392,7 +410,7 @@ def made(name, request):
     return MAKERS[name]()
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module")
 def case(request):
     case = made(request.param, request)
     yield case
