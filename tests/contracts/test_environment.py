@@ -193,10 +193,13 @@ def math_case():
     )
 
 
+CHOICE = {"verifier_type": "english_multichoice"}  # needs no processes
+
+
 def multiple_choice_case():
     answers = ["Answer: A", "Answer: A\nAnswer: B", "B", "Answer: C"]
     return Case(
-        environment=MathEnvironment({"verifier_type": "english_multichoice"}),
+        environment=MathEnvironment(CHOICE),
         good=[(log("A or B?", answer), {"ground_truth": "B"}) for answer in answers],
         bad=(log("A or B?", "Answer: B"), {"ground_truth": "Berlin"}),
         bad_tasks=[bad_task()],
@@ -251,16 +254,16 @@ def hermes(name, **arguments):
 
 
 def tools_case():
-    """Functions that the policy calls, and math that scores its answer."""
+    """Functions that the policy calls, and multiple choice that scores its answer."""
     config = EnvironmentsConfig(
         tools={
             "functions": [f"tool_functions.{name}" for name in ("add", "die")],
             "graded_by": "math",
             "num_workers": 2,
         },
-        math={"num_workers": 1},
+        math=CHOICE,
     )
-    add, known = hermes("add", left=1), {"ground_truth": "2"}
+    add, known = hermes("add", left=1), {"ground_truth": "B"}
     environment = create_environment("tools", config)
     environment.use_tokenizer(TOKENIZERS["hermes"]())
     return Case(
@@ -268,9 +271,9 @@ def tools_case():
         good=[
             (log("1+1?", add), known),
             (log("1+1?", f"{add} {hermes('add', left='1')} {hermes('what')}<tool_call>"), known),
-            (log("1+1?", add, "2", r"\boxed{2}"), known | {"tool_counts": {"answered": 1}}),
-            (log("1+1?", r"\boxed{2}"), known),
-            (log("1+1?", r"\boxed{3}"), known),
+            (log("1+1?", add, "2", "Answer: B"), known | {"tool_counts": {"answered": 1}}),
+            (log("1+1?", "Answer: B"), known),
+            (log("1+1?", "Answer: A"), known),
         ],
         bad=(log("1+1?", hermes("die")), known),
         single_turn=False,
@@ -298,16 +301,12 @@ class Brevity(EnvironmentInterface):
 
 
 def composite_case(*, gate=None):
+    case = multiple_choice_case()
     parts = [{"env": "math", "gate": gate}, {"env": "brevity", "weight": 0.125}]
-    return Case(
-        environment=CompositeEnvironment(
-            {"parts": parts, "gated_reward": -4.0},
-            {"math": MathEnvironment({"num_workers": 1}), "brevity": Brevity()},
-        ),
-        good=GOOD_ANSWERS,
-        bad=(log("1+1?", r"\boxed{2}"), {}),
-        bad_tasks=[bad_task()],
+    case.environment = CompositeEnvironment(
+        {"parts": parts, "gated_reward": -4.0}, {"math": case.environment, "brevity": Brevity()}
     )
+    return case
 
 
 def reward_model_case(**transform):
