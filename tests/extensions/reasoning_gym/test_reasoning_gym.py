@@ -401,16 +401,9 @@ def test_an_answer_that_breaks_its_scorer_is_no_failure_and_changes_no_other_sco
 
 def test_an_answer_that_takes_too_long_scores_nothing_and_is_counted(environment):
     found = scored(environment, entry_of("spiral_matrix"), "[__import__('time').sleep(60)]")
-    batch = {
-        "rewards": found.rewards["spiral_matrix"],
-        "is_end": [1.0],
-        "group_ids": ["0"],
-        "generation_lengths": [1],
-        "prompt_lengths": [1],
-        "notes": found.notes,
-    }
-    _, metrics = environment.global_post_process_and_metrics(batch)
     assert found.failures == [None]
+    assert found.rewards["spiral_matrix"].tolist() == [0.0]
+    _, metrics = environment.global_post_process_and_metrics(batch_of([[{"content": ""}]], found))
     assert metrics["timeouts"] == 1
 
 
