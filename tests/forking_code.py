@@ -7,8 +7,6 @@ import asyncio
 import os
 import sys
 
-import torch
-
 from laurel.environments.interface import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -44,6 +42,11 @@ def check(answer: str) -> float:
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return check(solution_str)
+
+
+def prepare(settings):
+    """Make the function of a pool."""
+    return lambda: check
 
 
 async def awaited_score(data_source, solution_str, ground_truth, extra_info):
@@ -101,6 +104,8 @@ class Checked(EnvironmentInterface):
     """Scores with a forked process for each conversation."""
 
     def step(self, message_log_batch, metadata):
+        import torch  # not needed by the processes of functions and tools
+
         size = len(message_log_batch)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * size,

@@ -51,8 +51,8 @@ def together(work: Callable[..., Any], ranks: int, *given: Any, deadline: float 
 
 
 def start_server() -> None:
-    """The process that all others are forked from, which has imported torch and the models."""
-    forkserver.set_forkserver_preload(["parallel_runs", "parallel_work", "learner_work"])
+    """The process that all others are forked from, which has imported what they need."""
+    forkserver.set_forkserver_preload(["parallel_runs", "rank_imports"])
     with pytest.MonkeyPatch.context() as environment:
         # Its imports look here alone (Python 3.11 does not tell it where the tests lie).
         tests = Path(__file__).resolve().parent

@@ -8,7 +8,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -55,6 +56,14 @@ def forked() -> Iterator[None]:
         environment.setenv("LAUREL_WARM", _server.socket())
         environment.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
         yield
+
+
+def forked_by_ray() -> AbstractContextManager[None]:
+    """`forked`, of what a cluster starts that is started meanwhile.
+
+    Not with vLLM, which imports Ray: that then reads its settings too early for a worker.
+    """
+    return nullcontext() if find_spec("vllm") else forked()
 
 
 def fork_of(pid: int) -> psutil.Process | None:

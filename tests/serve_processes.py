@@ -21,10 +21,25 @@ from null_server import ENVIRONMENT
 
 from laurel.rewards.open import open_local
 from laurel.types import Message, group_of
+from processes import fork_of
 from sandbox_processes import is_gone
 from scripted_backend import null_scores
 
+NULL_SERVER = ENVIRONMENT["PYTHONPATH"]
 KEY = "the-key-of-the-tests-of-laurel-serve"
+
+
+class Program(subprocess.Popen[bytes]):
+    """A program. Where a fork does its work, that gets its signals."""
+
+    def worker(self) -> psutil.Process:
+        """What does its work."""
+        fork = fork_of(self.pid) if "LAUREL_WARM" in os.environ else None
+        return fork or psutil.Process(self.pid)
+
+    def send_signal(self, sig: int) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            self.worker().send_signal(sig)
 
 
 class Serving:
@@ -47,15 +62,19 @@ class Serving:
         arguments = tuple(one for one in arguments if one != "--null")
         whole = {
             **os.environ,
-            **ENVIRONMENT,
+            # That of now: it may say that processes are forked (`processes.py`).
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [os.environ.get("PYTHONPATH"), NULL_SERVER])
+            ),
             "LAUREL_API_KEY": KEY,
+            "LAUREL_WARM_SERVE": "1",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "XDG_STATE_HOME": str(directory),
             **environment,
         }
         with (stderr or self.log).open("wb") as file:
-            self.process = subprocess.Popen(
+            self.process = Program(
                 [sys.executable, *program, command, "--port", str(port), *arguments],
                 stdout=file,
                 stderr=file,
@@ -99,7 +118,7 @@ class Serving:
     def family(self) -> list[psutil.Process]:
         """Its living children."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            found = psutil.Process(self.process.pid).children(recursive=True)
+            found = self.process.worker().children(recursive=True)
             self._family += [one for one in found if one not in self._family]
         return [one for one in self._family if one.is_running() and not is_gone(one.pid)]
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
+import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft  # noqa: F401  (once, in the process that the others are forked from, like the next)
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.hf_storage
-import transformers.models.gemma2.modeling_gemma2
-import transformers.models.llama.modeling_llama
-import transformers.models.mixtral.modeling_mixtral
-import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
@@ -26,7 +23,7 @@ from laurel.config.policy import RewardPolicyConfig
 from laurel.data.forest import to_forest
 from laurel.errors import LaurelError
 from laurel.models.checkpoint.export import save_policy, save_reward_model, write_model
-from laurel.models.checkpoint.state import load_training_state, save_training_state
+from laurel.models.checkpoint.state import load_training_state, read_shares, save_training_state
 from laurel.models.checkpoint.store import CheckpointStore
 from laurel.models.forest import outputs
 from laurel.models.forest.decoder import Decoder
@@ -257,6 +254,26 @@ def draw_and_save(sizes: dict[str, int], directory: str) -> list[float]:
 def restore_and_draw(sizes: dict[str, int] | None, directory: str) -> list[float]:
     load_training_state(Path(directory), optimizer=None, scheduler=None, mesh=mesh_of(sizes))
     return draws()
+
+
+def classes_unpickled(written: Path, folder: Path) -> list[int]:
+    """How many come of saving and loading a state, also one that ranks have written.
+
+    The second number shows that the first would have told. This process hears of it until it ends.
+    """
+    found: list[Any] = []
+    sys.addaudithook(lambda event, data: found.append(data) if "find_class" in event else None)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    save_training_state(folder, optimizer=optimizer, scheduler=None, extra={})
+    load_training_state(folder, optimizer=optimizer, scheduler=None)
+    load_training_state(written, optimizer=None, scheduler=None)
+    assert read_shares(written / "optimizer", lambda _: None)
+    numbers = [len(found)]
+    pickle.loads(pickle.dumps(OrderedDict()))
+    return [*numbers, len(found)]
 
 
 def fail_to_save(sizes: dict[str, int], source: str, root: str) -> dict[str, Any]:

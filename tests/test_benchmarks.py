@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from runs import warm_python
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 PROGRAMS = sorted(
@@ -35,10 +36,8 @@ for program in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_every_program_says_how_it_is_called() -> None:
-    """In one process, so that torch is imported once."""
-    run = subprocess.run(
-        [sys.executable, "-c", ASK_EACH, *map(str, PROGRAMS)], capture_output=True, text=True
-    )
+    """In one process, which is forked from one that has imported torch."""
+    run = warm_python()([sys.executable, "-c", ASK_EACH, *map(str, PROGRAMS)], FOLDER)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("usage: ") == len(PROGRAMS)
 

@@ -49,6 +49,8 @@ def run(job):
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in path if folder and folder not in sys.path]
     kind, *arguments = job["arguments"]
     sys.path[0] = "" if kind in ("-m", "-c") else os.path.dirname(os.path.abspath(kind))
     if kind == "-m":

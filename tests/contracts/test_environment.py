@@ -41,9 +41,27 @@ from reward_models import small_model, write_model
 from sandbox_processes import is_gone, wait_until
 from tool_templates import TOKENIZERS
 
-pytestmark = pytest.mark.slow_parameters(
-    "reward model, an actor of Ray", "math, an actor of Ray", "code, an actor of Ray"
+ACTORS = ("math, an actor of Ray", "code, an actor of Ray", "reward model, an actor of Ray")
+OF_ACTORS = (
+    "test_the_shape_of_a_verdict",
+    "test_a_conversation_that_cannot_be_judged_harms_no_other",
+    "test_several_threads_may_ask",
+    "test_d25_figures_of_a_batch",
+    "test_what_it_says_of_itself",
+    "test_tasks_that_could_not_be_judged_are_listed",
 )
+"""Asked of actors as well, which differ from another case only in where they run. Of the
+one that has a state, that this comes and goes too."""
+
+pytestmark = pytest.mark.slow_parameters(*ACTORS)
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        asked = metafunc.function.__name__
+        actors = ACTORS if asked in OF_ACTORS else ACTORS[-1:] * asked.startswith("test_only_the")
+        names = [name for name in MAKERS if name not in ACTORS or name in actors]
+        metafunc.parametrize("case", names, indirect=True, scope="module")
 
 
 @dataclass
@@ -175,10 +193,13 @@ def math_case():
     )
 
 
+CHOICE = {"verifier_type": "english_multichoice"}  # needs no processes
+
+
 def multiple_choice_case():
     answers = ["Answer: A", "Answer: A\nAnswer: B", "B", "Answer: C"]
     return Case(
-        environment=MathEnvironment({"verifier_type": "english_multichoice"}),
+        environment=MathEnvironment(CHOICE),
         good=[(log("A or B?", answer), {"ground_truth": "B"}) for answer in answers],
         bad=(log("A or B?", "Answer: B"), {"ground_truth": "Berlin"}),
         bad_tasks=[bad_task()],
@@ -233,16 +254,16 @@ def hermes(name, **arguments):
 
 
 def tools_case():
-    """Functions that the policy calls, and math that scores its answer."""
+    """Functions that the policy calls, and multiple choice that scores its answer."""
     config = EnvironmentsConfig(
         tools={
             "functions": [f"tool_functions.{name}" for name in ("add", "die")],
             "graded_by": "math",
             "num_workers": 2,
         },
-        math={"num_workers": 1},
+        math=CHOICE,
     )
-    add, known = hermes("add", left=1), {"ground_truth": "2"}
+    add, known = hermes("add", left=1), {"ground_truth": "B"}
     environment = create_environment("tools", config)
     environment.use_tokenizer(TOKENIZERS["hermes"]())
     return Case(
@@ -250,9 +271,9 @@ def tools_case():
         good=[
             (log("1+1?", add), known),
             (log("1+1?", f"{add} {hermes('add', left='1')} {hermes('what')}<tool_call>"), known),
-            (log("1+1?", add, "2", r"\boxed{2}"), known | {"tool_counts": {"answered": 1}}),
-            (log("1+1?", r"\boxed{2}"), known),
-            (log("1+1?", r"\boxed{3}"), known),
+            (log("1+1?", add, "2", "Answer: B"), known | {"tool_counts": {"answered": 1}}),
+            (log("1+1?", "Answer: B"), known),
+            (log("1+1?", "Answer: A"), known),
         ],
         bad=(log("1+1?", hermes("die")), known),
         single_turn=False,
@@ -280,16 +301,12 @@ class Brevity(EnvironmentInterface):
 
 
 def composite_case(*, gate=None):
+    case = multiple_choice_case()
     parts = [{"env": "math", "gate": gate}, {"env": "brevity", "weight": 0.125}]
-    return Case(
-        environment=CompositeEnvironment(
-            {"parts": parts, "gated_reward": -4.0},
-            {"math": MathEnvironment({"num_workers": 1}), "brevity": Brevity()},
-        ),
-        good=GOOD_ANSWERS,
-        bad=(log("1+1?", r"\boxed{2}"), {}),
-        bad_tasks=[bad_task()],
+    case.environment = CompositeEnvironment(
+        {"parts": parts, "gated_reward": -4.0}, {"math": case.environment, "brevity": Brevity()}
     )
+    return case
 
 
 def reward_model_case(**transform):
@@ -392,7 +409,7 @@ def made(name, request):
     return MAKERS[name]()
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module")
 def case(request):
     case = made(request.param, request)
     yield case

@@ -25,9 +25,9 @@ OF_EVERY_ONE = (
     "test_an_update_waits_for_what_is_under_way",
     "test_asleep_requests_wait_until_it_wakes",
 )
-"""Asked of those as well that differ from another one only in whose weights they hold, or in how
-many share the requests."""
-LIKE_ANOTHER = ("transformers-own-weights", "replicas-1")
+"""Asked of those as well that differ from another one only in whose weights they hold, in how many
+share the requests, or in where those are."""
+LIKE_ANOTHER = ("transformers-own-weights", "replicas-1", "replicas-ray")
 
 
 def pytest_generate_tests(metafunc):

@@ -12,9 +12,10 @@ from laurel.rewards.preparing import WORKER, Preparers, prepared_by
 from laurel.run.allocation import BESIDE_CPUS
 from laurel.types import Message, group_of
 from laurel.workers.spawned import SpawnedGroup
+from processes import fork_of
 from sandbox_processes import is_gone, wait_until
 
-pytestmark = pytest.mark.slow_parameters("ray")
+pytestmark = [pytest.mark.slow_parameters("ray"), pytest.mark.usefixtures("warm_processes")]
 
 GROUPS = [
     group_of((Message("user", f"Number {i}?"),), ("Bread and wine.", "No."), group_id=str(i))
@@ -38,7 +39,9 @@ class Made:
 
     def pids(self):
         return [
-            group._process.pid if isinstance(group, SpawnedGroup) else group._pids[0]
+            (fork_of(group._process.pid) or group._process).pid
+            if isinstance(group, SpawnedGroup)
+            else group._pids[0]
             for group in self.groups
         ]
 

@@ -33,6 +33,18 @@ LIMITS = {"forked": 5.0, "spawned": 20.0, "ray": 20.0}
 HUNG = 3.0
 """Seconds for a call to one that hangs: they are all waited for."""
 ROLE = "tester"
+OF_EVERY_KIND = (
+    "test_what_a_lost_one_had_is_done_by_another_and_it_comes_back",
+    "test_one_that_dies_while_it_has_nothing_to_do_is_found",
+)
+"""What depends on how a group finds out; all else is the replica set's own."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "make" in metafunc.fixturenames:
+        is_of_all = metafunc.function.__name__ in OF_EVERY_KIND
+        kinds = ["forked", "spawned", "ray"] if is_of_all else ["forked"]
+        metafunc.parametrize("make", kinds, indirect=True)
 
 
 class Made:
@@ -64,7 +76,7 @@ class Made:
         wait_until(lambda: self.replicas.num_ready == number)
 
 
-@pytest.fixture(params=["forked", "spawned", "ray"])
+@pytest.fixture
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Made]]:
     """Makes a replica set, of so many groups of one kind."""
 

@@ -42,6 +42,15 @@ pytestmark = [
     pytest.mark.usefixtures("warm_processes"),
 ]
 
+OF_EVERY_ONE = (
+    "test_there_is_one_score_per_completion_in_order",
+    "test_what_is_too_long_is_scored_and_flagged",
+    "test_a_completion_without_a_finite_score_fails_alone",
+    "test_a_completion_that_cannot_be_rendered_fails_alone",
+    "test_calls_at_the_same_time_do_not_disturb_each_other",
+    "test_a_call_that_is_given_up_disturbs_no_other",
+)
+"""Asked of those as well that differ from a group in one process in how many share its work."""
 POISON = "~"
 """A word that no other text has a token of."""
 
@@ -134,6 +143,16 @@ MAKERS = {
     "ensemble": together,
 }
 REPLICAS = "group of two replicas on Ray"
+LIKE_A_GROUP = ("group of two ranks", REPLICAS)
+
+
+def pytest_generate_tests(metafunc):
+    is_of_all = metafunc.function.__name__ in OF_EVERY_ONE
+    for fixture, names in (("maker", [*MAKERS]), ("scorer", [*MAKERS, REPLICAS])):
+        if fixture in metafunc.fixturenames:
+            names = [name for name in names if is_of_all or name not in LIKE_A_GROUP]
+            metafunc.parametrize(fixture, names, indirect=True, scope="module")
+
 
 RUNNER = asyncio.Runner()
 """One loop for all calls, so that scorers keep their connections."""
@@ -145,7 +164,7 @@ def _runner():
         yield
 
 
-@pytest.fixture(params=MAKERS, scope="module")
+@pytest.fixture(scope="module")
 def maker(request):
     return MAKERS[request.param]
 
@@ -161,7 +180,7 @@ def make(maker):
         yield made
 
 
-@pytest.fixture(params=[*MAKERS, REPLICAS], scope="module")
+@pytest.fixture(scope="module")
 def scorer(request):
     with ExitStack() as stack:
         if request.param == REPLICAS:

@@ -142,11 +142,7 @@ def test_only_what_changes_travels_to_who_has_the_rest(play, way):
         assert torch.equal(kept["small"], every_kind(1)["small"])
 
 
-MESHES = {"alone": {}, "dp": {"dp_shard": 2}, "tp": {"tp": 2}}
-
-
-@pytest.mark.slow_parameters("object_store-tp", "broadcast-tp")
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("sizes", [{}, {"dp_shard": 2}], ids=["alone", "dp"])
 def test_a_learner_of_any_mesh(play, way_without_gpus, sizes, tmp_path):
     """Its own weights are those of one process; tied ones come once."""
     name = "qwen3" if sizes else "qwen3-tied"
@@ -161,17 +157,15 @@ def test_a_learner_of_any_mesh(play, way_without_gpus, sizes, tmp_path):
         playing.require(3, expected)
 
 
-@pytest.mark.slow_parameters("broadcast-dp")
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}], ids=["dp"])
-def test_of_adapters_only_what_they_change(play, way_without_gpus, sizes, tmp_path):
+def test_of_adapters_only_what_they_change(play, tmp_path):
     pytest.importorskip("peft")
     directory = learner_work.write("policy", tmp_path)
     changes = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}
     learner = learner_work.grouped(
-        "policy", directory, partial(ProcessGroup, "policy", 2), sizes, **changes
+        "policy", directory, partial(ProcessGroup, "policy", 2), {"dp_shard": 2}, **changes
     )
     with learner.group:
-        playing = play(way_without_gpus, learner=learner.group)
+        playing = play("object_store", learner=learner.group)
         playing.update(learner.weights(1))
         batch = learner_work.micro_batches("policy", [[0], [1, 2], [3]])
         learner.update(batch, learner_work.loss("policy"))

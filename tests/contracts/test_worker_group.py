@@ -22,7 +22,10 @@ ray_group = pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError
 
 from laurel.workers.ray_actor import SpreadGroup  # noqa: E402  where there is Ray
 
-pytestmark = pytest.mark.slow_parameters("ray-spread", "ray-1", "ray-2")
+pytestmark = [
+    pytest.mark.slow_parameters("ray-spread", "ray-1", "ray-2"),
+    pytest.mark.usefixtures("warm_processes"),
+]
 
 HALF = Resources(cpus=0.5)
 TENTH = Resources(cpus=0.1)
@@ -94,17 +97,13 @@ def test_calls_and_their_results_in_the_order_of_the_ranks(make):
     assert group.call_one(last, "compute", 1, timeout=DEADLINE) == 22 + last
 
 
-def test_work_is_done_in_the_order_in_which_it_was_asked_for(make):
+def test_work_is_done_in_the_order_in_which_it_was_asked_for_and_shared_values_are_sent_once(make):
     group = make(Worker)
     first, second = group.start("note", "a"), group.start("note", "b")
     assert second.wait(timeout=DEADLINE) == [["a", "b"]] * group.size
     assert first.done()
     assert first.wait() == [["a"]] * group.size
     assert first.wait() == [["a"]] * group.size, "the outcome stays"
-
-
-def test_a_shared_value_is_made_ready_once_for_several_calls(make):
-    group = make(Worker)
     value = CountingPickles(np.array([2.5, 1.0]))
     shared = Shared(value)
     for _ in range(2):
@@ -113,7 +112,7 @@ def test_a_shared_value_is_made_ready_once_for_several_calls(make):
     assert value.num_pickles == (0 if isinstance(group, LocalGroup) else 1)
 
 
-def test_what_a_worker_raises_names_role_and_rank(make):
+def test_errors_name_role_and_rank_and_the_group_goes_on(make):
     group = make(Worker)
     last = group.size - 1
     with pytest.raises(WorkerError) as caught:
@@ -129,34 +128,25 @@ def test_what_a_worker_raises_names_role_and_rank(make):
     assert isinstance(error.__cause__, ValueError)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert pickle.loads(pickle.dumps(error)).ranks == (last,)
-    assert group.call("compute", 1) == [1 + rank for rank in range(group.size)], "it goes on"
-
-
-def test_what_the_user_did_wrong_stays_the_users(make):
+    # What the user did wrong stays the user's, and who exits has failed.
     with pytest.raises(WorkerError) as caught:
-        make(Worker).call("fail_as_a_user_would")
+        group.call("fail_as_a_user_would")
     assert isinstance(caught.value.__cause__, ConfigError)
     assert caught.value.exit_code == ConfigError.exit_code == 2
     assert "policy.model_name: no such model" in str(caught.value)
     assert "Traceback" not in str(caught.value)
-
-
-def test_a_worker_that_exits_has_failed(make):
     with pytest.raises(WorkerError, match="failed in leave_the_process: SystemExit: 3"):
-        make(Worker).call("leave_the_process")
+        group.call("leave_the_process")
+    with pytest.raises(ValueError, match=f"policy has {group.size} ranks; .* for 3"):
+        group.call_each("compute", [(1,)] * 3)
+    with pytest.raises(ValueError, match=f"policy has ranks 0 to {last}, not 7"):
+        group.call_one(7, "compute", 1)
+    assert group.call("compute", 1) == [1 + rank for rank in range(group.size)], "it goes on"
 
 
 def test_workers_that_cannot_be_made(make):
     with pytest.raises(WorkerError, match=r"while it was made: .*ConfigError: rank . has no model"):
         make(Broken)
-
-
-def test_wrong_numbers_of_ranks(make):
-    group = make(Worker)
-    with pytest.raises(ValueError, match=f"policy has {group.size} ranks; .* for 3"):
-        group.call_each("compute", [(1,)] * 3)
-    with pytest.raises(ValueError, match=f"policy has ranks 0 to {group.size - 1}, not 7"):
-        group.call_one(7, "compute", 1)
 
 
 def test_shutdown_closes_every_worker_once(make, tmp_path):

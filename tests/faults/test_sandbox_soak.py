@@ -1,6 +1,6 @@
 """Many programs of every kind, one after another and side by side: nothing is left of them.
 
-LAUREL_SOAK_JOBS says how many; 300 by default, 10,000 before a release.
+LAUREL_SOAK_JOBS says how many; 150 by default, 10,000 before a release.
 """
 
 import os
@@ -17,7 +17,7 @@ from laurel.extensions.code.sandbox.jobs import CallTest, Limits, SandboxJob, St
 from laurel.extensions.code.sandbox.pool import SandboxPool
 from sandbox_processes import below, is_gone, is_idle, wait_until
 
-JOBS = int(os.environ.get("LAUREL_SOAK_JOBS", "300"))
+JOBS = int(os.environ.get("LAUREL_SOAK_JOBS", "150"))
 LIMITS = Limits(cpu_s=1, wall_s=120, disk_mb=8, inodes=256)
 SHORT = Limits(cpu_s=1, wall_s=0.3, disk_mb=8, inodes=256)
 HOSTILE = {

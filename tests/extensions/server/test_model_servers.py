@@ -457,16 +457,14 @@ def test_they_end_with_the_run_that_was_killed(tmp_path):
     wait_until(lambda: not answers(address))
 
 
-@pytest.mark.slow_parameters("1")
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_function_gets_the_address_and_the_tokenizer(tmp_path, serves, num_workers):
+def test_a_function_gets_the_address_and_the_tokenizer(tmp_path, serves):
     tokenizer = chatml()
     tokenizer.save_pretrained(tmp_path / "m")
     (tmp_path / "asks.py").write_text(ASKS, encoding="utf-8")
     services = ScorerServices(
         where="env.reward_model.function",
         device="cpu",
-        num_workers=num_workers,
+        num_workers=0,
         say=lambda line: None,
         server=ModelServerConfig(model_name=str(tmp_path / "m")),
     )

@@ -12,8 +12,6 @@ from serve_processes import KEY, SamePort
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
-MANY = GROUPS * 8
-
 
 @pytest.fixture(scope="module")
 def served_processes(tmp_path_factory):
@@ -31,13 +29,15 @@ def three_served(served_processes):
     return served_processes
 
 
-def null_scores(groups):
+@pytest.fixture(scope="module")
+def right():
+    """The scores of all groups."""
     null = NullScorer()
-    return null.score_tokens([tokens for tokens, _ in null.prepare(groups)])
+    return null.score_tokens([tokens for tokens, _ in null.prepare(GROUPS)])
 
 
 @pytest.mark.slow
-def test_laurel_serve_is_killed_and_comes_back(three_served):  # [1]
+def test_laurel_serve_is_killed_and_comes_back(three_served, right):  # [1]
     one, other, last = three_served
     streamed = Streamed(three_served, version="", api_key=KEY)
     streamed.after(100, one.kill)
@@ -50,12 +50,11 @@ def test_laurel_serve_is_killed_and_comes_back(three_served):  # [1]
         starting.join()
 
     streamed.after(300, start_one_and_end_the_last)
-    assert streamed.run(MANY) == null_scores(MANY)
-    assert streamed.counts["fault_connection"] > 0
+    assert streamed.run(until="fault_connection") == right
 
 
 @pytest.mark.slow
-def test_laurel_serve_is_asked_to_end_under_load(three_served):  # [21]
+def test_laurel_serve_is_asked_to_end_under_load(three_served, right):  # [21]
     """SIGTERM: what it has is answered, the rest goes elsewhere, and it ends well."""
     codes = []
 
@@ -65,12 +64,12 @@ def test_laurel_serve_is_asked_to_end_under_load(three_served):  # [21]
 
     streamed = Streamed(three_served, version="", api_key=KEY)
     streamed.after(100, end_and_start)
-    assert streamed.run(MANY) == null_scores(MANY)
+    assert streamed.run() == right
     assert codes == [0]
 
 
 @pytest.mark.slow
-def test_the_front_of_replicas_is_killed_and_started_again(tmp_path):
+def test_the_front_of_replicas_is_killed_and_started_again(tmp_path, right):
     """It holds the router. Whoever asks asks again until there is another one at its address."""
     with SamePort(tmp_path, "--null", "--replicas", "2") as front:
         streamed = Streamed([front], version="", api_key=KEY)
@@ -80,16 +79,14 @@ def test_the_front_of_replicas_is_killed_and_started_again(tmp_path):
             front.start()
 
         streamed.after(100, kill_and_start)
-        streamed.after(800, kill_and_start)
-        assert streamed.run(MANY) == null_scores(MANY)
+        streamed.after(200, kill_and_start)
+        assert streamed.run(until="fault_connection") == right
         assert streamed.counts["requests"] == streamed.num_asked
-        assert streamed.counts["fault_connection"] > 0
 
 
 @pytest.mark.slow
-def test_laurel_serve_hangs(three_served):  # [2]
+def test_laurel_serve_hangs(three_served, right):  # [2]
     limits = {"timeout": 900.0, "attempt_timeout": 600.0}
     streamed = Streamed(three_served, version="", api_key=KEY, hedge=True, **limits)
     streamed.after(100, lambda: three_served[0].serving.process.send_signal(signal.SIGSTOP))
-    assert streamed.run(MANY) == null_scores(MANY)
-    assert streamed.counts["hedges"] > 0
+    assert streamed.run(until="hedges") == right

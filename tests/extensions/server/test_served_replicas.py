@@ -19,6 +19,7 @@ from laurel.rewards.batching import BatcherLimits
 from laurel.rewards.spec import ScorerSpec
 from laurel.types import Message, group_of
 from laurel.workers.rendezvous import RankPlace
+from processes import forked
 from sandbox_processes import is_gone
 from scripted_backend import ScriptedBackend, null_scores
 from served_scores import asked_without_network
@@ -99,7 +100,7 @@ def test_what_cannot_be_served(tmp_path):
         refused(serving("/nowhere/rm"), 2)
     (tmp_path / "config.json").write_text("{}")
     before = psutil.Process().children()
-    with pytest.raises(ModelError):  # only the process that loads it finds out
+    with forked(), pytest.raises(ModelError):  # only the process that loads it finds out
         refused(serving(tmp_path), 2)
     assert len(psutil.Process().children()) <= len(before)
 

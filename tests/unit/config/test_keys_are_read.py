@@ -74,6 +74,10 @@ def named_in(annotation: ast.AST) -> set[str]:
     return {last(one) for one in ast.walk(annotation) if isinstance(one, ast.Name | ast.Attribute)}
 
 
+_SAYS_NOTHING = frozenset((ast.Constant, ast.Load, ast.Store, ast.keyword, ast.Expr, ast.Return))
+"""What most nodes are, of which a module takes nothing."""
+
+
 class Module:
     """What a module reads, of what."""
 
@@ -87,7 +91,8 @@ class Module:
         self.own = defaultdict[str, set[str]](set)
         """What each class reads of `self` and `cls`."""
         for node in ast.walk(tree):
-            self._take(node)
+            if type(node) not in _SAYS_NOTHING:
+                self._take(node)
 
     def _take(self, node: ast.AST) -> None:
         words: Iterable[ast.AST | None] = ()

@@ -77,25 +77,21 @@ def equal(policy, plain, number, *, trains=True):
 
 @pytest.mark.slow
 def test_outputs_and_gradients_are_equal_and_layers_share_their_graphs():
-    seen = {}
-    for num_layers in (2, 4):
-        torch._dynamo.reset()
-        counters.clear()
-        plain = tiny.tiny_policy("qwen3", std=0.05, num_hidden_layers=num_layers)
-        policy = copy.deepcopy(plain)
-        assert compile_layers(policy, backend="aot_eager") is None
-        seen[num_layers] = []
-        for number in range(len(FORESTS)):
-            equal(policy, plain, number)
-            seen[num_layers].append(graphs())
-    # Fixed lengths, then any; each with and without gradients. Nothing after that.
-    assert seen[2] == seen[4]
-    assert seen[2][1] == seen[2][-1] <= 24
+    plain = tiny.tiny_policy("qwen3", std=0.05, num_hidden_layers=3)
+    policy = copy.deepcopy(plain)
+    assert compile_layers(policy, backend="aot_eager") is None
+    seen = []
+    for number in range(len(FORESTS)):
+        equal(policy, plain, number)
+        seen.append(graphs())
+    # One layer needs nearly as many: fixed lengths, then any; each with and without gradients.
+    # Nothing after that.
+    assert seen[1] == seen[-1] <= 24
 
 
 @pytest.mark.slow
 def test_adapters_recomputed_activations_and_lower_precision_change_nothing():
-    plain = tiny.tiny_policy("qwen3", std=0.05, num_hidden_layers=2)
+    plain = tiny.tiny_policy("qwen3", std=0.05, num_hidden_layers=1)
     adapters = LoraConfig(enabled=True, dim=4, dropout=0.0)
     plain.causal_lm = add_adapters(plain.causal_lm, adapters, trains_head=False)
     tiny.draw_adapters(plain, 0.1)
@@ -114,7 +110,7 @@ def test_adapters_recomputed_activations_and_lower_precision_change_nothing():
 
 
 def test_a_reward_model_scores_the_same():
-    plain = tiny.tiny_reward_model("llama", num_hidden_layers=2)
+    plain = tiny.tiny_reward_model("llama", num_hidden_layers=1)
     model = copy.deepcopy(plain)
     compile_layers(model, backend="aot_eager")
     with torch.no_grad():
@@ -133,7 +129,7 @@ def test_a_model_that_is_loaded_later_leaves_attention_out_of_the_graphs():
 
 @pytest.mark.slow
 def test_completions_have_the_log_probabilities_of_the_model():
-    plain = tiny.tiny_policy("qwen3", std=0.1, num_hidden_layers=2)
+    plain = tiny.tiny_policy("qwen3", std=0.1, num_hidden_layers=1)
     policy = copy.deepcopy(plain)
     compile_layers(policy, backend="aot_eager")
     with closing(TransformersEngine(policy, tiny_tokenizers.chatml(), end_ids=[])) as engine:
@@ -144,7 +140,7 @@ def test_completions_have_the_log_probabilities_of_the_model():
 
 @pytest.mark.slow
 def test_nothing_is_compiled_while_a_step_is_captured():
-    policy = tiny.tiny_policy("qwen2", std=0.1, num_hidden_layers=2, precision=torch.bfloat16)
+    policy = tiny.tiny_policy("qwen2", std=0.1, num_hidden_layers=1, precision=torch.bfloat16)
     compile_layers(policy, backend="aot_eager")
     policy.without_gradients = torch.no_grad  # as on a GPU
     compiled = []
@@ -170,7 +166,7 @@ def test_nothing_is_compiled_while_a_step_is_captured():
 
 @pytest.mark.slow
 def test_the_whole_compiler_computes_the_same():
-    plain = tiny.tiny_policy("qwen3", std=0.1, num_hidden_layers=2)
+    plain = tiny.tiny_policy("qwen3", std=0.1, num_hidden_layers=1)
     policy = copy.deepcopy(plain)
     compile_layers(policy)
     equal(policy, plain, 0, trains=False)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import parallel_work
+import threads
 import tiny
 from laurel.data.forest import to_forest
 from laurel.errors import ConfigError
@@ -21,49 +22,45 @@ from laurel.models.spec import ParallelShape
 from parallel_runs import RankError, together
 
 pytestmark = pytest.mark.slow_parameters(
-    "dp_shard=2 tp=2", "cp=2 tp=2", "dp_shard=2 cp=2", "dp_replicate=2"
+    "other models", "dp_shard=2 tp=2", "cp=2 tp=2", "cp=4", "dp_replicate=2"
 )
 
-CASES = [
-    ("reward", "qwen3", {}),
-    ("policy", "gemma2", {}),
-    ("policy", "llama", {"recomputes": True}),
-    ("policy", "qwen3-tied", {"lora": True}),
-    ("reward", "phi", {"shares_tokens": True}),
-    ("policy", "qwen3", {"shares_tokens": True, "recomputes": True}),
-    ("policy", "gemma3", {"shares_tokens": True, "recomputes": True, "lora": True}),
-]
-OF_PRODUCTS = (0, 1, 3, 6)
-"""Cases of meshes of two dimensions: each kind of model, and each option."""
-SIZES = [
-    {"tp": 2},
-    {"dp_shard": 2, "tp": 2},
-    {"dp_replicate": 2},
-    {"cp": 2},
-    {"dp_shard": 2, "cp": 2},
-    {"cp": 2, "tp": 2},
-]
+ALL = {"shares_tokens": True, "recomputes": True, "lora": True}
+REWARDS, GEMMA3 = ("reward", "qwen3", {}), ("policy", "gemma3", ALL)
+ODD = {"vocab_size": 302, "pad_token_id": 200}
+"""151 rows for a rank of tp, which dp divides unevenly; the second rank has that of padding."""
+DEEP = {"dialogues": True, "least_shared": 16}
+"""Trees of any depth, whose steps are those of sequences that share prompts alone."""
+RUNS = {
+    "tp=2": [REWARDS, ("policy", "phi", {"shares_tokens": True}), GEMMA3],
+    "tp=2, other models": [
+        ("reward", "qwen3", {"shares_tokens": True, "recomputes": True, **DEEP}),
+        ("reward", "llama", {"changes": ODD}),
+        ("policy", "gemma2-capped", {}),
+        ("policy", "cohere", {}),
+    ],
+    "dp_shard=2 tp=2": [
+        GEMMA3,
+        ("policy", "qwen3-tied", {"changes": ODD}),
+        ("policy", "qwen3", {"changes": {"vocab_size": 301}, "lora": True}),  # no rank divides it
+    ],
+    "dp_replicate=2": [("policy", "qwen3-tied", {"lora": True})],
+    "cp=2": [
+        REWARDS,
+        ("policy", "gemma2", {}),
+        ("policy", "llama", {"recomputes": True, "lora": True, **DEEP}),
+    ],
+    "cp=2 tp=2": [GEMMA3],
+    # More ranks than heads of keys; the logits of sinks go with their heads.
+    "cp=4": [("policy", "gpt-oss", {})],
+}
 
 
-def name_of(sizes):
-    return " ".join(f"{key}={value}" for key, value in sizes.items())
+one_thread_of_module = threads.one_thread_of_module
 
 
-@pytest.fixture(scope="module")
-def one_process():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield [parallel_work.alone(*case) for case in CASES]
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", params=SIZES, ids=name_of)
-def run(request):
-    sizes = request.param
-    chosen = range(len(CASES)) if len(sizes) == 1 else OF_PRODUCTS
-    cases = [CASES[number] for number in chosen]
-    ranks = together(parallel_work.spread, math.prod(sizes.values()), sizes, cases)
-    return sizes, [dict(zip(chosen, rank, strict=True)) for rank in ranks]
+def alone(kind, name, options):
+    return parallel_work.alone(kind, name, {**options, "least_shared": None})
 
 
 def relative(found, wanted):
@@ -75,122 +72,48 @@ def relative(found, wanted):
     return max(float((found[n] - wanted[n]).norm() / wanted[n].norm()) for n in kept)
 
 
-def test_scores_and_log_probabilities_are_those_of_one_process(run, one_process):
-    sizes, ranks = run
+def outputs_of_groups(kind, outputs, groups):
+    """Of all outputs those of some groups: two scores each, or log-probabilities of completions."""
+    shapes = [branches for _, branches in parallel_work.SHAPES]
+    parts = outputs.split([sum(branches) if kind == "policy" else 2 for branches in shapes])
+    return torch.cat([parts[group] for group in groups])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_steps_over_ranks_are_those_of_one_process(name):
+    sizes = {key: int(n) for key, n in (s.split("=") for s in name.split(",")[0].split())}
     places = ParallelShape(**sizes).dp
-    for case in ranks[0]:
-        kind = CASES[case][0]
-        wanted = split_by_group(kind, one_process[case]["outputs"], range(4))
-        for found in (rank[case] for rank in ranks):
-            mine = range(4)[found["place"] :: places]
-            for group, values in zip(
-                mine, split_by_group(kind, found["outputs"], mine), strict=True
-            ):
-                torch.testing.assert_close(values, wanted[group], rtol=0, atol=1e-5)
-
-
-def split_by_group(kind, outputs, groups):
-    """The outputs of each group: two scores, or the log-probabilities of its completions."""
-    shapes = [parallel_work.SHAPES[group] for group in groups]
-    sizes = [sum(branches) if kind == "policy" else 2 for _, branches in shapes]
-    return outputs.split(sizes)
-
-
-def test_losses_gradients_and_steps_are_those_of_one_process(run, one_process):
-    _, ranks = run
-    for case in ranks[0]:
-        wanted = one_process[case]
-        for found in (rank[case] for rank in ranks):
-            assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
-            assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
-            assert relative(found["weights"], wanted["weights"]) <= 1e-5
-    assert one_process[0]["losses"][0] != pytest.approx(one_process[0]["losses"][1], abs=1e-3)
-
-
-def test_the_norm_of_the_gradient_is_that_of_one_process(run, one_process):
-    _, ranks = run
-    for case in ranks[0]:
-        wanted = one_process[case]
+    ranks = together(parallel_work.spread, math.prod(sizes.values()), sizes, RUNS[name])
+    for number, case in enumerate(RUNS[name]):
+        wanted = alone(*case)
         assert min(wanted["norms"]) > parallel_work.LIMIT, "clipping has to do something"
-        for found in (rank[case] for rank in ranks):
-            assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
-
-
-def test_all_ranks_hold_the_very_same_weights(run):
-    _, ranks = run
-    for case in ranks[0]:
-        for found in ranks[1:]:
-            for name, weight in ranks[0][case]["weights"].items():
-                assert torch.equal(found[case]["weights"][name], weight), name
-
-
-def test_one_rank_computes_the_very_same_bits(one_process):
-    (found,) = together(parallel_work.spread, 1, {}, CASES)
-    for case, wanted in enumerate(one_process):
-        assert torch.equal(found[case]["outputs"], wanted["outputs"])
-        assert found[case]["losses"] == wanted["losses"]
-        assert found[case]["norms"] == wanted["norms"]
-        for kind in ("gradients", "weights"):
-            assert found[case][kind].keys() == wanted[kind].keys()
-            for name, tensor in wanted[kind].items():
-                assert torch.equal(found[case][kind][name], tensor), (kind, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}], ids=name_of)
-def test_deep_trees_over_ranks_take_the_steps_of_sequences_that_share_prompts_alone(sizes):
-    cases = [
-        ("reward", "qwen3", {"dialogues": True, "shares_tokens": True}),
-        ("policy", "llama", {"dialogues": True, "recomputes": True, "lora": True}),
-    ]
-    deep = [(kind, name, {**options, "least_shared": 16}) for kind, name, options in cases]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    alone = [parallel_work.alone(*case) for case in cases]
-    torch.set_num_threads(threads)
-    ranks = together(parallel_work.spread, 2, sizes, deep)
-    for case, wanted in enumerate(alone):
-        for found in (rank[case] for rank in ranks):
-            assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
-            assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
-            assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
-            assert relative(found["weights"], wanted["weights"]) <= 1e-5
-
-
-ODD_VOCABULARIES = [
-    ("policy", "qwen3", {"changes": {"vocab_size": 302}}),  # 151 for a rank of tp, odd over dp
-    ("policy", "qwen3-tied", {"changes": {"vocab_size": 302, "pad_token_id": 200}}),
-    ("reward", "llama", {"changes": {"vocab_size": 302, "pad_token_id": 200}}),
-    ("policy", "qwen3", {"changes": {"vocab_size": 301}}),  # does not divide: whole
-    ("policy", "phi", {}),  # its head has a bias
-    ("policy", "gemma2-capped", {}),
-    ("policy", "granite", {}),
-    ("policy", "cohere", {}),
-]
-
-
-@pytest.mark.slow
-def test_vocabularies_of_all_kinds_are_those_of_one_process():
-    sizes = {"dp_shard": 2, "tp": 2}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    alone = [parallel_work.alone(*case) for case in ODD_VOCABULARIES]
-    torch.set_num_threads(threads)
-    ranks = together(parallel_work.spread, math.prod(sizes.values()), sizes, ODD_VOCABULARIES)
-    places = ParallelShape(**sizes).dp
-    for case, wanted in enumerate(alone):
-        kind = ODD_VOCABULARIES[case][0]
-        by_group = split_by_group(kind, wanted["outputs"], range(4))
-        for found in (rank[case] for rank in ranks):
-            mine = range(4)[found["place"] :: places]
-            outputs = torch.cat([by_group[group] for group in mine])
+        assert wanted["losses"][0] != pytest.approx(wanted["losses"][1], abs=1e-3)
+        for found in (rank[number] for rank in ranks):
+            outputs = wanted["outputs"]
+            if places > 1:
+                mine = range(found["place"], len(parallel_work.SHAPES), places)
+                outputs = outputs_of_groups(case[0], outputs, mine)
             torch.testing.assert_close(found["outputs"], outputs, rtol=0, atol=1e-5)
             assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
             assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
             assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
             assert relative(found["weights"], wanted["weights"]) <= 1e-5
-            for name, weight in ranks[0][case]["weights"].items():
-                assert torch.equal(found["weights"][name], weight), name
+            for key, weight in ranks[0][number]["weights"].items():
+                assert torch.equal(found["weights"][key], weight), key
+
+
+def test_one_rank_computes_the_very_same_bits():
+    cases = [REWARDS, GEMMA3]
+    (found,) = together(parallel_work.spread, 1, {}, cases)
+    for one, case in zip(found, cases, strict=True):
+        wanted = alone(*case)
+        assert torch.equal(one["outputs"], wanted["outputs"])
+        assert one["losses"] == wanted["losses"]
+        assert one["norms"] == wanted["norms"]
+        for kind in ("gradients", "weights"):
+            assert one[kind].keys() == wanted[kind].keys()
+            for name, tensor in wanted[kind].items():
+                assert torch.equal(one[kind][name], tensor), (kind, name)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +160,15 @@ def test_divided_tokens_keep_less_for_the_backward_pass():
         (layers, {"shares_tokens": shares, "recomputes": recomputes})
         for recomputes in (False, True)
         for shares in (False, True)
-        for layers in (4, 2)
+        for layers in (2, 1)
     ]
-    # Of 257 tokens, width 64, float32, two layers: two norms keep their input and what they have
-    # normalised, and one rank of two has 129 tokens of them. Recomputed layers keep their input.
-    one = (257 - 129) * 2 * 64 * 4
+    # Of 257 tokens, width 64, float32: two norms keep their input and what they have normalised,
+    # and one rank of two has 129 tokens of them. Recomputed layers keep their input.
+    one = (257 - 129) * 64 * 4
     for kept in together(parallel_work.kept_bytes, 2, {"tp": 2}, cases):
         by_layers = torch.tensor(kept).reshape(2, 2, 2)
-        of_two = by_layers[..., 0] - by_layers[..., 1]
-        saved = of_two[:, 0] - of_two[:, 1]
+        of_one = by_layers[..., 0] - by_layers[..., 1]
+        saved = of_one[:, 0] - of_one[:, 1]
         assert saved.tolist() == pytest.approx([2 * 2 * one, one], rel=0.02)
 
 
@@ -256,29 +179,14 @@ def test_a_divided_context_keeps_its_share_for_the_backward_pass():
     Attention's result it has twice: of all tokens and half the heads, as the kernel gave it, and
     the other way round, as the next layer reads it. In one process the two are one.
     """
-    cases = [(layers, {"recomputes": recomputes}) for recomputes in (0, 1) for layers in (4, 2)]
+    cases = [(layers, {"recomputes": recomputes}) for recomputes in (0, 1) for layers in (2, 1)]
     (alone,) = together(parallel_work.kept_bytes, 1, {}, cases)
     for kept in together(parallel_work.kept_bytes, 2, {"cp": 2}, cases):
-        of_two_layers = -torch.tensor([alone, kept]).reshape(2, 2, 2).diff(dim=2)[..., 0]
-        twice = 2 * 257 * 64 * 4 // 2
-        of_two_layers[1, 0] -= twice
-        shares = of_two_layers[1] / of_two_layers[0]
+        of_one_layer = -torch.tensor([alone, kept]).reshape(2, 2, 2).diff(dim=2)[..., 0]
+        twice = 257 * 64 * 4 // 2
+        of_one_layer[1, 0] -= twice
+        shares = of_one_layer[1] / of_one_layer[0]
         assert shares.tolist() == pytest.approx([0.5, 0.5], abs=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
-def test_more_ranks_than_heads_of_keys_and_sinks_of_attention(name):
-    """Four ranks, four heads, two heads of keys and values; logits of sinks go with their heads."""
-    case = ("policy", name, {})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    wanted = parallel_work.alone(*case)
-    torch.set_num_threads(threads)
-    for (found,) in together(parallel_work.spread, 4, {"cp": 4}, [case]):
-        torch.testing.assert_close(found["outputs"], wanted["outputs"], rtol=0, atol=1e-5)
-        assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
-        assert relative(found["gradients"], wanted["gradients"]) <= 1e-5
 
 
 @pytest.mark.parametrize(

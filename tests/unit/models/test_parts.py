@@ -89,18 +89,16 @@ def test_parts_give_the_outputs_and_gradients_of_one_pass(name):
     model = tiny.tiny_policy(name, dtype=torch.float64, temperature=0.8)
     forest = to_forest(tiny.random_groups(1, SHAPES))
     wanted = in_one_pass(model, forest)
-    for budget in (25, 7):
-        assert_same(in_parts(model, forest, budget), wanted, grads=tolerance(name))
+    assert_same(in_parts(model, forest, 12), wanted, grads=tolerance(name))
 
 
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma2-capped", "gpt-oss", "cohere"])
 def test_parts_of_deep_trees_give_the_outputs_and_gradients_of_one_pass(name):
     model = tiny.tiny_policy(name, dtype=torch.float64)
-    groups, _ = groups_of_tree(ALL.index(name), nodes=30, shapes=SHAPES[:1])
+    groups, _ = groups_of_tree(ALL.index(name), nodes=20, shapes=SHAPES[:1])
     forest = to_forest(groups, least_shared=1)
     wanted = in_one_pass(model, forest)
-    for budget in (60, 20):
-        assert_same(in_parts(model, forest, budget), wanted, grads=tolerance(name))
+    assert_same(in_parts(model, forest, 20), wanted, grads=tolerance(name))
 
 
 @settings(max_examples=60, deadline=None)

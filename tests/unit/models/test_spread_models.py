@@ -2,18 +2,15 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 import spread_work
+import threads
 import tiny
 from laurel.errors import CheckpointError
 from laurel.models.checkpoint.state import load_training_state
@@ -30,12 +27,7 @@ def name_of(sizes):
     return " ".join(f"{key}={value}" for key, value in sizes.items())
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+one_thread_of_module = threads.one_thread_of_module
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +47,6 @@ def cases_of(models):
     """What is loaded, and whether straight into shares."""
     return [
         (("policy", models["untied"], SHARED), True),
-        (("policy", models["tied"], {}), True),
-        (("reward", models["rewards"], SHARED), True),
-        (("reward", models["decoder"], {}), True),
         (("policy", models["tied"], LORA), True),
         (("reward", models["decoder"], LORA), True),
         (("policy", None, {"scratch": {"hidden_size": 32, "vocab_size": 400}}), False),
@@ -166,14 +155,13 @@ def test_memory_at_its_highest_falls_with_the_ranks(tmp_path):
 @pytest.mark.slow_parameters("dp_shard=2 tp=2")
 @pytest.mark.parametrize("sizes", SIZES, ids=name_of)
 def test_what_is_saved_from_shares_is_what_one_process_saves(sizes, models, tmp_path):
-    cases = [
-        ("policy", models["untied"], {}),
-        ("policy", models["tied"], LORA),
-        ("reward", models["decoder"], {}),
-        ("reward", models["rewards"], LORA),
-    ]
+    cases = [("policy", models["untied"], {}), ("reward", models["rewards"], LORA)]
     if "tp" not in sizes:
-        cases.append(("policy", models["experts"], {}))
+        cases = [
+            ("policy", models["tied"], LORA),
+            ("reward", models["decoder"], {}),
+            ("policy", models["experts"], {}),
+        ]
     alone = [str(tmp_path / f"alone-{i}") for i in range(len(cases))]
     spread = [str(tmp_path / f"spread-{i}") for i in range(len(cases))]
     for path in (*alone, *spread):
@@ -233,23 +221,18 @@ through in one process."""
 
 @pytest.fixture(scope="module")
 def runs(models, tmp_path_factory):
-    """A run that never stops, and one that goes from mesh to mesh, two steps on each."""
-    cases = [
-        ("policy", models["tied"], {}),
-        ("reward", models["rewards"], {}),
-        ("policy", models["untied"], LORA),
-        ("reward", models["decoder"], LORA),
-    ]
+    """A run that never stops, and one that goes from mesh to mesh, a step on each."""
+    cases = [("policy", models["tied"], {}), ("reward", models["decoder"], LORA)]
     root = tmp_path_factory.mktemp("runs")
-    straight = spread_work.go_on(None, cases, 2 * len(RUN[1:]))
+    straight = spread_work.go_on(None, cases, len(RUN[1:]))
     parts, before = [], None
     for number, sizes in enumerate(RUN[1:]):
         target = str(root / str(number))
         ranks = math.prod((sizes or {}).values())
         if sizes is None:
-            found = [spread_work.go_on(None, cases, 2, resume=before, target=target)]
+            found = [spread_work.go_on(None, cases, 1, resume=before, target=target)]
         else:
-            found = together(spread_work.resumed, ranks, sizes, cases, 2, before, target)
+            found = together(spread_work.resumed, ranks, sizes, cases, 1, before, target)
         parts.append(found)
         before = target
     return root, cases, straight, parts
@@ -268,7 +251,7 @@ def test_a_run_goes_on_over_any_mesh_as_if_it_had_never_stopped(runs):
             for name, wanted in straight[case]["moments"].items():
                 torch.testing.assert_close(moments[name], wanted, rtol=1e-3, atol=1e-6)
     # A run that forgot its moments, or its schedule, would be another.
-    assert len({round(loss, 4) for loss in straight[0]["losses"]}) == 8
+    assert len({round(loss, 4) for loss in straight[0]["losses"]}) == 4
 
 
 @pytest.mark.slow
@@ -341,30 +324,9 @@ def test_a_rank_that_cannot_save_leaves_no_torn_checkpoint(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_that_ranks_write_can_run_code(runs):
+def test_nothing_that_is_written_can_run_code(runs, tmp_path):
     root, _, _, _ = runs
     suffixes = {path.suffix for path in root.rglob("*") if path.is_file()}
     assert suffixes == {".json", ".jinja", ".md", ".safetensors"}
-    done = subprocess.run(
-        [sys.executable, "-c", UNPICKLING_IS_COUNTED, str(root / "0" / "0" / spread_work.TRAINING)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.split() == ["0", "1"], done.stdout + done.stderr
-
-
-UNPICKLING_IS_COUNTED = """
-import collections, pickle, sys
-from pathlib import Path
-from laurel.models.checkpoint.state import read_shares
-from laurel.models.checkpoint.state import load_training_state
-import torch.distributed.checkpoint.hf_storage
-found = []
-sys.addaudithook(lambda event, data: found.append(data) if event == "pickle.find_class" else None)
-load_training_state(Path(sys.argv[1]), optimizer=None, scheduler=None)
-assert read_shares(Path(sys.argv[1], "optimizer"), lambda name: None)
-print(len(found))
-pickle.loads(pickle.dumps(collections.OrderedDict()))
-print(len(found))
-"""
+    written = root / "0" / "0" / spread_work.TRAINING
+    assert together(spread_work.classes_unpickled, 1, written, tmp_path) == [[0, 1]]

@@ -26,11 +26,13 @@ values = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text()
     | st.sampled_from(["</tool_call>", "<tool_call>", "</think>", "}", '"', "; {", "\\"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
 )
 calls = st.builds(
-    ToolCall, st.from_regex(r"[a-z_]\w*", fullmatch=True), st.dictionaries(st.text(), values)
+    ToolCall,
+    st.from_regex("[a-z_][a-z0-9_é]*", fullmatch=True),
+    st.dictionaries(st.text(), values, max_size=3),
 )
 
 
@@ -51,22 +53,22 @@ def rendered(tokenizer, *wanted, content=""):
     return whole.removeprefix(before).rstrip().removesuffix(tokenizer.eos_token)
 
 
-@each_template
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if FORM_OF[name] == "llama"])
 @given(call=calls)
 def test_a_rendered_call_is_read_back(name, call):
     tokenizer = TOKENIZER_OF[name]
-    assert FORMS[FORM_OF[name]].read(rendered(tokenizer, call)) == [call]
+    assert FORMS["llama"].read(rendered(tokenizer, call)) == [call]
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen"])
-@given(several=st.lists(calls, min_size=1, max_size=3), said=st.text(alphabet="ab {}\n"))
+@given(several=st.lists(calls, min_size=1, max_size=2), said=st.text(alphabet="ab {}\n"))
 def test_several_rendered_calls_are_read_in_order(name, several, said):
     text = rendered(TOKENIZER_OF[name], *several, content=said)
     assert FORMS["hermes"].read(text) == several
 
 
 @each_form
-@given(several=st.lists(calls, max_size=3))
+@given(several=st.lists(calls, max_size=2))
 def test_what_a_form_writes_it_reads(form, several):
     assert form.read(form.write(several)) == several
 

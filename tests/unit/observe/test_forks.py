@@ -74,16 +74,12 @@ def of_a_pool():
     """Of a pool whose function catches nothing, as those of Laurel's own checkers."""
     spec = ProcessPoolSpec(
         name="the pool",
-        prepare=f"{__name__}:prepare",
+        prepare="forking_code:prepare",
         num_workers=1,
         timeout_seconds=60.0,
     )
     with closing(ProcessPool(spec)) as pool:
         return [pool.submit(answer).result(60) for answer in ANSWERS]
-
-
-def prepare(settings):
-    return lambda: forking_code.check
 
 
 def of_a_worker():

@@ -24,6 +24,8 @@ from laurel.types import Completion, Group, Message, Score, group_of
 from laurel.workers.spawned import SpawnedGroup
 from reward_servers import wait_until
 
+pytestmark = pytest.mark.usefixtures("warm_processes")
+
 GROUPS = [
     group_of((Message("user", f"Number {i}?"),), ("Bread and wine.", "No."), group_id=str(i))
     for i in range(5)

@@ -10,15 +10,31 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 import learner_work as work
+import threads
 from laurel.config.policy import NamedCall
 from laurel.errors import WorkerError
 from laurel.training.learner_group import divide_micro_batches, imbalance
 from local_group import LocalGroup
 from process_group import ProcessGroup
 
-pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2", "dp_replicate=2")
+pytestmark = pytest.mark.slow_parameters("dp_shard=2 tp=2", "cp=2")
+one_thread_of_module = threads.one_thread_of_module
 
-SIZES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2}, {"cp": 2}]
+CASES = (
+    ("dp_shard=2", "policy"),
+    ("dp_shard=2", "reward"),
+    ("dp_shard=2 tp=2", "policy"),
+    ("cp=2", "policy"),
+)
+"""Meshes and kinds of model; several ranks at a place are told the same, whatever the model."""
+
+
+def pytest_generate_tests(metafunc):
+    if "sizes" in metafunc.fixturenames:
+        ids = ["-".join(case) for case in CASES]
+        metafunc.parametrize(("sizes", "kind"), CASES, ids=ids, indirect=True, scope="module")
+    elif "kind" in metafunc.fixturenames:
+        metafunc.parametrize("kind", ["policy", "reward"], indirect=True, scope="module")
 
 
 def test_a_division_by_hand():
@@ -52,19 +68,21 @@ def test_imbalance_by_hand():
     assert imbalance([5], [[0], [None]]) == 1.0
 
 
-@pytest.fixture(scope="module", params=["policy", "reward"])
+@pytest.fixture(scope="module")
 def kind(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
+def sizes(request):
+    return {name: int(size) for name, size in (one.split("=") for one in request.param.split())}
+
+
+@pytest.fixture(scope="module")
 def directory(kind, tmp_path_factory):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     # Gemma multiplies its embeddings, caps its logits and ties its head.
     name = "gemma2-capped" if kind == "policy" else "qwen3"
-    yield work.write(kind, tmp_path_factory.mktemp(kind), name)
-    torch.set_num_threads(threads)
+    return work.write(kind, tmp_path_factory.mktemp(kind), name)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +90,9 @@ def alone(kind, directory):
     return work.played(kind, work.local(kind, directory))
 
 
-@pytest.fixture(
-    scope="module", params=SIZES, ids=lambda s: " ".join(f"{k}={v}" for k, v in s.items())
-)
-def many(request, kind, directory):
+@pytest.fixture(scope="module")
+def many(sizes, kind, directory):
     """What many ranks were asked for, and the learner."""
-    sizes = request.param
     make = partial(ProcessGroup, "policy", math.prod(sizes.values()))
     learner = work.grouped(kind, directory, make, sizes)
     with learner.group:
@@ -128,9 +143,8 @@ def test_weights_are_those_of_one_process(many, alone):
 
 def test_a_loss_that_is_no_number_on_one_rank_moves_nothing_on_any(many, alone):
     found, _ = many
-    for update in (*found["spoilt"], *alone["spoilt"]):
-        assert update.failure == "the loss is nan"
-        assert update.metrics == {}
+    for update in (found["spoilt"], alone["spoilt"]):
+        assert (update.failure, update.metrics) == ("the loss is nan", {})
     close(found["after spoilt"], found["after"], 0)
 
 
@@ -205,15 +219,13 @@ def rewards(tmp_path_factory):
     return work.write("reward", tmp_path_factory.mktemp("rewards"))
 
 
-@pytest.mark.slow_parameters("tp")
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2}], ids=["dp", "tp"])
-def test_adapters_learn_and_the_reference_leaves_them_out(sizes, tmp_path):
+def test_adapters_learn_and_the_reference_leaves_them_out(tmp_path):
     pytest.importorskip("peft")
     changes = {"dtensor_cfg": {"lora_cfg": {"enabled": True, "dim": 4}}}
     directory = work.write("policy", tmp_path)
     wanted = work.played("policy", work.local("policy", directory, **changes))
     make = partial(ProcessGroup, "policy", 2)
-    learner = work.grouped("policy", directory, make, sizes, **changes)
+    learner = work.grouped("policy", directory, make, {"dp_shard": 2}, **changes)
     with learner.group:
         found = work.played("policy", learner)
         weights = learner.weights(7)
@@ -269,8 +281,13 @@ def test_a_gradient_that_is_no_number_on_one_rank_moves_nothing_on_any(pair):
     assert learner.update(batch, work.loss("reward")).failure is None
 
 
-def test_a_rank_that_fails_is_named_and_the_group_ended(pair):
+def test_a_full_disk_is_no_failure_of_the_group_and_a_rank_that_fails_ends_it(pair, tmp_path):
+    """A run goes on after a checkpoint that could not be saved."""
     learner = pair()
+    (tmp_path / "file").touch()
+    with pytest.raises((OSError, SafetensorError), match=r"os error|Errno"):
+        learner.save_state(tmp_path / "file" / "training", {})
+    assert len(work.asked(learner, 1)) == 1
     batch = work.micro_batches("reward", work.CUTS["three micro-batches"])
     with pytest.raises(WorkerError, match=r"policy rank [01] of 2 failed in take_step: Value") as e:
         learner.update(batch, work.Broken(work.loss("reward"), at="1"))
@@ -311,12 +328,3 @@ def test_optimizers_that_torch_cannot_spread_are_refused(pair, name):
     with pytest.raises(WorkerError, match=r"choose torch\.optim\.AdamW") as caught:
         pair(optimizer=optimizer)
     assert caught.value.exit_code == 2
-
-
-def test_a_full_disk_is_no_failure_of_the_group(pair, tmp_path):
-    """A run goes on after a checkpoint that could not be saved."""
-    learner = pair()
-    (tmp_path / "file").touch()
-    with pytest.raises((OSError, SafetensorError), match=r"os error|Errno"):
-        learner.save_state(tmp_path / "file" / "training", {})
-    assert len(work.asked(learner, 1)) == 1
