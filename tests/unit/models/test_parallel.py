@@ -22,7 +22,7 @@ from laurel.models.spec import ParallelShape
 from parallel_runs import RankError, together
 
 pytestmark = pytest.mark.slow_parameters(
-    "other models", "dp_shard=2 tp=2", "cp=2 tp=2", "cp=4", "dp_replicate=2"
+    "tp=2, other models", "dp_shard=2 tp=2", "cp=2 tp=2", "cp=4", "dp_replicate=2"
 )
 
 ALL = {"shares_tokens": True, "recomputes": True, "lora": True}
