@@ -264,7 +264,7 @@ def test_closing_the_iterator_aborts_what_is_left_of_the_request(setup):
 
 def test_an_endless_request_does_not_outlive_its_task(setup):
     async def cancelled():
-        endless = request(seeds=(1, 2), max_new_tokens=900, temperature=0.5)
+        endless = request(seeds=range(40), max_new_tokens=900, temperature=0.5)
         task = asyncio.create_task(collect(setup.generator, endless))
         (other,) = await collect(setup.generator, request(seeds=(4,), max_new_tokens=3))
         task.cancel()
@@ -297,7 +297,7 @@ def test_new_weights_are_drawn_from_and_closing_ends_what_is_open(make):
         assert np.abs(old - np.concatenate([one.logprobs_L for one in before])).max() > 0.05
 
         async def closed_meanwhile():
-            endless = request(seeds=(1, 2), max_new_tokens=900)
+            endless = request(seeds=range(40), max_new_tokens=900)
             task = asyncio.create_task(collect(setup.generator, endless))
             await asyncio.sleep(0.1)
             await asyncio.to_thread(setup.generator.close)
