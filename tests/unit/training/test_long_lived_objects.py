@@ -27,6 +27,15 @@ def test_all_objects_are_left_out_for_a_run_and_those_of_the_caller_after_it(fro
     assert gc.get_threshold() == thresholds
 
 
+def test_what_python_freezes_at_its_start_is_no_callers(frozen_before, monkeypatch):
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # that of 3.12
+    gc.unfreeze()
+    with long_lived_objects():
+        pass
+    monkeypatch.undo()
+    assert gc.get_freeze_count() == 0
+
+
 def test_cycles_of_before_a_run_are_not_kept_by_it(frozen_before):
     class Node:
         ended = False
