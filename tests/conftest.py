@@ -4,13 +4,11 @@ import compileall
 import gc
 import os
 import tempfile
-from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from processes import forked
+from processes import forked, forked_by_ray
 
 TESTS = Path(__file__).parent
 
@@ -39,8 +37,7 @@ class SharedCluster:
         module = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
         if self._cluster is None or not module.ray.is_initialized():
             self.stop()
-            # vLLM imports Ray, which then reads its settings: too early for a cluster's workers.
-            with nullcontext() if find_spec("vllm") else forked():
+            with forked_by_ray():
                 self._cluster = module.RayCluster(cpus=4, gpus=0, object_store_bytes=80 * 2**20)
         return self._cluster
 
@@ -110,7 +107,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Look for no garbage before all tests are there; it takes a fourth of that time."""
+    """Look for no garbage before all tests are there; it takes a fourth of that time.
+
+    What is there then stays, and is left out of what each run in a test collects.
+    """
     gc.disable()
     try:
         return (yield)
