@@ -35,7 +35,7 @@ from laurel.models.spec import ParallelShape
 from laurel.rewards.scorer import golden_scores
 from laurel.run.model import model_spec
 from laurel.types import Message, group_of
-from laurel.workers.process import give_back_freed_memory
+from laurel.workers.process import give_back_freed_memory, trim_heap
 from parallel_work import EPSILON, SHAPES, Allocations, loss_of, weight_of
 from saved_steps import save_step
 
@@ -348,6 +348,7 @@ def own_memory() -> int:
 def peak_of_loading(sizes: dict[str, int] | None, directory: str) -> int:
     """Bytes by which the memory of this process rose at most while it loaded a model."""
     mesh = mesh_of(sizes)
+    trim_heap()  # else the model takes what imports had freed, and less rises
     with Peak() as memory:
         load("policy", directory, mesh)
     return memory.highest - memory.before
