@@ -128,7 +128,6 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/python tools/words.py
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file benchmarks/mypy.ini
 
 # The form of the code in figures, against the bars that were set for it.
 house: $(STAMP)

@@ -13,8 +13,9 @@ import time
 from laurel.config.grpo_run import GRPORun
 from laurel.config.load import load_config
 from laurel.extensions.plan.fit import FittedPlan, fit
-from laurel.extensions.plan.plan import ReadShapes, plan_text
+from laurel.extensions.plan.plan import plan_text
 from laurel.planning.memory import Shapes, parse_shape
+from laurel.run.model import ReadShapes
 from laurel.run.request import request_of
 
 TARGET_SECONDS = 1.0

@@ -59,7 +59,7 @@ def outcomes(checkout: Path) -> Iterator[Outcome]:
             continue
         switch = find_node(tree, ("policy", "megatron_cfg", "enabled"))
         is_megatron = switch is not None and switch.value is True
-        problems = tuple(_problems(path, cast(Kind, kind if kind in KINDS else "rm")))
+        problems = tuple(_problems(path, kind if kind in KINDS else "rm"))
         features = [_FEATURE.search(problem) for problem in problems]
         yield Outcome(
             path=path,

@@ -93,7 +93,7 @@ def why_not_fetched(name: str, kind: Kind = "model") -> str | None:
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
@@ -141,7 +141,7 @@ def _asked(url: str, seconds: float) -> str | None:
 
 def _ask(url: str, seconds: float) -> str | None:
     # The library handles proxies and certificates.
-    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+    from huggingface_hub.utils import get_session
 
     try:
         get_session().head(url, timeout=seconds)

@@ -114,8 +114,8 @@ def store_of(place: RankPlace, *, timeout: timedelta) -> Any:
     import torch.distributed as dist
 
     if place.world_size == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]
-    return dist.TCPStore(  # type: ignore[attr-defined]
+        return dist.HashStore()
+    return dist.TCPStore(
         place.master_address,
         place.master_port,
         place.world_size,

@@ -239,7 +239,7 @@ def check_hub(api: HfApi, name: str) -> None:
         ConfigError: The hub does not accept the name, or there is no login.
     """
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)
