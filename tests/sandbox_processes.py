@@ -1,14 +1,26 @@
-"""Processes of a pool of sandboxes, seen from outside."""
+"""The isolation of programs here, and the processes of a pool of sandboxes, from outside."""
 
 import contextlib
 import time
 
 import psutil
 
+from laurel.extensions.code.sandbox.detection import detect
 from laurel.extensions.code.sandbox.inside.monitor import ARMED, RUNNING
 
 END = 120.0
 """Seconds in which everything ends even on a machine that is busy with other things."""
+
+
+def isolation(without=frozenset()):
+    """What this machine has. A layer that the kernel has and that fails is a fault of ours.
+
+    Tests of a layer that is not there are skipped, and so would be those of one that we broke.
+    """
+    found = detect(without=without)
+    failed = [why for why in found.reasons.values() if why.startswith("it did not ")]
+    assert not failed, found.sentence()
+    return found
 
 
 def wait_until(condition):

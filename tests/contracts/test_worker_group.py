@@ -153,8 +153,8 @@ def test_shutdown_closes_every_worker_once(make, tmp_path):
     with make(Worker, marker=str(tmp_path / "worker")) as group:
         assert group.alive() == [True] * group.size
         size = group.size
+    assert group.alive() == [False] * size, "the block has ended it"
     group.shutdown()
-    assert group.alive() == [False] * size
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         f"worker-{rank}": "closed\n" for rank in range(size)
     }

@@ -51,7 +51,8 @@ def test_it_goes_on_with_the_kernel_of_today(kind, tmp_path, monkeypatch):
 def steps_after_resuming(kind, tmp_path, monkeypatch):
     shutil.copytree(OLDER / kind, tmp_path / kind)
     monkeypatch.chdir(tmp_path / kind)
-    COMMANDS[kind](Path("overrides.txt").read_text().splitlines())
+    done = COMMANDS[kind](Path("overrides.txt").read_text().splitlines())
+    assert ("with settings that are gone: grpo.health.kl_growth" in done.text) is (kind == "grpo")
     return {
         str(row["step"]): {name: row[name] for name in ("train/loss", "train/grad_norm")}
         for path in Path("logs").rglob("metrics.jsonl")

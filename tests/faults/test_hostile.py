@@ -11,10 +11,10 @@ import pytest
 
 import hostile_suite
 from laurel.extensions.code.sandbox.control_group import chosen_place
-from laurel.extensions.code.sandbox.detection import detect, small_world
+from laurel.extensions.code.sandbox.detection import small_world
 from laurel.extensions.code.sandbox.tiers import LAYERS, Tier
 from laurel.extensions.code.sandbox.zygote_process import ZygoteProcess
-from sandbox_processes import END, busy, is_gone, named, wait_until
+from sandbox_processes import END, busy, is_gone, isolation, named, wait_until
 
 PROGRAMS = {program.name: program for program in hostile_suite.read_programs()}
 QUICK = {program.claim: name for name, program in reversed(PROGRAMS.items())}  # one of each claim
@@ -42,7 +42,7 @@ def world():
 def place(request, world):
     """A tier and its zygote, beside a process that has to live through it all."""
     tier = request.param
-    found = detect(without=frozenset(LAYERS) - tier.layers)
+    found = isolation(without=frozenset(LAYERS) - tier.layers)
     if found.tier is not tier:
         pytest.skip(f"not to be had here: {found.sentence()}")
     neighbour = subprocess.Popen(["sleep", "1000"])

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from laurel.extensions.code.sandbox.detection import detect
 from laurel.extensions.code.sandbox.pool import SandboxPool
 from laurel.extensions.code.sandbox.tiers import Tier
+from sandbox_processes import isolation
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def write_rows(tmp_path):
 @pytest.fixture(scope="session")
 def found():
     """The isolation of programs on this machine, where there is some."""
-    found = detect()
+    found = isolation()
     if found.tier in (None, Tier.LIMITS_ONLY):
         pytest.skip(found.sentence())
     return found
@@ -33,7 +33,7 @@ def found():
 @pytest.fixture(scope="session")
 def tier():
     """What programs get here; without anything the tests have nothing to look at."""
-    found = detect()
+    found = isolation()
     if found.tier is None:
         pytest.skip(found.sentence())
     return found.tier

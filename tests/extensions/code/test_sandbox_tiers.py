@@ -28,6 +28,7 @@ from laurel.extensions.code.settings import SandboxConfig
 from laurel.sandbox import limits
 from laurel.sandbox.limits import available_cores
 from laurel.workers.rendezvous import RankPlace
+from sandbox_processes import isolation
 
 
 def found(tier, **reasons):
@@ -156,7 +157,7 @@ def test_another_system_runs_nothing(monkeypatch):
 
 
 def test_the_command_says_what_holds(capsys):
-    seen = detect(without=frozenset({"namespaces"}))
+    seen = isolation(without=frozenset({"namespaces"}))
     assert run_check(without=frozenset({"namespaces"}), as_json=True) == (
         seen.tier is Tier.NO_NAMESPACES
     )

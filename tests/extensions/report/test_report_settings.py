@@ -61,9 +61,11 @@ REPORT = {
     "seconds": 1.0,
     "num_rows": 300,
     "num_failures": 2,
-    "subsets": [],
+    "subsets": [
+        {"name": "law", "value": 0.8, "longer_wins": 0.6, "num_rows": 100, "num_failures": 2}
+    ],
     "notes": ["a note"],
-    "sections": [],
+    "sections": [{"name": "Ties", "value": 0.07, "longer_wins": None, "num_rows": 200}],
     "final": {"name": "all pairs", "value": 0.75, "longer_wins": 0.5, "num_rows": 300},
     "matrix": {"easy": 0.5},
     "diagnostics": {
@@ -139,6 +141,7 @@ def test_everything_of_a_run_is_on_its_page(tmp_path):
         "Before and after: validation-default/pairs The same pairs at step 50 and at step 100: 60",
         "All 120 samples.",
         "pairs: 75.0%",
+        "law 80.0% 60.0% 100 2 Ties 7.0% – 200 0 all pairs 75.0% 50.0% 300 0",
         "margin 0 to 1 60 60.0% 50.0-70.0%",
         "expected calibration error 4.0%",
         "lengths: tokens: max 478",

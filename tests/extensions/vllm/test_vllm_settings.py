@@ -7,12 +7,13 @@ import time
 import pytest
 
 from generators import request
-from laurel.config.environments import ModelServerConfig
+from laurel.config.environments import JudgeConfig, ModelServerConfig
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, DataError
 from laurel.extensions.vllm.engine import check_limits, sampling_arguments
 from laurel.extensions.vllm.plugin import Vllm
 from laurel.extensions.vllm.processes import end_processes
+from laurel.extensions.vllm.sections import ScoringVllmConfig
 from laurel.extensions.vllm.settings import (
     cpu_environment,
     engine_arguments,
@@ -58,6 +59,14 @@ def test_the_configuration_reaches_vllm():
     several = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     with pytest.raises(ConfigError, match=r"distributed_executor_backend: Laurel sets this"):
         arguments(vllm_cfg=several, vllm_kwargs={"distributed_executor_backend": "ray"})
+
+
+def test_a_judges_engine_has_every_setting_of_its_section():
+    own = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.4}
+    assert own.keys() == ScoringVllmConfig.model_fields.keys()
+    judge = JudgeConfig()
+    found = Vllm().for_judge(ScoringVllmConfig(**own), judge)
+    assert {name: getattr(found, name) for name in own} == own
 
 
 @pytest.mark.parametrize(("on_gpu", "rests"), [(True, True), (True, False), (False, False)])

@@ -383,3 +383,17 @@ def test_a_branch_of_32k_tokens_trains_without_a_square():
         model(forest).sum().backward()
     assert counter.largest <= len(forest.ids_T) * 32
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_a_window_that_holds_the_longest_row_costs_what_none_does(beyond):
+    plan = ForestPlan(to_forest(tiny.random_groups(6, [(40, [5, 1]), (0, [7])])).trees)
+    leaves = drawn(sum(plan.lengths))
+    found = []
+    for window in (None, 40 + 5 + beyond):
+        with Counter() as counter:
+            out = plan.attend(nn.Identity(), *leaves, _options(window))
+        found.append((counter.counts, out))
+    (counts, out), (counts_of_window, out_of_window) = found
+    assert (counts_of_window == counts) is (beyond >= 0)
+    assert torch.equal(out_of_window, out) is (beyond >= 0)

@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from contextlib import contextmanager
+from http import HTTPStatus
 
 import pytest
 
@@ -118,6 +119,28 @@ def test_what_the_request_is_to_blame_for(status, may_be_one_item):
     assert caught.value.may_be_one_item == may_be_one_item
     assert str(caught.value).startswith("4xx: ")
     assert "too \\x1blong" in str(caught.value), "what it says, without control characters"
+
+
+def test_every_status_of_an_error_is_somebodys_fault():
+    """The request's, unless it is one of these: then no other request would fare better."""
+    statuses = [status for status in HTTPStatus if status >= 400]
+    address = dict.fromkeys((401, 403, 404, 405, 407), "4xx")
+    known = {408: "timeout", 409: "version", 429: "busy", 503: "busy", **address}
+    expected = {s: known.get(s, "5xx" if s >= 500 else "the request") for s in statuses}
+    found = {}
+
+    async def main(url):
+        http = HttpExchange(url)
+        for status in statuses:
+            with pytest.raises((ReplicaFault, RefusedError)) as caught:
+                await http.post({"a": 1}, request_id=str(status), timeout=5.0)
+            is_refused = isinstance(caught.value, RefusedError)
+            found[status] = "the request" if is_refused else caught.value.kind
+        await http.aclose()
+
+    with RewardServer(lambda number, _: Answer(status=statuses[number], body=b"")) as server:
+        asyncio.run(main(server.url))
+    assert found == expected
 
 
 @pytest.mark.parametrize(

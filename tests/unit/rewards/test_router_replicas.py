@@ -200,6 +200,16 @@ def test_a_canary_that_finds_a_full_queue_ends_no_trust():
     assert router.counts["fault_canary"] == 0
 
 
+def test_after_a_lost_connection_the_canary_is_asked_before_anything_else():
+    """Behind the same address there may be another model by then."""
+    replica = ScriptedReplica("a", [None, unreachable()])
+    groups = [question("Q", "x")]
+    scores, _ = routed([replica], groups, canary=CanaryGroup(), probe_seconds=1000)
+    assert scores == right_scores(groups)
+    asked = [one.id for one, *_ in replica.asked]
+    assert asked == ["canary", "group Q", "canary", "group Q"]
+
+
 def test_one_that_is_added_takes_over_at_once():
     async def main():
         router = Router([ScriptedReplica("a", lambda *_: "hang")], RouterOptions(), clock=now)
