@@ -5,6 +5,7 @@ Its argument is the path of its socket. It ends with the process that started it
 
 import contextlib
 import fcntl
+import functools
 import importlib.util
 import json
 import os
@@ -20,10 +21,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from warm_cli import HEAVY, end_with, load, run
 
 PARALLEL = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
-VLLM = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "laurel.extensions.vllm.worker")
+VLLM = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.entrypoints.openai.api_server",
+    "laurel.extensions.vllm.worker",
+)
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a process sends to its parent: for a fork, that is this one."""
+
+
+def parent_of(pid):
+    """The parent of a process, as `os.getppid` says it of this one."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def put(descriptors, places):
@@ -57,6 +68,8 @@ class Jobs:
             for descriptor in (link.detach(), *descriptors):
                 os.close(descriptor)
             return
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        asker = struct.unpack("3i", credentials)[0]
         child = os.fork()
         if child == 0:
             for key in list(self._selector.get_map().values()):
@@ -66,6 +79,7 @@ class Jobs:
             for one in IGNORED:
                 signal.signal(one, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.getppid = functools.partial(parent_of, asker)  # some kill their parent
             job = json.loads(message)
             if job["leads_session"]:
                 os.setsid()
@@ -76,8 +90,6 @@ class Jobs:
         for descriptor in descriptors:
             os.close(descriptor)
         self._links[child] = link
-        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        asker = struct.unpack("3i", credentials)[0]
         note = Path(f"{sys.argv[1]}.{asker}")  # `processes.py` reads it, whole or not at all
         note.with_suffix(".new").write_text(str(child))
         note.with_suffix(".new").replace(note)

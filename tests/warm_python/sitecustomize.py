@@ -2,8 +2,8 @@
 
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
-those of spawned groups, those that multiprocessing spawns, and the reward servers of
-`serve_processes.py`.
+those of spawned groups, those that multiprocessing spawns, the reward servers of
+`serve_processes.py`, vLLM's servers, and what vLLM asks about the class of a model.
 """
 
 import os
@@ -20,6 +20,10 @@ def _arguments():
     if words and words[0].endswith("ray/_private/workers/default_worker.py"):
         return words
     if words[:2] == ["-m", "laurel.workers.spawned"] or "--multiprocessing-fork" in words:
+        return words
+    if words[:2] == ["-m", "vllm.model_executor.models.registry"]:
+        return words
+    if words[:1] == ["-c"] and "vllm.entrypoints" in words[1]:
         return words
     if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
         return words
