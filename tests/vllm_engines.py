@@ -6,7 +6,7 @@ import importlib.util
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ from laurel.extensions.vllm import processes, settings
 from laurel.extensions.vllm.engine import VllmEngine
 from laurel.generation.load import GeneratorSpec
 from laurel.types import Weights
-from processes import descendants, fork_of, forked
+from processes import fork_of, forked, with_forks
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 MAX_LENGTH = 1024
@@ -88,12 +88,8 @@ def small_cache() -> Iterator[None]:
 @contextmanager
 def forked_engines() -> Iterator[None]:
     """Engines that start meanwhile are forked (`processes.py`), and know their forks as theirs."""
-    own = processes.processes_of
-
-    def with_forks(llm: Any) -> list[psutil.Process]:
-        return [one for process in own(llm) for one in (process, *descendants(process.pid))]
-
-    with forked(), patch.object(processes, "processes_of", with_forks):
+    known = with_forks(processes.processes_of)
+    with forked(), patch.object(processes, "processes_of", known):
         yield
 
 
@@ -105,12 +101,11 @@ def started(
     kind: type[VllmEngine] = VllmEngine,
     max_concurrent: int = 6,
     tokenizer: Any = None,
-    is_forked: bool = True,
     **options: Any,
 ) -> Iterator[VllmEngine]:
     """An engine that starts with a model's weights, and is closed in the end.
 
-    Its processes are forked unless this one is a fork itself, whose children are.
+    Its processes are forked (`processes.py`).
     """
     tokenizer = tokenizer or tiny_tokenizers.chatml()
     with tempfile.TemporaryDirectory() as directory:
@@ -122,10 +117,7 @@ def started(
             "end_ids": (tokenizer.eos_token_id,),
         }
         spec = GeneratorSpec(**{**given, **options})
-        with ExitStack() as start:
-            start.enter_context(small_cache())
-            if is_forked:
-                start.enter_context(forked_engines())
+        with small_cache(), forked_engines():
             engine = kind(Path(directory), spec, precision="float32", probe=probe)
     # The directory is gone: nothing reads it again.
     try:
@@ -137,6 +129,6 @@ def started(
 def start_and_wait(ready: Any, vocab_size: int) -> None:
     """A program with an engine, which tells when it is there and then waits to be killed."""
     model = random_model("qwen3", tied=True, seed=0, vocab_size=vocab_size)
-    with started(model, Learner(model).logprobs, is_forked=False):
+    with started(model, Learner(model).logprobs):
         ready.send("started")
         signal.pause()

@@ -1,11 +1,12 @@
 """Forks processes from this one, which has loaded torch; see `sitecustomize.py`.
 
-Its argument is the path of its socket. It ends with the process that started it.
+Its argument is the path of its socket. It ends with the process that started it. Where vLLM is
+installed, a fork of it loads that as well, and listens at the same path with `.vllm` behind it.
+Ray's workers are forked without vLLM, which imports Ray: that then reads a worker's settings.
 """
 
 import contextlib
 import fcntl
-import functools
 import importlib.util
 import json
 import os
@@ -32,9 +33,16 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 """What a process sends to its parent: for a fork, that is this one."""
 
 
-def parent_of(pid):
-    """The parent of a process, as `os.getppid` says it of this one."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def take_parent_of(asker):
+    """Let `os.getppid` say here what it says in the process that asked: some kill their parent."""
+    own, real = os.getpid(), os.getppid
+
+    def parent():
+        if os.getpid() != own:  # a child of this one
+            return real()
+        return int(Path(f"/proc/{asker}/stat").read_text().rpartition(")")[2].split()[1])
+
+    os.getppid = parent
 
 
 def put(descriptors, places):
@@ -79,7 +87,7 @@ class Jobs:
             for one in IGNORED:
                 signal.signal(one, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.getppid = functools.partial(parent_of, asker)  # some kill their parent
+            take_parent_of(asker)
             job = json.loads(message)
             if job["leads_session"]:
                 os.setsid()
@@ -118,18 +126,44 @@ class Jobs:
         os.kill(child, signal.SIGKILL)
 
 
+def listen(path):
+    """A socket, whose callers wait until the modules are there."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen(64)
+    return listening
+
+
 def main():
     for one in IGNORED:
         signal.signal(one, signal.SIG_IGN)
-    selector = selectors.DefaultSelector()
     owner = os.pidfd_open(os.getppid())
+    of_vllm = listen(f"{sys.argv[1]}.vllm") if importlib.util.find_spec("vllm") else None
+    listening = listen(sys.argv[1])
+    load((*HEAVY, *PARALLEL))
+    if of_vllm is not None:
+        know_forks()
+        if os.fork() == 0:
+            listening, of_vllm = of_vllm, listening
+            load(VLLM)
+        of_vllm.close()
+    serve(owner, listening)
+
+
+def know_forks():
+    """An engine of vLLM that a fork starts takes what is forked for it as its own."""
+    os.environ["LAUREL_WARM"] = sys.argv[1]
+    from laurel.extensions.vllm import processes
+    from processes import with_forks
+
+    processes.processes_of = with_forks(processes.processes_of)
+
+
+def serve(owner, listening):
+    """Fork for those that ask, until the owner ends."""
+    selector = selectors.DefaultSelector()
     selector.register(owner, selectors.EVENT_READ, ("over", 0))
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(sys.argv[1])
-    listening.listen(64)  # they wait until the modules are there
     selector.register(listening, selectors.EVENT_READ, ("asked", 0))
-    of_vllm = VLLM if importlib.util.find_spec("vllm") else ()
-    load((*HEAVY, *PARALLEL, *of_vllm))
     jobs = Jobs(listening, selector)
     while True:
         for key, _ in selector.select():

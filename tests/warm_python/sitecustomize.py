@@ -19,15 +19,20 @@ def _arguments():
         words = words[1:]
     if words and words[0].endswith("ray/_private/workers/default_worker.py"):
         return words
-    if words[:2] == ["-m", "laurel.workers.spawned"] or "--multiprocessing-fork" in words:
-        return words
-    if words[:2] == ["-m", "vllm.model_executor.models.registry"]:
-        return words
-    if words[:1] == ["-c"] and "vllm.entrypoints" in words[1]:
+    if words[:2] == ["-m", "laurel.workers.spawned"] or _is_of_vllm(words):
         return words
     if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
         return words
     return None
+
+
+def _is_of_vllm(words):
+    """Whether it may be a process of vLLM: its engines are started by multiprocessing."""
+    return (
+        "--multiprocessing-fork" in words
+        or words[:2] == ["-m", "vllm.model_executor.models.registry"]
+        or (words[:1] == ["-c"] and "vllm.entrypoints" in words[1])
+    )
 
 
 def _inherited():
@@ -48,9 +53,12 @@ def _fork_elsewhere(words):
     import socket
 
     descriptors = _inherited()
+    server = os.environ["LAUREL_WARM"]
+    if _is_of_vllm(words) and os.path.exists(f"{server}.vllm"):
+        server += ".vllm"
     link = socket.socket(socket.AF_UNIX)
     try:
-        link.connect(os.environ["LAUREL_WARM"])
+        link.connect(server)
     except OSError:
         return  # the server has gone with its tests: this process does it by itself
     job = {
