@@ -55,6 +55,14 @@ def put(descriptors, places):
         os.close(one)
 
 
+def open_streams():
+    """Python's of what they are now, such as a pipe: those of this server are of its log."""
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
+
+
 class Jobs:
     """The forks, each with the connection of the process that asked for it."""
 
@@ -94,6 +102,7 @@ class Jobs:
             else:
                 os.setpgid(0, 0)  # Ray ends the group of a worker, which may not be this server's
             put(descriptors, job["descriptors"])
+            open_streams()
             end_with(lambda: run(job))
         for descriptor in descriptors:
             os.close(descriptor)

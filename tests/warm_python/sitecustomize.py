@@ -3,7 +3,8 @@
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
 those of spawned groups, those that multiprocessing spawns, the reward servers of
-`serve_processes.py`, vLLM's servers, and what vLLM asks about the class of a model.
+`serve_processes.py`, vLLM's servers, what vLLM asks about the class of a model, and the command
+that `LAUREL_WARM_COMMAND` names.
 """
 
 import os
@@ -22,6 +23,8 @@ def _arguments():
     if words[:2] == ["-m", "laurel.workers.spawned"] or _is_of_vllm(words):
         return words
     if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
+        return words
+    if os.environ.get("LAUREL_WARM_COMMAND", "") in words[1:3]:  # `-m laurel NAME`, `laurel NAME`
         return words
     return None
 
