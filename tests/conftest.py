@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import forked, forked_by_ray
+from processes import forked
 
 TESTS = Path(__file__).parent
 
@@ -37,7 +37,7 @@ class SharedCluster:
         module = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
         if self._cluster is None or not module.ray.is_initialized():
             self.stop()
-            with forked_by_ray():
+            with forked():
                 self._cluster = module.RayCluster(cpus=4, gpus=0, object_store_bytes=80 * 2**20)
         return self._cluster
 

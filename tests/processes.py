@@ -7,10 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,10 +19,10 @@ FOLDER = Path(__file__).with_name("warm_python")
 
 
 class _Server:
-    """The one of this process, which starts when it is first needed."""
+    """The one of this process, which starts when it is first needed; a fork has that it is from."""
 
     def __init__(self) -> None:
-        self._socket: str | None = None
+        self._socket = os.environ.get("LAUREL_WARM")
 
     def socket(self) -> str:
         """Where it listens."""
@@ -58,19 +58,22 @@ def forked() -> Iterator[None]:
         yield
 
 
-def forked_by_ray() -> AbstractContextManager[None]:
-    """`forked`, of what a cluster starts that is started meanwhile.
-
-    Not with vLLM, which imports Ray: that then reads its settings too early for a worker.
-    """
-    return nullcontext() if find_spec("vllm") else forked()
-
-
 def fork_of(pid: int) -> psutil.Process | None:
     """What does the work of a process, where it has been forked elsewhere and still runs."""
     with suppress(FileNotFoundError, psutil.NoSuchProcess):
         return psutil.Process(int(Path(f"{_server.socket()}.{pid}").read_text()))
     return None
+
+
+def with_forks(processes_of: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """`processes_of` of `laurel.extensions.vllm`, with what was forked for those processes."""
+
+    def found(engine: Any) -> list[Any]:
+        return [
+            one for process in processes_of(engine) for one in (process, *descendants(process.pid))
+        ]
+
+    return found
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -16,7 +16,7 @@ from laurel.models.checkpoint.export import save_policy
 from laurel.models.spec import ModelSpec
 from laurel.protocols import WorkerGroup
 from laurel.workers.reservations import Resources
-from processes import forked_by_ray
+from processes import forked
 
 MAX_LENGTH = 1024
 
@@ -25,7 +25,7 @@ MAX_LENGTH = 1024
 def cluster() -> Iterator[Any]:
     """A small cluster; inside another of these it is the same."""
     ray_cluster = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
-    with forked_by_ray():
+    with forked():
         started = ray_cluster.RayCluster(cpus=4, gpus=0, object_store_bytes=80 * 2**20)
     with started:
         yield started

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -18,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiny
 import tiny_tokenizers
 from laurel.config.grpo import GenerationConfig
+from laurel.extensions.vllm import processes, settings
 from laurel.extensions.vllm.engine import VllmEngine
 from laurel.generation.load import GeneratorSpec
 from laurel.types import Weights
-from processes import fork_of, forked
+from processes import fork_of, forked, with_forks
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 MAX_LENGTH = 1024
@@ -76,6 +79,21 @@ def scheduler_of(processes: list[psutil.Process]) -> psutil.Process:
 
 
 @contextmanager
+def small_cache() -> Iterator[None]:
+    """What starts meanwhile has little room for keys and values, all of which it fills at first."""
+    with patch.object(settings, "CPU_CACHE_BYTES", 1 << 26):
+        yield
+
+
+@contextmanager
+def forked_engines() -> Iterator[None]:
+    """Engines that start meanwhile are forked (`processes.py`), and know their forks as theirs."""
+    known = with_forks(processes.processes_of)
+    with forked(), patch.object(processes, "processes_of", known):
+        yield
+
+
+@contextmanager
 def started(
     model: Any,
     probe: Any,
@@ -83,27 +101,34 @@ def started(
     kind: type[VllmEngine] = VllmEngine,
     max_concurrent: int = 6,
     tokenizer: Any = None,
-    is_forked: bool = True,
     **options: Any,
 ) -> Iterator[VllmEngine]:
     """An engine that starts with a model's weights, and is closed in the end.
 
-    Its processes are forked (`processes.py`) unless a test looks at their memory.
+    Its processes are forked (`processes.py`).
     """
     tokenizer = tokenizer or tiny_tokenizers.chatml()
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-        settings: dict[str, Any] = {
+        given: dict[str, Any] = {
             "settings": GenerationConfig(max_concurrent=max_concurrent),
             "max_length": MAX_LENGTH,
             "end_ids": (tokenizer.eos_token_id,),
         }
-        spec = GeneratorSpec(**{**settings, **options})
-        with forked() if is_forked else nullcontext():
+        spec = GeneratorSpec(**{**given, **options})
+        with small_cache(), forked_engines():
             engine = kind(Path(directory), spec, precision="float32", probe=probe)
     # The directory is gone: nothing reads it again.
     try:
         yield engine
     finally:
         engine.close()
+
+
+def start_and_wait(ready: Any, vocab_size: int) -> None:
+    """A program with an engine, which tells when it is there and then waits to be killed."""
+    model = random_model("qwen3", tied=True, seed=0, vocab_size=vocab_size)
+    with started(model, Learner(model).logprobs):
+        ready.send("started")
+        signal.pause()

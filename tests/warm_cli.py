@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 import types
 
@@ -49,6 +50,7 @@ def run(job):
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    _heed_environment()
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in path if folder and folder not in sys.path]
     kind, *arguments = job["arguments"]
@@ -64,6 +66,14 @@ def run(job):
     else:
         sys.argv = [kind, *arguments]
         runpy.run_path(kind, run_name="__main__")
+
+
+def _heed_environment():
+    """Do what modules that are there already would do as they are imported."""
+    tempfile.tempdir = None  # looked for when it is first asked for
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None:
+        dynamo.disable = os.environ.get("TORCH_COMPILE_DISABLE", "0") == "1"
 
 
 def end_with(work):

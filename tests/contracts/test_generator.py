@@ -297,7 +297,7 @@ def test_new_weights_are_drawn_from_and_closing_ends_what_is_open(make):
         assert np.abs(old - np.concatenate([one.logprobs_L for one in before])).max() > 0.05
 
         async def closed_meanwhile():
-            endless = request(seeds=range(40), max_new_tokens=900)
+            endless = request(seeds=range(200), max_new_tokens=900)
             task = asyncio.create_task(collect(setup.generator, endless))
             await asyncio.sleep(0.1)
             await asyncio.to_thread(setup.generator.close)

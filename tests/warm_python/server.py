@@ -1,6 +1,8 @@
 """Forks processes from this one, which has loaded torch; see `sitecustomize.py`.
 
-Its argument is the path of its socket. It ends with the process that started it.
+Its argument is the path of its socket. It ends with the process that started it. Where vLLM is
+installed, a fork of it loads that as well, and listens at the same path with `.vllm` behind it.
+Ray's workers are forked without vLLM, which imports Ray: that then reads a worker's settings.
 """
 
 import contextlib
@@ -20,10 +22,27 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from warm_cli import HEAVY, end_with, load, run
 
 PARALLEL = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
-VLLM = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "laurel.extensions.vllm.worker")
+VLLM = (
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.entrypoints.openai.api_server",
+    "laurel.extensions.vllm.worker",
+)
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a process sends to its parent: for a fork, that is this one."""
+
+
+def take_parent_of(asker):
+    """Let `os.getppid` say here what it says in the process that asked: some kill their parent."""
+    own, real = os.getpid(), os.getppid
+
+    def parent():
+        if os.getpid() != own:  # a child of this one
+            return real()
+        return int(Path(f"/proc/{asker}/stat").read_text().rpartition(")")[2].split()[1])
+
+    os.getppid = parent
 
 
 def put(descriptors, places):
@@ -34,6 +53,14 @@ def put(descriptors, places):
     for one, place in zip(above, places, strict=True):
         os.dup2(one, place)
         os.close(one)
+
+
+def open_streams():
+    """Python's of what they are now, such as a pipe: those of this server are of its log."""
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
 
 
 class Jobs:
@@ -57,6 +84,8 @@ class Jobs:
             for descriptor in (link.detach(), *descriptors):
                 os.close(descriptor)
             return
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        asker = struct.unpack("3i", credentials)[0]
         child = os.fork()
         if child == 0:
             for key in list(self._selector.get_map().values()):
@@ -66,18 +95,18 @@ class Jobs:
             for one in IGNORED:
                 signal.signal(one, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            take_parent_of(asker)
             job = json.loads(message)
             if job["leads_session"]:
                 os.setsid()
             else:
                 os.setpgid(0, 0)  # Ray ends the group of a worker, which may not be this server's
             put(descriptors, job["descriptors"])
+            open_streams()
             end_with(lambda: run(job))
         for descriptor in descriptors:
             os.close(descriptor)
         self._links[child] = link
-        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        asker = struct.unpack("3i", credentials)[0]
         note = Path(f"{sys.argv[1]}.{asker}")  # `processes.py` reads it, whole or not at all
         note.with_suffix(".new").write_text(str(child))
         note.with_suffix(".new").replace(note)
@@ -106,18 +135,44 @@ class Jobs:
         os.kill(child, signal.SIGKILL)
 
 
+def listen(path):
+    """A socket, whose callers wait until the modules are there."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen(64)
+    return listening
+
+
 def main():
     for one in IGNORED:
         signal.signal(one, signal.SIG_IGN)
-    selector = selectors.DefaultSelector()
     owner = os.pidfd_open(os.getppid())
+    of_vllm = listen(f"{sys.argv[1]}.vllm") if importlib.util.find_spec("vllm") else None
+    listening = listen(sys.argv[1])
+    load((*HEAVY, *PARALLEL))
+    if of_vllm is not None:
+        know_forks()
+        if os.fork() == 0:
+            listening, of_vllm = of_vllm, listening
+            load(VLLM)
+        of_vllm.close()
+    serve(owner, listening)
+
+
+def know_forks():
+    """An engine of vLLM that a fork starts takes what is forked for it as its own."""
+    os.environ["LAUREL_WARM"] = sys.argv[1]
+    from laurel.extensions.vllm import processes
+    from processes import with_forks
+
+    processes.processes_of = with_forks(processes.processes_of)
+
+
+def serve(owner, listening):
+    """Fork for those that ask, until the owner ends."""
+    selector = selectors.DefaultSelector()
     selector.register(owner, selectors.EVENT_READ, ("over", 0))
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(sys.argv[1])
-    listening.listen(64)  # they wait until the modules are there
     selector.register(listening, selectors.EVENT_READ, ("asked", 0))
-    of_vllm = VLLM if importlib.util.find_spec("vllm") else ()
-    load((*HEAVY, *PARALLEL, *of_vllm))
     jobs = Jobs(listening, selector)
     while True:
         for key, _ in selector.select():

@@ -2,8 +2,9 @@
 
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
-those of spawned groups, those that multiprocessing spawns, and the reward servers of
-`serve_processes.py`.
+those of spawned groups, those that multiprocessing spawns, the reward servers of
+`serve_processes.py`, vLLM's servers, what vLLM asks about the class of a model, and the command
+that `LAUREL_WARM_COMMAND` names.
 """
 
 import os
@@ -19,11 +20,22 @@ def _arguments():
         words = words[1:]
     if words and words[0].endswith("ray/_private/workers/default_worker.py"):
         return words
-    if words[:2] == ["-m", "laurel.workers.spawned"] or "--multiprocessing-fork" in words:
+    if words[:2] == ["-m", "laurel.workers.spawned"] or _is_of_vllm(words):
         return words
     if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
         return words
+    if os.environ.get("LAUREL_WARM_COMMAND", "") in words[1:3]:  # `-m laurel NAME`, `laurel NAME`
+        return words
     return None
+
+
+def _is_of_vllm(words):
+    """Whether it may be a process of vLLM: its engines are started by multiprocessing."""
+    return (
+        "--multiprocessing-fork" in words
+        or words[:2] == ["-m", "vllm.model_executor.models.registry"]
+        or (words[:1] == ["-c"] and "vllm.entrypoints" in words[1])
+    )
 
 
 def _inherited():
@@ -44,9 +56,12 @@ def _fork_elsewhere(words):
     import socket
 
     descriptors = _inherited()
+    server = os.environ["LAUREL_WARM"]
+    if _is_of_vllm(words) and os.path.exists(f"{server}.vllm"):
+        server += ".vllm"
     link = socket.socket(socket.AF_UNIX)
     try:
-        link.connect(os.environ["LAUREL_WARM"])
+        link.connect(server)
     except OSError:
         return  # the server has gone with its tests: this process does it by itself
     job = {

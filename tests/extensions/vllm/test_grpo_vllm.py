@@ -25,7 +25,7 @@ from policy_runs import (
     sft,
     sft_settings,
 )
-from processes import forked
+from processes import descendants, fork_of, forked
 from sandbox_processes import is_gone, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -102,6 +102,7 @@ def test_vllm_samples_rollouts_of_several_sequences_that_branch(tmp_path, model)
 TWO_SLOTS = (
     "cluster.gpus_per_node=2",
     "policy.generation.vllm_cfg.tensor_parallel_size=2",
+    "+policy.generation.vllm_kwargs.kv_cache_memory_bytes=67108864",
     "grpo.max_num_steps=2",
     "grpo.val_period=0",
     "grpo.val_at_end=false",
@@ -136,29 +137,21 @@ def test_a_replica_over_two_slots_on_ray_is_started_again_when_it_is_killed(
             wait_until(kill_a_replica)  # a process may be read while it begins or ends
 
     def kill_a_replica():
-        """The actor that has vLLM's scheduler for a child, and that two workers: one a slot.
-
-        By their places, not by their titles: where the environment was changed before, vLLM cannot
-        write those.
-        """
-        found = psutil.Process(os.getpid()).children(recursive=True)
-        for actor in [process for process in found if "WorkerActor" in command_of(process)]:
-            for scheduler in children_of(actor):
-                family = [actor, scheduler, *children_of(scheduler)]
-                if len(family) == 4 and family == seen:  # twice: they are no passing helpers
-                    killed.extend(family)
-                    actor.send_signal(signal.SIGKILL)
-                    return True
-                if len(family) == 4:
-                    seen[:] = family
+        """The actor that has vLLM's scheduler below it, and that two workers: one a slot."""
+        for one in psutil.Process().children(recursive=True):
+            actor = fork_of(one.pid) if "default_worker" in command_of(one) else None
+            if actor is None:
+                continue
+            below = [one for one in descendants(actor.pid) if fork_of(one.pid) is None]
+            # Without what Python starts beside them to remove what they share.
+            family = [actor, *(one for one in below if "resource_tracker" not in command_of(one))]
+            if len(family) == 4 and family == seen:  # twice: they are no passing helpers
+                killed.extend(family)
+                actor.send_signal(signal.SIGKILL)
+                return True
+            if len(family) == 4:
+                seen[:] = family
         return False
-
-    def children_of(process):
-        """Without what Python starts beside them to remove what they share."""
-        try:
-            return [one for one in process.children() if "resource_tracker" not in command_of(one)]
-        except psutil.NoSuchProcess:
-            return []
 
     def command_of(process):
         try:

@@ -6,13 +6,9 @@ An engine takes seconds to start, so one that has been through an error goes on 
 import asyncio
 import contextlib
 import copy
-import json
-import os
+import multiprocessing
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -28,7 +24,7 @@ from laurel.errors import DataError, EngineError, MissingDependencyError, instal
 from laurel.generation.load import GeneratorSpec
 from laurel.generation.weights.held import HeldDtype
 from laurel.types import Weights
-from processes import descendants
+from processes import descendants, fork_of
 from sandbox_processes import is_gone, wait_until
 from vllm_engines import (
     HAS_VLLM,
@@ -37,6 +33,7 @@ from vllm_engines import (
     random_model,
     require_vllm,
     scheduler_of,
+    start_and_wait,
     started,
 )
 
@@ -235,8 +232,9 @@ def test_a_pipeline_gets_the_weights_of_each_of_its_stages():
     models = [random_model("qwen3", tied=True, seed=s, vocab_size=VOCABULARY) for s in range(2)]
     learner = Learner(models[0])
     stages = GenerationConfig(max_concurrent=6, vllm_cfg={"pipeline_parallel_size": 2})
-    with started(models[0], learner.logprobs, settings=stages, is_forked=False) as engine:
-        assert len(engine._processes) == 3, "a scheduler, and a worker for each stage"
+    with started(models[0], learner.logprobs, settings=stages) as engine:
+        working = [one for one in engine._processes if fork_of(one.pid) is None]
+        assert len(working) == 3, "a scheduler, and a worker for each stage"
         assert largest_difference(engine, models[0]) < EXACT
         learner.model = models[1]
         run(engine.update_weights(learner.weights(1)))
@@ -258,23 +256,25 @@ def test_engines_listen_on_this_machine_only(engine):
     addresses = {
         connection.laddr.ip
         for process in engine._processes
-        for one in (process, *descendants(process.pid))
-        for connection in one.net_connections("inet")
+        for connection in process.net_connections("inet")
     }
     assert addresses
     assert addresses <= {"127.0.0.1", "::1"}
 
 
-def test_an_engine_of_other_weights_does_not_start():
+def test_an_engine_of_other_weights_does_not_start(warm_processes):
     require_vllm()
-    children = set(psutil.Process().children(recursive=True))
+    here = psutil.Process()
+    children, below = set(here.children()), set(here.children(recursive=True))
     one, other = (random_model("qwen3", tied=True, seed=s, vocab_size=VOCABULARY) for s in range(2))
     with (
         pytest.raises(EngineError, match="step 4: token"),
-        started(one, Learner(other).logprobs, weight_version=4, is_forked=False),
+        started(one, Learner(other).logprobs, weight_version=4),
     ):
         pass
-    assert set(psutil.Process().children(recursive=True)) <= children
+    assert set(here.children()) <= children
+    # Forks end a moment after what they were forked for.
+    wait_until(lambda: set(here.children(recursive=True)) <= below)
 
 
 def test_a_dead_engine_ends_what_waits_for_it(in_bfloat16):
@@ -307,43 +307,28 @@ def test_a_dead_engine_ends_what_waits_for_it(in_bfloat16):
     assert not any(process.is_running() for process in engine._processes)
 
 
-def test_a_killed_program_leaves_no_engine_behind(tmp_path, short_folder):
+def test_a_killed_program_leaves_no_engine_behind(warm_processes, short_folder, monkeypatch):
     require_vllm()
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            f"""
-            import json, os, signal, sys
-            sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-            from vllm_engines import Learner, random_model, started
-
-            if __name__ == "__main__":
-                model = random_model("qwen3", tied=True, seed=0, vocab_size={VOCABULARY})
-                with started(model, Learner(model).logprobs, is_forked=False) as engine:
-                    print(json.dumps([process.pid for process in engine._processes]), flush=True)
-                    os.kill(os.getpid(), signal.SIGKILL)
-            """
-        )
-    )
-    log = (tmp_path / "log").open("w")
-    environment = {**os.environ, "TMPDIR": short_folder}
-    with (
-        log,
-        subprocess.Popen(
-            [sys.executable, program], stdout=subprocess.PIPE, stderr=log, env=environment
-        ) as started_program,
-    ):
-        line = started_program.stdout.readline()
-        assert line, (tmp_path / "log").read_text()
-        pids = json.loads(line)
-        assert started_program.wait() == -signal.SIGKILL
-    assert len(pids) == 2
+    monkeypatch.setenv("TMPDIR", short_folder)
+    spawning = multiprocessing.get_context("spawn")
+    ready, ready_there = spawning.Pipe(duplex=False)
+    program = spawning.Process(target=start_and_wait, args=(ready_there, VOCABULARY))
+    program.start()
+    ready_there.close()
+    assert ready.recv() == "started"
+    killed = fork_of(program.pid)
+    engine = [one for one in descendants(program.pid) if one != killed]
+    working = [one for one in engine if fork_of(one.pid) is None]
+    assert len(working) == 2, "a scheduler and a worker"
+    killed.kill()
+    program.join()
+    assert program.exitcode == -signal.SIGKILL
     try:
-        wait_until(lambda: all(map(is_gone, pids)))
+        wait_until(lambda: all(is_gone(one.pid) for one in engine))
     except AssertionError:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for one in engine:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
         raise
 
 

@@ -21,6 +21,7 @@ from laurel.rewards.remote.http import HttpReplica, HttpScorer
 from laurel.rewards.remote.replica import failure_reason
 from laurel.rewards.remote.router import CanaryGroup, Router, RouterOptions
 from laurel.types import Message, group_of
+from processes import descendants
 from scripted_replicas import ScorerReplica
 from vllm_engines import require_vllm
 from vllm_reward_models import local, saved
@@ -95,7 +96,7 @@ def server(model, tmp_path_factory):
         "--served-model-name",
         "laurel-test",
         "--kv-cache-memory-bytes",
-        str(1 << 28),
+        str(1 << 26),
         "--block-size",
         "32",
     ]
@@ -113,22 +114,21 @@ def server(model, tmp_path_factory):
 
 def wait_until_healthy(url, process, log):
     end = time.monotonic() + START_SECONDS
-    while True:
-        with suppress(httpx2.HTTPError):
-            if httpx2.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        assert process.poll() is None, log.read_text()[-5000:]
-        assert time.monotonic() < end, log.read_text()[-5000:]
-        time.sleep(0.25)
+    with httpx2.Client(base_url=url, timeout=5, trust_env=False) as client:
+        while True:
+            with suppress(httpx2.HTTPError):
+                if client.get("/health").status_code == 200:
+                    return
+            assert process.poll() is None, log.read_text()[-5000:]
+            assert time.monotonic() < end, log.read_text()[-5000:]
+            time.sleep(0.25)
 
 
 def kill_tree(process):
     """It and its engine, which would outlive it."""
-    with suppress(psutil.NoSuchProcess):
-        tree = psutil.Process(process.pid).children(recursive=True)
-        for one in tree:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
+    for one in descendants(process.pid):
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGKILL)
     process.wait()

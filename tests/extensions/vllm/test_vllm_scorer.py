@@ -35,10 +35,25 @@ from laurel.rewards.spec import ModelPlace, ScorerSpec, find_model
 from laurel.types import Message, group_of
 from model_directories import save_model
 from reward_models import small_model
-from vllm_engines import HAS_VLLM, random_model, require_vllm, scheduler_of
+from sandbox_processes import wait_until
+from vllm_engines import (
+    HAS_VLLM,
+    forked_engines,
+    random_model,
+    require_vllm,
+    scheduler_of,
+    small_cache,
+)
 from vllm_reward_models import FAMILIES, MAX_LENGTH, POISON, local, saved, write_raw
 
-pytestmark = pytest.mark.usefixtures("warm_processes")
+pytestmark = pytest.mark.usefixtures("warm_engines")
+
+
+@pytest.fixture(scope="module")
+def warm_engines():
+    with small_cache(), forked_engines():
+        yield
+
 
 EXACT = 1e-5
 """Scores of size 1 to 5 of one model in float32, in two orders of sums."""
@@ -218,12 +233,14 @@ def test_scores_of_another_position_keep_a_scorer_from_starting(tmp_path, monkey
         vllm.PoolerConfig = lambda **options: config(**{**options, "seq_pooling_type": "MEAN"})
         return vllm
 
-    monkeypatch.delenv("LAUREL_WARM")  # a fork ends a moment after the process that asked for it
-    children = set(psutil.Process().children(recursive=True))
+    here = psutil.Process()
+    children, below = set(here.children()), set(here.children(recursive=True))
     monkeypatch.setattr(processes, "import_vllm", elsewhere)
     with pytest.raises(ScoringContractError, match="another position than the last token"):
         load_vllm_scorer(find_model(str(tmp_path)), ScorerSpec(), say=lambda _: None)
-    assert set(psutil.Process().children(recursive=True)) <= children
+    assert set(here.children()) <= children
+    # Forks end a moment after what they were forked for.
+    wait_until(lambda: set(here.children(recursive=True)) <= below)
 
 
 def test_without_golden_scores_nothing_is_started(tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from contextlib import suppress
 
 import psutil
@@ -13,10 +11,12 @@ import pytest
 import tiny_tokenizers
 from laurel.config.environments import FunctionConfig, ModelServerConfig
 from laurel.extensions.reward_functions.source import FunctionSource
+from laurel.extensions.server.model_servers import LAUNCH
 from laurel.plugins import ScorerServices
 from laurel.types import Completion, Group, Message
 from model_directories import save_model
-from vllm_engines import random_model, require_vllm
+from processes import descendants
+from vllm_engines import random_model, require_vllm, scheduler_of, small_cache
 
 GROUP = Group(
     id="g",
@@ -42,8 +42,16 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info,
 """
 
 
+def its_processes():
+    """Those of a server that this process has started."""
+    (launcher,) = [
+        one for one in psutil.Process().children() if str(LAUNCH) in " ".join(one.cmdline())
+    ]
+    return descendants(launcher.pid)
+
+
 @pytest.mark.slow
-def test_a_function_asks_what_the_run_serves(tmp_path):
+def test_a_function_asks_what_the_run_serves(tmp_path, warm_processes):
     require_vllm()
     tokenizer = tiny_tokenizers.chatml()
     model = random_model("qwen3", tied=True, seed=0, vocab_size=len(tokenizer))
@@ -59,18 +67,24 @@ def test_a_function_asks_what_the_run_serves(tmp_path):
         ),
     )
     function = FunctionConfig(path=f"{tmp_path}/asks.py:compute_score", timeout=600)
-    scorer = FunctionSource().make(function, services)
-    try:
-        first = asyncio.run(scorer.score([GROUP]))[0]
-        assert [one.failure for one in first] == [None, None]
-        assert all(0 < one.value <= 3 and one.parts["words"] > 0 for one in first)
-        # Its engine dies, and with it the server: an outage, until it is back.
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if "EngineCore" in " ".join(child.cmdline() or [child.name()]):
-                    os.kill(child.pid, signal.SIGKILL)
-        again = asyncio.run(scorer.score([GROUP]))[0]
-        assert again == first
-    finally:
-        scorer.close()
+    started = []
+    with small_cache():
+        scorer = FunctionSource().make(function, services)
+        try:
+            first = asyncio.run(scorer.score([GROUP]))[0]
+            assert [one.failure for one in first] == [None, None]
+            assert all(0 < one.value <= 3 and one.parts["words"] > 0 for one in first)
+            # Its engine dies, and with it the server: an outage, until it is back.
+            started += its_processes()
+            engine = next(one for one in started if "spawn_main" in " ".join(one.cmdline()))
+            scheduler_of([engine]).kill()
+            again = asyncio.run(scorer.score([GROUP]))[0]
+            assert again == first
+            started += its_processes()
+        finally:
+            scorer.close()
+            for one in started:  # forks are in another group than what is killed with the server
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
     assert any("is served at" in line for line in said)
+    assert sum(" starts; " in line for line in said) == 2

@@ -22,7 +22,7 @@ from laurel.run.allocation import device_of, open_cluster, reserve_roles
 from laurel.run.request import backend_of, plan_to_run, request_of
 from laurel.workers.reservations import NodeNeed, NodeState, Resources, match
 from planned import planned
-from processes import forked_by_ray
+from processes import forked
 
 ray_cluster = pytest.importorskip("laurel.workers.ray_cluster", exc_type=ImportError)
 ray_group = pytest.importorskip("laurel.workers.ray_group", exc_type=ImportError)
@@ -262,7 +262,7 @@ def test_a_cluster_of_our_own_has_a_slot_for_every_rank_however_few_cores() -> N
         "policy.train_global_batch_size=48",
     )
     plan = plan_to_run(request_of(config))
-    with forked_by_ray():
+    with forked():
         opened = open_cluster(plan, config.cluster, object_store_bytes=STORE)
     with opened as cluster:
         assert cluster.nodes()[0].total["CPU"] >= 6
@@ -288,7 +288,7 @@ def test_the_slots_of_a_node_are_its_gpus_in_their_order() -> None:
         "cluster.placement={policy: {slots: [1, 2]}, generation: {shares: policy},"
         " reward_model: {slots: [3, 0]}}",
     )
-    with forked_by_ray():
+    with forked():
         started = ray_cluster.RayCluster(cpus=1, gpus=4, object_store_bytes=STORE)
     with started as cluster:
         assert device_of(ClusterConfig(), cluster) == "cuda"

@@ -164,6 +164,10 @@ class _Server:
 
     def __init__(self, process: Any) -> None:
         self._process = process  # a ServerProcess, or a worker group of one
+        # One for all looks, because another for each would read the certificates again. A
+        # connection for each, because the server may close an idle one as it is used.
+        no_connections = httpx2.Limits(max_keepalive_connections=0)
+        self._client = httpx2.Client(trust_env=False, limits=no_connections)
         self.address, self.rests = self._call("facts")
         self.log: str = self._call("log")
 
@@ -214,7 +218,7 @@ class _Server:
         """Report whether it answers."""
         with contextlib.suppress(httpx2.HTTPError):
             url = f"http://{self.address}/health"
-            return httpx2.get(url, timeout=_PROBE, trust_env=False).status_code == 200
+            return self._client.get(url, timeout=_PROBE).status_code == 200
         return False
 
     def ask(self, path: str) -> None:
@@ -226,7 +230,7 @@ class _Server:
             EngineError: It refuses, or does not answer.
         """
         try:
-            reply = httpx2.post(f"http://{self.address}{path}", timeout=_ASKED, trust_env=False)
+            reply = self._client.post(f"http://{self.address}{path}", timeout=_ASKED)
             reply.raise_for_status()
         except httpx2.HTTPError as error:
             if self.loss() is None:
