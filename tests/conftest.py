@@ -16,6 +16,11 @@ TESTS = Path(__file__).parent
 # beside the one that the next test starts. Ray reads this when it is imported.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
+# A second thread brings tiny models nothing: where another process of the tests has its core, each
+# operation waits for it, and a run takes five times as long. Read when torch is loaded, and passed
+# on to the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 LONG = ("unit/training/test_learner_group.py", "unit/workers/test_ray_cluster.py")
 """Files that take long and would come last, when other processes have nothing left to do."""
 
