@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from laurel.run import grpo, reward_model
 from laurel.run.reward_model import train_reward_model
 from laurel.training.loop import RunOutcome
 from laurel.training.stopping import Deadline
+from processes import forking
 
 ROOT = Path(__file__).parents[1]
 
@@ -255,7 +257,8 @@ class WarmPython:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(),
+            # Not with vLLM, whose modules a server of forks loads too.
+            env=environment() | ({} if find_spec("vllm") else forking(environment())),
         )
         atexit.register(self.close)
 

@@ -2,8 +2,8 @@
 
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
-those of spawned groups, those that multiprocessing spawns, and the reward servers of
-`serve_processes.py`.
+those of spawned groups, those that multiprocessing spawns, the reward servers of
+`serve_processes.py`, and the two that others of the tests are forked from.
 """
 
 import os
@@ -19,11 +19,31 @@ def _arguments():
         words = words[1:]
     if words and words[0].endswith("ray/_private/workers/default_worker.py"):
         return words
+    if _is_base(words):
+        return words
     if words[:2] == ["-m", "laurel.workers.spawned"] or "--multiprocessing-fork" in words:
         return words
     if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
         return words
     return None
+
+
+def _is_base(words):
+    """Whether other processes of the tests are forked from this one, which do not know of us."""
+    if words[:1] == ["-c"]:
+        return words[1].startswith("from multiprocessing.forkserver import main;")
+    return bool(words) and words[0].endswith("/tests/warm_cli.py")
+
+
+def _environment(words):
+    """The variables of the fork."""
+    if not _is_base(words):
+        return dict(os.environ)
+    folder, path = os.path.dirname(__file__), os.environ["PYTHONPATH"].split(os.pathsep)
+    others = os.pathsep.join(one for one in path if one != folder)
+    return {name: value for name, value in os.environ.items() if name != "LAUREL_WARM"} | {
+        "PYTHONPATH": others
+    }
 
 
 def _inherited():
@@ -52,7 +72,8 @@ def _fork_elsewhere(words):
     job = {
         "arguments": words,
         "folder": os.getcwd(),
-        "environment": dict(os.environ),
+        "environment": _environment(words),
+        "is_base": _is_base(words),
         "descriptors": [0, 1, 2, *descriptors],
         "leads_session": os.getsid(0) == os.getpid(),
     }
