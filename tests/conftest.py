@@ -3,6 +3,7 @@
 import compileall
 import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,11 @@ TESTS = Path(__file__).parent
 # A thread that calls Ray when its cluster has gone raises, where Ray would start another cluster
 # beside the one that the next test starts. Ray reads this when it is imported.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+
+# A second thread brings tiny models nothing: where another process of the tests has its core, each
+# operation waits for it, and a run takes five times as long. Read when torch is loaded, and passed
+# on to the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG = ("unit/training/test_learner_group.py", "unit/workers/test_ray_cluster.py")
 """Files that take long and would come last, when other processes have nothing left to do."""
@@ -109,15 +115,18 @@ def pytest_collection_modifyitems(items):
 def pytest_collection():
     """Look for no garbage before all tests are there; it takes a fourth of that time.
 
-    What is there then stays, and is left out of what each run in a test collects.
+    What is there then stays, and is left out of what each run in a test collects: so are some
+    megabytes of garbage, which it would take a second to find. The modules of tests are kept as
+    pytest has rewritten them, which takes five seconds, whatever PYTHONDONTWRITEBYTECODE says.
     """
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
+        sys.dont_write_bytecode = writes_none
 
 
 @pytest.hookimpl(wrapper=True)

@@ -133,6 +133,7 @@ def warm_server() -> Iterator[Callable[[Path, Path], dict[int, str]]]:
             "TOKENIZERS_PARALLELISM": "false",
             "COLUMNS": "100",
             "NO_COLOR": "1",
+            "OMP_NUM_THREADS": "1",  # as in the other tests
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from processes import forked
+
 DEADLINE = 60.0
 
 
@@ -57,7 +59,8 @@ def start_server() -> None:
         # Its imports look here alone (Python 3.11 does not tell it where the tests lie).
         tests = Path(__file__).resolve().parent
         environment.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests, tests.parent / "src"))))
-        forkserver.ensure_running()
+        with forked():
+            forkserver.ensure_running()
 
 
 def _wait(processes: list, folder: Path, end: float) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,18 @@ class _Server:
 _server = _Server()
 
 
+def forking(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which a process is forked that would load torch, beside these."""
+    path = filter(None, (str(FOLDER), environment.get("PYTHONPATH")))
+    return {"LAUREL_WARM": _server.socket(), "PYTHONPATH": os.pathsep.join(path)}
+
+
 @contextmanager
 def forked() -> Iterator[None]:
     """What starts meanwhile and would load torch is forked, and is no child of its parent."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("LAUREL_WARM", _server.socket())
-        environment.setenv("PYTHONPATH", str(FOLDER), prepend=os.pathsep)
+        for name, value in forking(os.environ).items():
+            environment.setenv(name, value)
         yield
 
 

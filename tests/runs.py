@@ -37,6 +37,7 @@ from laurel.run import grpo, reward_model
 from laurel.run.reward_model import train_reward_model
 from laurel.training.loop import RunOutcome
 from laurel.training.stopping import Deadline
+from processes import forking
 
 ROOT = Path(__file__).parents[1]
 
@@ -255,7 +256,7 @@ class WarmPython:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=environment() | forking(environment()),
         )
         atexit.register(self.close)
 

@@ -211,7 +211,7 @@ def evaluate(
         max_samples: Rows at most of each set.
         output: Write three JSON files into this directory.
         scorer_options: How a model that is loaded here scores.
-        cpu_threads: On CPU; None is one per core.
+        cpu_threads: On CPU; None is what OMP_NUM_THREADS says, or else one per core.
         quiet: Do not say what was found.
 
     Raises:

@@ -12,9 +12,11 @@ import pytest
 
 from group_workers import Broken, CountingPickles, Summing, Worker
 from laurel.errors import ConfigError, WorkerError
-from laurel.workers.calls import Shared
+from laurel.workers.calls import Shared, WorkerCall
+from laurel.workers.rendezvous import RankPlace
 from laurel.workers.reservations import Resources
 from laurel.workers.spawned import SpawnedGroup
+from laurel.workers.worker_actor import WorkerActor
 from local_group import LocalGroup
 from sandbox_processes import wait_until
 
@@ -258,13 +260,24 @@ def test_a_result_that_cannot_travel(pair):
         pair(Worker).call("unpicklable")
 
 
-def test_torch_distributed_finds_its_variables(pair):
+def test_torch_distributed_finds_its_variables_and_openmp_those_of_this_process(pair, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     found = pair(Worker).call("environment")
     assert [e["RANK"] for e in found] == ["0", "1"]
     assert [e["LOCAL_RANK"] for e in found] == ["0", "1"]
     assert {(e["WORLD_SIZE"], e["MASTER_ADDR"]) for e in found} == {("2", "127.0.0.1")}
     assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"] != "0"
     assert {e["CUDA_VISIBLE_DEVICES"] for e in found} == {""}, "it asked for no GPU"
+    assert {e["OMP_NUM_THREADS"] for e in found} == {"3"}
+
+
+def test_what_is_unset_where_the_group_was_made_is_unset_for_the_worker(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it
+    monkeypatch.setenv("RANK", "7")
+    made = pickle.dumps((dict, WorkerCall("", (), {})))
+    WorkerActor(0, []).build(made, RankPlace(role="policy"), {"OMP_NUM_THREADS": None, "RANK": "0"})
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert os.environ["RANK"] == "0"
 
 
 @pytest.mark.slow

@@ -268,25 +268,26 @@ def test_the_reference_of_a_policy_from_nothing_is_the_same_when_a_run_goes_on(t
 
 
 KILLED = """
-import itertools, os, signal, sys, threading, torch
+import itertools, os, pathlib, signal, sys, threading, torch
 from laurel.run.train import run_training
 from policy_fakes import HOOKS
 
-first, seconds = int(sys.argv[1]), float(sys.argv[2])
-numbers = itertools.count(1)
+first, seconds, saved = int(sys.argv[1]), float(sys.argv[2]), pathlib.Path(sys.argv[3])
+numbers, timers = itertools.count(1), []
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def judge():
     number = next(numbers)
-    if number == first:
-        threading.Timer(seconds, kill).start()
+    if number >= first and saved.exists() and not timers:
+        timers.append(threading.Timer(seconds, kill))
+        timers[0].start()
     if number == first + 12:  # however late the timer is
         kill()
 
 HOOKS["judge"] = judge
-run_training("grpo", None, sys.argv[3:])
+run_training("grpo", None, sys.argv[4:])
 """
 
 
@@ -303,8 +304,10 @@ def test_kill_9_at_any_moment(tmp_path, model):
     grpo(grpo_settings(straight, model, *changes))
     moments = random.Random()
     overrides = grpo_settings(broken, model, *changes)
-    # Three groups a step, and one step ahead: after the first checkpoint, and before the last step.
-    moment = (str(moments.randrange(16, 22)), str(moments.random() / 10))
+    # Three groups a step, and one step ahead: after the first checkpoint, which is complete by the
+    # next one, and before the last step.
+    first = broken / "saves" / "step_3"
+    moment = (str(moments.randrange(16, 22)), str(moments.random() / 10), str(first))
     killed = run(overrides, program=("-c", KILLED, *moment))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     last = grpo(overrides)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import threads
 from laurel.models.checkpoint.store import verify
 from laurel.observe.loggers import read_metrics
 from runs import (
@@ -24,6 +25,8 @@ from runs import (
     train,
     write_rows,
 )
+
+one_thread = threads.one_thread
 
 TRAIN_NAMES = (
     "loss",
@@ -162,6 +165,18 @@ def test_without_checkpoints_nothing_is_saved(tmp_path):
 def last(directory, name):
     figures = series(directory, name)
     return figures[max(figures)]
+
+
+def test_on_two_threads_it_learns_the_same(tmp_path):
+    """The other tests have one."""
+    losses = []
+    for number in (1, 2):
+        changes = ("rm.max_num_steps=3", "rm.val_period=0", f"cluster.cpu_threads={number}")
+        train(settings(tmp_path / str(number), "checkpointing.keep_top_k=null", *changes))
+        assert torch.get_num_threads() == number
+        losses.append(series(tmp_path / str(number), "train/loss"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[0]) == 3
 
 
 def test_it_learns_a_rule_and_hugging_face_agrees_on_every_score(tmp_path):

@@ -103,6 +103,9 @@ class Jobs:
                 os.setpgid(0, 0)  # Ray ends the group of a worker, which may not be this server's
             put(descriptors, job["descriptors"])
             open_streams()
+            if job["is_base"]:
+                run(job)
+                sys.exit()  # its forks come here too, and end as Python ends
             end_with(lambda: run(job))
         for descriptor in descriptors:
             os.close(descriptor)

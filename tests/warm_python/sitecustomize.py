@@ -3,8 +3,8 @@
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
 those of spawned groups, those that multiprocessing spawns, the reward servers of
-`serve_processes.py`, vLLM's servers, what vLLM asks about the class of a model, and the command
-that `LAUREL_WARM_COMMAND` names.
+`serve_processes.py`, vLLM's servers, what vLLM asks about the class of a model, the command that
+`LAUREL_WARM_COMMAND` names, and the two that others of the tests are forked from.
 """
 
 import os
@@ -20,7 +20,7 @@ def _arguments():
         words = words[1:]
     if words and words[0].endswith("ray/_private/workers/default_worker.py"):
         return words
-    if words[:2] == ["-m", "laurel.workers.spawned"] or _is_of_vllm(words):
+    if _is_base(words) or _is_of_vllm(words) or words[:2] == ["-m", "laurel.workers.spawned"]:
         return words
     if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
         return words
@@ -36,6 +36,24 @@ def _is_of_vllm(words):
         or words[:2] == ["-m", "vllm.model_executor.models.registry"]
         or (words[:1] == ["-c"] and "vllm.entrypoints" in words[1])
     )
+
+
+def _is_base(words):
+    """Whether other processes of the tests are forked from this one, which do not know of us."""
+    if words[:1] == ["-c"]:
+        return words[1].startswith("from multiprocessing.forkserver import main;")
+    return bool(words) and words[0].endswith("/tests/warm_cli.py")
+
+
+def _environment(words):
+    """The variables of the fork."""
+    if not _is_base(words):
+        return dict(os.environ)
+    folder, path = os.path.dirname(__file__), os.environ["PYTHONPATH"].split(os.pathsep)
+    others = os.pathsep.join(one for one in path if one != folder)
+    return {name: value for name, value in os.environ.items() if name != "LAUREL_WARM"} | {
+        "PYTHONPATH": others
+    }
 
 
 def _inherited():
@@ -67,7 +85,8 @@ def _fork_elsewhere(words):
     job = {
         "arguments": words,
         "folder": os.getcwd(),
-        "environment": dict(os.environ),
+        "environment": _environment(words),
+        "is_base": _is_base(words),
         "descriptors": [0, 1, 2, *descriptors],
         "leads_session": os.getsid(0) == os.getpid(),
     }

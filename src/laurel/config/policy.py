@@ -514,7 +514,8 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU where there is one."""
     cpu_threads: Annotated[int | None, THREADS] = Field(default=None, ge=1)
-    """Threads on a CPU; null: one per core of this process."""
+    """Threads on a CPU; null: as many as OMP_NUM_THREADS says, or else one per core of this
+    process."""
     backend: Literal["auto", "local", "ray"] = "auto"
     """`local`: everything in this process; `ray`: a process for each rank of each role. `auto`:
     local if every role has one rank and all share one slot. Default: no Ray where one process

@@ -72,8 +72,7 @@ from laurel.rewards.spec import (
     find_reward_model,
     headless,
 )
-from laurel.sandbox.limits import available_cores
-from laurel.workers.process import choose_device
+from laurel.workers.process import choose_device, threads_of_each
 from laurel.workers.spawned import SpawnedGroup
 
 _log = logging.getLogger(__name__)
@@ -369,7 +368,7 @@ def _processes_here(spec: ScorerSpec, placement: ScorerPlacement) -> ScorerPlace
             f"one model in this process; set {key_of(f'{SECTION}.use_reward_loop')}=true, or "
             "num_replicas=1"
         )
-    threads = max(1, available_cores() // number)
+    threads = threads_of_each(number)
     num_gpus = torch.cuda.device_count() if spec.device != "cpu" else 0
 
     def make_group(_: str, ranks: range | None) -> MakeGroup:

@@ -267,7 +267,10 @@ DeviceOption = Annotated[
     typer.Option(help="The device; auto uses a GPU if there is one."),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, help="The number of CPU threads. Default: one per core.")
+    int | None,
+    typer.Option(
+        min=1, help="The number of CPU threads. Default: OMP_NUM_THREADS, or one per core."
+    ),
 ]
 SettingsOption = Annotated[
     list[str] | None,

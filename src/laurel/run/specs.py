@@ -149,7 +149,7 @@ def open_asked_judge(
 
     Args:
         options: The options of the command, of which the device counts.
-        cpu_threads: The number of threads on a CPU; None is one per core.
+        cpu_threads: The number of threads on a CPU; None is as `prepare` chooses.
 
     Raises:
         UserError: The judge cannot be loaded or asked.

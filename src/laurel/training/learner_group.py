@@ -34,7 +34,6 @@ from laurel.observe.console import quiet_libraries
 from laurel.observe.files import is_disk_error
 from laurel.protocols import WorkerGroup
 from laurel.rewards.scorer import check_golden
-from laurel.sandbox.limits import available_cores
 from laurel.training.learner import (
     NOTHING_TO_LEARN,
     Inputs,
@@ -50,7 +49,13 @@ from laurel.training.learner import (
     weights_of,
 )
 from laurel.types import TokenForest, Weights
-from laurel.workers.process import choose_device, give_back_freed_memory, prepare, seed_everything
+from laurel.workers.process import (
+    choose_device,
+    give_back_freed_memory,
+    prepare,
+    seed_everything,
+    threads_of_each,
+)
 from laurel.workers.rendezvous import RankPlace, join, leave
 
 if TYPE_CHECKING:
@@ -527,7 +532,7 @@ class LearnerWorker(WeightExporter):
         self._shape = shape
         threads = cluster.cpu_threads
         if threads is None and choose_device(cluster.device).type == "cpu":
-            threads = max(1, available_cores() // self._place.world_size)
+            threads = threads_of_each(self._place.world_size)
         device = prepare(cluster.device, cpu_threads=threads, seed=seed)
         mesh = None
         if shape.num_ranks > 1:

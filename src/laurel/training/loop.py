@@ -119,9 +119,7 @@ def long_lived_objects() -> Iterator[None]:
     of its own objects, of which few are in cycles.
     """
     thresholds = gc.get_threshold()
-    # What the caller has frozen stays so, and could not be distinguished from what is frozen here.
-    # Python 3.12 itself begins with some hundreds; a process with torch has 100,000 and more.
-    is_ours = gc.get_freeze_count() < 10_000
+    is_ours = not _has_frozen()
     gc.collect()
     if is_ours:
         gc.freeze()
@@ -132,6 +130,21 @@ def long_lived_objects() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         if is_ours:
             gc.unfreeze()
+
+
+_frozen_by_caller = False
+
+
+def _has_frozen() -> bool:
+    """Report whether the caller has frozen objects, now or at an earlier run of this process.
+
+    They stay frozen, and could not be distinguished from what a run freezes.
+    """
+    global _frozen_by_caller
+    # Counting a million takes a tenth of a second, so it is done once. Python 3.12 itself begins
+    # with some hundreds; a process with torch has 100,000 and more.
+    _frozen_by_caller = _frozen_by_caller or gc.get_freeze_count() >= 10_000
+    return _frozen_by_caller
 
 
 class Interrupted(Exception):

@@ -28,7 +28,7 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
 
     Args:
         device: Choice as in `cluster.device`.
-        cpu_threads: Threads of torch on CPU; None is one per core that this process may use.
+        cpu_threads: Threads of torch on CPU; None is what `threads_of_each` says.
 
     Raises:
         ConfigError: A GPU is asked for and there is none, or too many threads for this machine.
@@ -38,9 +38,21 @@ def prepare(device: str, *, cpu_threads: int | None, seed: int) -> torch.device:
     chosen = choose_device(device)
     if cpu_threads is not None:
         bound_count("cluster.cpu_threads", cpu_threads, THREADS)
-    torch.set_num_threads(cpu_threads or available_cores())
+    torch.set_num_threads(cpu_threads or threads_of_each())
     seed_everything(seed)
     return chosen
+
+
+def threads_of_each(processes: int = 1) -> int:
+    """Return how many threads torch uses on a CPU in each of several processes of a machine.
+
+    Each has its share of the cores that this process may use, unless OMP_NUM_THREADS, which torch
+    reads itself, says another number.
+    """
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if said.isdecimal() and int(said) > 0:
+        return int(said)
+    return max(1, available_cores() // processes)
 
 
 def choose_device(choice: str) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import pickle
 import re
 import sys
@@ -125,6 +126,8 @@ class RayGroup(GroupCalls):
             bound = {0: self._actors[0].bind.remote(master)}
             port, listener = self._collect(bound, "", None)[0]
         sent = ray.put(payload)
+        # As here: Ray sets it to the CPUs that it has assigned, which is one for a rank of many.
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
         making = {}
         for rank, actor in enumerate(self._actors):
             sees_all = not reservation.each.gpus
@@ -139,7 +142,7 @@ class RayGroup(GroupCalls):
                 listener=listener if rank == 0 else None,
                 host=addresses[self._node_ids[rank]],
             )
-            environment = place.environment() | _devices(reservation, rank)
+            environment = place.environment() | _devices(reservation, rank) | threads
             making[rank] = actor.build.remote(sent, place, environment)
         self._collect(making, "", None)
 

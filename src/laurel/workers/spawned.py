@@ -49,7 +49,7 @@ class SpawnedGroup(GroupCalls):
         Args:
             worker_class: A class that can be imported.
             limit: Seconds until a call is late, where the call does not say.
-            cpu_threads: Threads of its arithmetic; None: one per core.
+            cpu_threads: Threads of its arithmetic; None: as in this process.
             local_rank: Which GPU it takes, where there are any.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,9 +54,19 @@ class WorkerActor:
         """Bind the master's port, as `bind_master`."""
         return bind_master(address)
 
-    def build(self, payload: bytes, place: RankPlace, environment: dict[str, str]) -> bytes:
-        """Make the worker."""
-        os.environ.update(environment)
+    def build(
+        self, payload: bytes, place: RankPlace, environment: Mapping[str, str | None]
+    ) -> bytes:
+        """Make the worker.
+
+        Args:
+            environment: Environment variables of this process; those that are None are unset.
+        """
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         outcome = self._attempt(None, payload, (place,))
         if isinstance(outcome, Success):
             self._worker = outcome.value

@@ -25,7 +25,7 @@ def test_every_probe_works_on_this_machine(capsys):
     assert 0 < found["memory"]["available"] <= found["memory"]["total"]
     assert 0 < found["disk"]["free"] <= found["disk"]["total"]
     assert all(rate > 0 for rate in found["speed"]["gflops"].values())
-    assert found["will_use"]["threads"] == found["cpu"]["usable_cores"]
+    assert found["will_use"]["threads"] == found["cpu"]["threads"]
 
 
 def test_a_probe_that_fails_is_a_line_among_the_others(capsys):
@@ -58,6 +58,7 @@ def test_bfloat16_is_advised_where_it_is_clearly_faster(rate, advised):
 def test_a_quota_below_the_cores_is_kept_to_and_told(monkeypatch):
     monkeypatch.setattr(limits, "_affine_cores", lambda: 8)
     monkeypatch.setattr(limits, "cpu_quota", lambda: 2.5)
+    monkeypatch.delenv("OMP_NUM_THREADS")
     found = machine.cpu()
     assert found.facts["usable_cores"] == 2
     assert "2 of" in found.lines[0]
@@ -65,6 +66,10 @@ def test_a_quota_below_the_cores_is_kept_to_and_told(monkeypatch):
     advice = advise({"cpu": found.facts})
     assert advice.facts["threads"] == 2
     assert advice.lines[1].startswith("threads: 2, one per usable core")
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    advice = advise({"cpu": machine.cpu().facts})
+    assert advice.facts["threads"] == 6
+    assert advice.lines[1].startswith("threads: 6, as OMP_NUM_THREADS says")
 
 
 def test_it_says_how_threads_wait_and_who_decided_it(monkeypatch):

@@ -418,19 +418,28 @@ def test_closing_kills_the_processes_in_mid_call(in_processes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "message", "num_workers"),
     [
-        ("no_such_module_here:f", "or name a file (path/to/file.py:function)"),
-        ("os.:f", "'os.:f' is not of the form module.Name or module:Name"),
-        ("os.path:jion", "os.path:jion: posixpath has no 'jion'; did you mean 'join'?"),
-        ("os.path:sep", "'sep' is str, not a function"),
-        ("{dir}/nothing.py:f", "there is no file"),
-        ("{dir}/broken.py:f", "cannot be run: ZeroDivisionError"),
-        ("{dir}/short.py:ff", "/short.py has no 'ff'; did you mean 'f'?"),
-        ("{dir}/short.py:f", "cannot be called with data_source, solution_str, ground_truth"),
+        ("os.:f", "'os.:f' is not of the form module.Name or module:Name", 0),
+        ("os.path:jion", "os.path:jion: posixpath has no 'jion'; did you mean 'join'?", 0),
+        ("os.path:sep", "'sep' is str, not a function", 0),
+        ("{dir}/nothing.py:f", "there is no file", 0),
+        ("{dir}/short.py:ff", "/short.py has no 'ff'; did you mean 'f'?", 0),
+        # A process of its own looks for it as this one does, and says what it has found.
+        *(
+            (path, message, num_workers)
+            for path, message in (
+                ("no_such_module_here:f", "or name a file (path/to/file.py:function)"),
+                ("{dir}/broken.py:f", "cannot be run: ZeroDivisionError"),
+                (
+                    "{dir}/short.py:f",
+                    "cannot be called with data_source, solution_str, ground_truth",
+                ),
+            )
+            for num_workers in (0, 1)
+        ),
     ],
 )
-@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_function_that_cannot_be_used_is_refused_at_once(tmp_path, path, message, num_workers):
     written(tmp_path, "1 / 0", "broken.py")
     written(tmp_path, "def f(answer):\n    return 1", "short.py")

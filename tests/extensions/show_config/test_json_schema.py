@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,15 @@ RECIPES = sorted(
 MODELINE = re.compile(r"# yaml-language-server: \$schema=(\S+)\n")
 
 
+@cache
+def validator(kind: Kind) -> Draft202012Validator:
+    """Made once: it takes longer than what it is asked."""
+    return Draft202012Validator(json_schema(kind))
+
+
 def complaints(kind: Kind, document: Any) -> Sequence[str]:
     """Say where a document does not fit."""
-    found = Draft202012Validator(json_schema(kind)).iter_errors(document)
+    found = validator(kind).iter_errors(document)
     return [f"{error.json_path}: {error.message}" for error in found]
 
 

@@ -106,11 +106,11 @@ def test_an_architecture_that_narrows_only_its_mask_is_refused():
 
 
 class Wrapped(nn.Module):
-    """A classifier whose decoder is called with other arguments than it is given."""
+    """A module that is called with other arguments than it is given."""
 
-    def __init__(self, classifier, change):
+    def __init__(self, inner, change):
         super().__init__()
-        self.inner = classifier
+        self.inner = inner
         self.change = change
 
     def __getattr__(self, name):
@@ -119,16 +119,15 @@ class Wrapped(nn.Module):
         except AttributeError:
             return getattr(self.inner, name)
 
-    def base_model(self, **arguments):
-        return self.inner.base_model(**self.change(arguments))
-
     def forward(self, **arguments):
-        return self.inner(**arguments)
+        return self.inner(**self.change(arguments))
 
 
 def wrapped(change):
+    """A reward model whose classifier computes with another base model than the one it shows."""
     model = tiny.tiny_reward_model("llama")
-    model.classifier = Wrapped(model.classifier, change)
+    model.classifier = Wrapped(model.classifier, lambda arguments: arguments)
+    model.classifier.base_model = Wrapped(model.classifier.inner.base_model, change)
     return model
 
 

@@ -4,11 +4,13 @@ import gc
 
 import pytest
 
+from laurel.training import loop
 from laurel.training.loop import NEW_OBJECTS, long_lived_objects
 
 
 @pytest.fixture(params=[False, True], ids=["nothing frozen", "frozen by the caller"])
-def frozen_before(request):
+def frozen_before(request, monkeypatch):
+    monkeypatch.setattr(loop, "_frozen_by_caller", False)
     thresholds = gc.get_threshold()
     gc.unfreeze()
     if request.param:
@@ -34,6 +36,17 @@ def test_what_python_freezes_at_its_start_is_no_callers(frozen_before, monkeypat
         pass
     monkeypatch.undo()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_a_caller_has_frozen_is_counted_at_the_first_run_alone(frozen_before, monkeypatch):
+    counted = []
+    count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(count()) or counted[-1])
+    for _ in range(2):
+        with long_lived_objects():
+            pass
+    # Where there was nothing, the caller may have frozen something since.
+    assert len(counted) == (1 if frozen_before else 2)
 
 
 def test_cycles_of_before_a_run_are_not_kept_by_it(frozen_before):

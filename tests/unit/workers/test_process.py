@@ -10,6 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import threads
+from laurel.workers import process
+
+one_thread = threads.one_thread
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -81,6 +87,32 @@ def test_how_threads_wait_is_left_to_whoever_has_said_it() -> None:
     said = openmp_says(OMP_WAIT_POLICY="ACTIVE")
     assert "OMP_WAIT_POLICY = 'ACTIVE'" in said
     assert "GOMP_SPINCOUNT = '2000'" not in said
+
+
+@pytest.mark.parametrize(
+    ("said", "processes", "threads"),
+    [
+        *((None, 1, 6), (None, 4, 1), (None, 8, 1), ("", 2, 3)),
+        *(("2", 1, 2), ("8", 4, 8), ("3,1", 1, 3), ("0", 1, 6), ("many", 1, 6)),
+    ],
+)
+def test_threads_are_an_equal_share_of_the_cores_or_what_openmp_is_told(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, processes: int, threads: int
+) -> None:
+    monkeypatch.setattr(process, "available_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert process.threads_of_each(processes) == threads
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, 3), (2, 2)])
+def test_torch_has_the_threads_that_are_chosen_or_else_those_of_each_process(
+    monkeypatch: pytest.MonkeyPatch, chosen: int | None, threads: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    process.prepare("cpu", cpu_threads=chosen, seed=0)
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -79,10 +79,13 @@ def advise(facts: Mapping[str, Mapping[str, Any]]) -> ProbeFinding:
     device = "cuda" if has_gpu else "cpu"
     lines = [f"device: {device} (cluster.device=auto)"]
     used: dict[str, Any] = {"device": device}
-    cores = facts.get("cpu", {}).get("usable_cores")  # no more than the container's quota
-    if cores is not None:
-        used["threads"] = cores
-        lines.append(f"threads: {cores}, one per usable core (cluster.cpu_threads=null)")
+    processor = facts.get("cpu", {})
+    threads = processor.get("threads")
+    if threads is not None:
+        used["threads"] = threads
+        is_each = threads == processor["usable_cores"]  # no more than the container's quota
+        why = "one per usable core" if is_each else "as OMP_NUM_THREADS says"
+        lines.append(f"threads: {threads}, {why} (cluster.cpu_threads=null)")
     rates = facts.get("speed", {}).get("gflops")
     if rates:
         ratio = rates["bfloat16"] / rates["float32"]

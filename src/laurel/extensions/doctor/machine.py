@@ -100,6 +100,7 @@ def extras() -> ProbeFinding:
 def cpu() -> ProbeFinding:
     """Describe the processor, and how much of it this process may use."""
     from laurel.sandbox.limits import available_cores, cpu_quota
+    from laurel.workers.process import threads_of_each
 
     table = _table(Path("/proc/cpuinfo"))
     model = table.get("model name") or platform.processor() or platform.machine()
@@ -112,6 +113,7 @@ def cpu() -> ProbeFinding:
         "cores": os.cpu_count(),
         "usable_cores": cores,
         "quota": quota,
+        "threads": threads_of_each(),
         "bfloat16": fast,
         "waiting_threads": waiting,
     }

@@ -251,7 +251,9 @@ def content_policy(script: str, live: Live | None) -> str:
     )
 
 
+@cache
 def _environment() -> Any:
+    # Kept with its compiled templates: a page that is shown live is rendered again and again.
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup, escape
 

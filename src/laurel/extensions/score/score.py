@@ -120,7 +120,7 @@ def run_score(
         model: A directory or a hub name, as `rewards.spec.find_model` reads it.
         judge_file: The file of a judge that scores in place of a model.
         settings: The settings of `--set`, as `policy_of_settings` reads them.
-        cpu_threads: The number of threads on a CPU; None is one per core.
+        cpu_threads: The number of threads on a CPU; None is as `prepare` chooses.
 
     Returns:
         The exit code: 1 if a completion has no score, or none could be read; otherwise 0.

@@ -15,8 +15,8 @@ from laurel.extensions.server.service import ServedModel, ServingSpec
 from laurel.rewards.batching import BackendReplicas, BatcherStats, BatchingScorer, KnownInput
 from laurel.rewards.preparing import Prepared, Rendered
 from laurel.rewards.spec import Say
-from laurel.sandbox.limits import available_cores
 from laurel.types import Group, Score, TokenGroup
+from laurel.workers.process import threads_of_each
 from laurel.workers.rendezvous import RankPlace
 from laurel.workers.spawned import SpawnedGroup
 from laurel.workers.supervisor import EndlessRestarts
@@ -44,7 +44,7 @@ def open_replicas(spec: ServingSpec, num_replicas: int, *, limit: float, say: Sa
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas}: at least one is needed")
     if spec.cpu_threads is None:
-        spec = replace(spec, cpu_threads=max(1, available_cores() // num_replicas))
+        spec = replace(spec, cpu_threads=threads_of_each(num_replicas))
     replicas = BackendReplicas(
         lambda index: ReplicaProcess(index, spec, limit=limit),
         num_replicas,

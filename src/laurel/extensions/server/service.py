@@ -405,7 +405,7 @@ class ServingSpec:
     """Scorer of the model; None where `opens` needs none."""
     limits: BatcherLimits = field(default_factory=BatcherLimits)
     cpu_threads: int | None = None
-    """Threads of a CPU; None: one per core."""
+    """Threads of a CPU; None: as `prepare` chooses."""
     opens: Opening = open_model
     """A function of a module, which the processes of replicas import."""
 

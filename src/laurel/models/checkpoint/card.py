@@ -9,14 +9,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
 from laurel.errors import CheckpointError
 from laurel.models.scoring import ScoringContract, ScoringRules
 from laurel.types import Message, group_of
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 CARD = "README.md"
 FACTS = "model_card.json"
@@ -177,6 +181,12 @@ def policy_card(facts: CardFacts, *, place: str = HERE) -> str:
 
 
 def _render(template: str, **values: Any) -> str:
+    return str(_environment().get_template(template).render(**values))
+
+
+@cache
+def _environment() -> Environment:
+    # Kept with its compiled templates: a run writes a card at every save.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -193,7 +203,7 @@ def _render(template: str, **values: Any) -> str:
         "line": _line,
         "string_literal": json.dumps,
     }
-    return environment.get_template(template).render(**values)
+    return environment
 
 
 def _front(facts: CardFacts, *, kind: str, task: str) -> str:

@@ -24,10 +24,10 @@ from laurel.models.loading.pretrained import (
     compute_dtype,
     finalize_model,
     find_tokenizer,
-    inputs_alone,
     make_network,
     make_probe,
     num_positions,
+    outputs_alone,
     own_attention,
     read_config,
     read_weights,
@@ -226,8 +226,8 @@ def _largest_difference(model: PolicyModel, probe: Probe) -> float | None:
 def _alone(model: PolicyModel, ids_L: Tensor, start: int) -> tuple[Tensor, Tensor]:
     # Returns the hidden states that predict one completion, and its log-probabilities, both as
     # Hugging Face's class computes them.
-    inputs = inputs_alone(model, ids_L)
-    hidden_LD = model.causal_lm.base_model(**inputs).last_hidden_state[0, start - 1 : -1]
-    logits_LV = model.causal_lm(**inputs).logits[0, start - 1 : -1].double() / model.temperature
+    logits, hidden_LD = outputs_alone(model, ids_L)
+    logits_LV = logits[0, start - 1 : -1].double() / model.temperature
     targets_L = ids_L[start:, None].to(model.device)
-    return hidden_LD.double(), logits_LV.log_softmax(dim=-1).gather(1, targets_L)[:, 0]
+    logprobs_L = logits_LV.log_softmax(dim=-1).gather(1, targets_L)[:, 0]
+    return hidden_LD[start - 1 : -1].double(), logprobs_L

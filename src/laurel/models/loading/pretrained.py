@@ -692,8 +692,30 @@ def check_batches(
     return found
 
 
-def inputs_alone(model: Decoder, ids_L: Tensor) -> dict[str, Tensor]:
-    """Return the arguments with which transformers' models compute one sequence."""
+def logits_alone(model: Decoder, ids_L: Tensor) -> Tensor:
+    """Return the logits of one sequence as transformers' model computes them."""
+    logits: Tensor = model.network(**_inputs_alone(model, ids_L)).logits
+    return logits
+
+
+def outputs_alone(model: Decoder, ids_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute one sequence as transformers' model does, in one pass.
+
+    Returns:
+        Its logits, and the hidden states `[L, D]` from which the head has computed them.
+    """
+    base, seen = model.network.base_model, list[Tensor]()
+    hook = base.register_forward_hook(lambda module, given, outputs: seen.append(outputs[0]))
+    try:
+        logits = logits_alone(model, ids_L)
+    finally:
+        hook.remove()
+    if not seen:  # a class that calls the layers of its base model by itself
+        seen.append(base(**_inputs_alone(model, ids_L)).last_hidden_state)
+    return logits, seen[-1][0]
+
+
+def _inputs_alone(model: Decoder, ids_L: Tensor) -> dict[str, Tensor]:
     ids_1L = ids_L[None].to(model.device)
     return {"input_ids": ids_1L, "attention_mask": torch.ones_like(ids_1L)}
 

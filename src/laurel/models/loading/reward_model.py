@@ -26,10 +26,11 @@ from laurel.models.loading.pretrained import (
     compute_dtype,
     finalize_model,
     find_tokenizer,
-    inputs_alone,
+    logits_alone,
     make_network,
     make_probe,
     num_positions,
+    outputs_alone,
     own_attention,
     read_config,
     read_weights,
@@ -507,17 +508,15 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
     batch = probe.batch(model.path)
     scores_NK = model(batch).double()
     if model.head_name is None:
-        own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
+        own_NK = torch.cat([_read(logits_alone(model, ids)) for ids in probe.sequences_N]).double()
         if not own_NK.isfinite().all():
             return None
         return float((scores_NK - own_NK).abs().max() / own_NK.abs().max().clamp_min(1e-12))
     hidden_ND = model.last_hidden(batch).double()
     with own_attention(model):
-        own_NK = torch.cat([_own_scores(model, ids) for ids in probe.sequences_N]).double()
-        base = model.classifier.base_model
-        own_ND = torch.cat(
-            [base(**inputs_alone(model, ids)).last_hidden_state[:, -1] for ids in probe.sequences_N]
-        ).double()
+        alone = [outputs_alone(model, ids) for ids in probe.sequences_N]
+    own_NK = torch.cat([_read(logits) for logits, _ in alone]).double()
+    own_ND = torch.stack([hidden_LD[-1] for _, hidden_LD in alone]).double()
     if not (own_NK.isfinite().all() and own_ND.isfinite().all()):
         return None
     size_N = own_ND.norm(dim=1).clamp_min(1e-12)
@@ -527,7 +526,6 @@ def _largest_difference(model: RewardModel, probe: Probe) -> float | None:
     return float(torch.maximum(hidden, scores))
 
 
-def _own_scores(model: RewardModel, ids_L: Tensor) -> Tensor:
-    logits: Tensor = model.classifier(**inputs_alone(model, ids_L)).logits
+def _read(logits: Tensor) -> Tensor:
     # A token classifier gives the outputs of every token.
     return logits if logits.dim() == 2 else logits[:, -1]
