@@ -2,8 +2,8 @@
 
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
-those of spawned groups, those that multiprocessing spawns, and the reward servers of
-`serve_processes.py`.
+those of spawned groups, those that multiprocessing spawns, the reward servers of
+`serve_processes.py`, and the steps of a day on a GPU (`test_gpu_day.py`).
 """
 
 import os
@@ -22,6 +22,11 @@ def _arguments():
     if words[:2] == ["-m", "laurel.workers.spawned"] or "--multiprocessing-fork" in words:
         return words
     if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
+        return words
+    is_step = words[:2] == ["-m", "laurel"] or (
+        words[:1] and words[0].endswith("benchmarks/gpu.py")
+    )
+    if "LAUREL_WARM_STEPS" in os.environ and is_step:
         return words
     return None
 
