@@ -3,7 +3,8 @@
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
 those of spawned groups, those that multiprocessing spawns, the reward servers of
-`serve_processes.py`, and the steps of a day on a GPU (`test_gpu_day.py`).
+`serve_processes.py`, the kernels of `test_notebooks.py`, and the steps of a day on a GPU
+(`test_gpu_day.py`).
 """
 
 import os
@@ -18,6 +19,8 @@ def _arguments():
             return None  # an option of Python that a fork would not follow
         words = words[1:]
     if words and words[0].endswith("ray/_private/workers/default_worker.py"):
+        return words
+    if words[:2] == ["-m", "ipykernel_launcher"] and "LAUREL_WARM_KERNELS" in os.environ:
         return words
     if words[:2] == ["-m", "laurel.workers.spawned"] or "--multiprocessing-fork" in words:
         return words
