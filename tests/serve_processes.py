@@ -67,7 +67,7 @@ class Serving:
                 filter(None, [os.environ.get("PYTHONPATH"), NULL_SERVER])
             ),
             "LAUREL_API_KEY": KEY,
-            "LAUREL_WARM_SERVE": "1",
+            "LAUREL_WARM_COMMANDS": "serve serve-null",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "XDG_STATE_HOME": str(directory),

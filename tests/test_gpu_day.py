@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -61,12 +62,14 @@ def begin(tmp_path, prepared):
         places = ["--prepared", prepared, "--out", tmp_path / "out", "--work", tmp_path / "work"]
         command = [sys.executable, DAY / "day.py", str(number), *places]
         command += ["--device", "cpu", "--tiny", "--seconds", "600", "--only", *only]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        environment = {**os.environ, "LAUREL_WARM_COMMANDS": "laurel gpu.py"}
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
 
     return begun
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_processes")
 def test_a_day_is_kept_when_it_is_cut_off_and_goes_on(tmp_path, begin):
     out = tmp_path / "out"
     assert begin(1, "attention and head").wait() == 0

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from processes import forked
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 Config = pytest.importorskip("traitlets.config").Config
@@ -122,8 +124,12 @@ def test_the_notebook_is_that_of_its_source_and_was_run(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLAIMS)
-def test_a_notebook_runs_and_what_it_tells_is_so(name: str, tmp_path: Path) -> None:
-    notebook, wrong = run(name, tmp_path)
+def test_a_notebook_runs_and_what_it_tells_is_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAUREL_WARM_COMMANDS", "ipykernel_launcher")
+    with forked():
+        notebook, wrong = run(name, tmp_path)
     check_outputs(notebook)
     assert wrong == []
 

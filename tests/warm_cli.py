@@ -6,7 +6,7 @@ the program. Each is answered by two lines: the process's number, and at its end
 """
 
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -25,6 +25,8 @@ HEAVY = (
     "laurel.models.loading.reward_model",
     "laurel.models.loading.policy",
     "laurel.rewards.scorer",
+    "torch.utils.tensorboard",
+    *(["pandas"] if importlib.util.find_spec("pandas") else []),  # pyarrow imports it then
 )
 
 

@@ -2,9 +2,9 @@
 
 A process that would import torch has itself forked from one that has done so (`server.py`), and
 waits for the fork's end: its own imports would take seconds. Such processes are Ray's workers,
-those of spawned groups, those that multiprocessing spawns, the reward servers of
-`serve_processes.py`, vLLM's servers, what vLLM asks about the class of a model, the command that
-`LAUREL_WARM_COMMAND` names, and the two that others of the tests are forked from.
+those of spawned groups, those that multiprocessing spawns, vLLM's servers, what vLLM asks about the
+class of a model, the two that others of the tests are forked from, and the commands, modules and
+programs that `LAUREL_WARM_COMMANDS` names, with spaces between them.
 """
 
 import os
@@ -22,11 +22,9 @@ def _arguments():
         return words
     if _is_base(words) or _is_of_vllm(words) or words[:2] == ["-m", "laurel.workers.spawned"]:
         return words
-    if "LAUREL_WARM_SERVE" in os.environ and words[2:3] in (["serve"], ["serve-null"]):
-        return words
-    if os.environ.get("LAUREL_WARM_COMMAND", "") in words[1:3]:  # `-m laurel NAME`, `laurel NAME`
-        return words
-    return None
+    # `-m laurel NAME`, `laurel NAME`, `-m NAME`, `NAME`
+    named = os.environ.get("LAUREL_WARM_COMMANDS", "").split()
+    return words if any(os.path.basename(word) in named for word in words[:3]) else None
 
 
 def _is_of_vllm(words):

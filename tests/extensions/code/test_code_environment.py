@@ -404,7 +404,7 @@ def test_conversations_and_metadata_are_as_many(environment):
         environment.step([log_of("a")], [{}, {}])
 
 
-def test_tasks_that_cannot_be_passed_are_rejected(environment):
+def test_tasks_that_cannot_be_passed_are_rejected(environment, monkeypatch):
     metadata = [
         CALLS,
         CALLS | {"reference_solution": RIGHT},
@@ -415,10 +415,13 @@ def test_tasks_that_cannot_be_passed_are_rejected(environment):
     ]
     tasks = [
         Task(id=str(i), prompt=(Message("user", "?"),), environment="code", metadata=one)
-        for i, one in enumerate(metadata)
+        for i, one in enumerate(metadata * 2)
     ]
+    run = MagicMock(side_effect=environment._pool.submit)
+    monkeypatch.setattr(environment._pool, "submit", run)
     rejected = environment.validate(tasks)
-    assert [one.task.id for one in rejected] == ["2", "3"]
+    assert [one.task.id for one in rejected] == ["2", "3", "8", "9"]
+    assert run.call_count == 3  # what is asked twice is run once
     assert "reference_solution fails" in rejected[0].reason
     assert "entry" in rejected[1].reason
 

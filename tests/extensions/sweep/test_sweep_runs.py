@@ -219,7 +219,7 @@ def test_a_trial_goes_on_when_its_worker_on_ray_is_killed(tmp_path, with_a_failu
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment() | {"LAUREL_WARM_COMMAND": "sweep"},
+        env=environment() | {"LAUREL_WARM_COMMANDS": "sweep"},
     )
     try:
         curves = [out / f"trial_00{number}" / "seed_42" / "curve.jsonl" for number in range(2)]

@@ -18,6 +18,7 @@ from laurel.models.forest.attention import (
     AttentionOptions,
     Cascade,
     ForestPlan,
+    SpanCall,
     ancestor_keys,
     attend_by_blocks,
     in_pieces,
@@ -183,6 +184,31 @@ def test_queries_behind_a_given_root_see_the_same(emulated, window, is_deep):
     for one, other in zip(with_gradients(packed, leaves), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(flex, expected[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["answers", "deep", "pieces"])
+def test_spans_in_a_batch_are_to_the_bit_what_each_is_alone(kind):
+    shapes = [(9 + i % 3, [6, 7]) for i in range(20)]
+    groups = groups_of_tree(1)[0] if kind == "deep" else tiny.random_groups(1, shapes)
+    trees = to_forest(groups, least_shared=1).trees
+    own, before = in_pieces(trees, size=4 if kind == "pieces" else 192)
+    leaves = drawn(max(queries.end for queries, _ in own), width=32, dtype=torch.float32)
+    rows = [t[0].transpose(0, 1) for t in leaves]
+
+    def computed(most):
+        calls = (
+            SpanCall(own, is_causal=True, most=most),
+            SpanCall(before, is_causal=False, most=most),
+        )
+        with Counter() as counter:
+            found = with_gradients(Cascade.apply(*rows, calls, None), leaves)
+        return found, counter.counts["_scaled_dot_product_flash_attention_for_cpu"]
+
+    alone, num_alone = computed(0)
+    batched, num_batched = computed(100)
+    assert num_alone == len(own) + len(before)
+    assert num_batched < num_alone / 2
+    assert all(torch.equal(one, other) for one, other in zip(alone, batched, strict=True))
 
 
 def _options(window):

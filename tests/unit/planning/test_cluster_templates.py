@@ -100,7 +100,7 @@ def test_a_job_of_two_nodes_trains_on_both_and_leaves_nothing(make_job, tmp_path
     rows = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": "no"} for i in range(16)]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = make_job() | {"LAUREL_WARM_COMMAND": "rm"}
+    job = make_job() | {"LAUREL_WARM_COMMANDS": "rm"}
     status, said, calls = ended(
         submit(
             job,

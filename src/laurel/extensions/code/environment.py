@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache, partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -283,8 +284,12 @@ class CodeEnvironment(EnvironmentInterface):
         return batch, figures
 
     def validate(self, tasks: Sequence[Task]) -> list[RejectedTask]:
-        """List tasks whose tests cannot be run, or whose own `reference_solution` fails them."""
-        checks = [self._check(dict(task.metadata)) for task in tasks]
+        """List tasks whose tests cannot be run, or whose own `reference_solution` fails them.
+
+        Tasks with the same tests and the same solution have one run.
+        """
+        begun: dict[bytes, Callable[[], str | None]] = {}
+        checks = [self._check(dict(task.metadata), begun) for task in tasks]
         reasons = [check() for check in checks]
         return [
             RejectedTask(task=task, reason=reason)
@@ -292,7 +297,9 @@ class CodeEnvironment(EnvironmentInterface):
             if reason is not None
         ]
 
-    def _check(self, metadata: dict[str, Any]) -> Callable[[], str | None]:
+    def _check(
+        self, metadata: dict[str, Any], begun: dict[bytes, Callable[[], str | None]]
+    ) -> Callable[[], str | None]:
         if not has_tests(metadata):
             return lambda: None
         try:
@@ -302,6 +309,10 @@ class CodeEnvironment(EnvironmentInterface):
             return lambda: reason
         if tests.reference is None:
             return lambda: None
+        # Of the text of all its fields, as expected values may be lists.
+        key = blake2b(repr(tests).encode("utf-8", "surrogatepass")).digest()
+        if key in begun:
+            return begun[key]
         code = join_code(tests.reference, entry=tests.entry, prefix=tests.prefix)
         verdict_of = self._judge(tests, code, None)
 
@@ -311,6 +322,7 @@ class CodeEnvironment(EnvironmentInterface):
                 return None
             return f"its reference_solution fails its tests: {verdict.hint}"[:300]
 
+        begun[key] = reason_of
         return reason_of
 
     def shutdown(self) -> None:

@@ -349,7 +349,7 @@ S = TypeVar("S", bound=Section)
 
 UPDATES = 4
 """The number of optimizer steps on each batch of 256 completions."""
-SFT_STEPS, RM_STEPS, GRPO_STEPS = 250, 400, 150
+SFT_STEPS, RM_STEPS, GRPO_STEPS = 250, 400, 75
 
 _SHARED = (
     "policy.precision=float32",

@@ -282,8 +282,14 @@ class AnswerChecker:
     def check_gold(self, golds: Sequence[str]) -> list[Checked]:
         """Return the parser's verdict on each known answer as an answer to itself."""
         texts = [in_known_characters(gold).strip() for gold in golds]
-        begun = [_unusable(text) or self._ask(b"", text, Candidate(text=text)) for text in texts]
-        return [one if isinstance(one, Checked) else one.checked() for one in begun]
+        begun = {
+            text: _unusable(text) or self._ask(b"", text, Candidate(text=text))
+            for text in dict.fromkeys(texts)
+        }
+        checked = {
+            text: one if isinstance(one, Checked) else one.checked() for text, one in begun.items()
+        }
+        return [checked[text] for text in texts]
 
     def close(self) -> None:
         """End the processes; further calls do nothing."""

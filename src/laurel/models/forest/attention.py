@@ -76,6 +76,10 @@ The kernel computes whole blocks on the diagonal, whose size grows with the numb
 such pieces, 2,048 tokens took 0.90 and 512 tokens 0.73 of the time of a single call.
 """
 
+MOST_BATCHED = 2**11
+"""The most numbers in the queries of a span that is computed in a batch: to copy more of them takes
+longer than a call."""
+
 Rows = slice | Tensor
 """Tokens of a row: a slice if they are adjacent, otherwise int64 indices."""
 
@@ -255,7 +259,7 @@ class Cascade(torch.autograd.Function):
         )
         for call in ctx.calls:
             for part in call.backward(grad, q, k, v, out, lse, ctx.scale):
-                by_q[part.queries] += part.by_query
+                _add(by_q, part.queries, part.by_query)
                 _add(by_k, part.keys, part.by_key)
                 _add(by_v, part.keys, part.by_value)
         return by_q, by_k, by_v, None, None
@@ -265,6 +269,8 @@ def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
     # Indices may come more than once.
     if isinstance(rows, slice):
         total[rows] += part
+    elif total.device.type == "cpu":
+        total.index_add_(0, rows, part)
     else:
         total.index_put_((rows,), part, accumulate=True)
 
@@ -272,24 +278,44 @@ def _add(total: Tensor, rows: Rows, part: Tensor) -> None:
 class SpanCall:
     """Computes attention span by span with PyTorch's flash kernel for CPUs.
 
+    Short spans of the same sizes are a batch, which one call of the kernel computes as it would
+    compute each alone, to the bit. Alone, they would take it longer to begin than to compute.
     Grouped-query attention is supported.
     """
 
-    def __init__(self, seen: Sequence[Seen], *, is_causal: bool) -> None:
+    def __init__(self, seen: Sequence[Seen], *, is_causal: bool, most: int = 0) -> None:
         """Set the spans.
 
         Args:
             seen: The queries and keys, with exactly one span of keys for each span of queries.
             is_causal: Whether a query attends only to keys up to its own index in the span.
+            most: The largest number of queries, or of keys, of a span in a batch.
         """
-        self._pairs = [(slice(*queries), slice(*keys)) for queries, (keys,) in seen]
+        batches, alone = _batches(seen, most)
+        self._pairs = [(slice(*queries), slice(*keys)) for queries, (keys,) in alone]
         self._is_causal = is_causal
+        queries = [[pair.queries for pair in batch] for batch in batches]
+        keys = [[pair.keys[0] for pair in batch] for batch in batches]
+        self._queries = _BatchedSpans(queries)
+        self._keys = self._queries if keys == queries else _BatchedSpans(keys)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Iterator[Attended]:
         """Yield the attention of queries to this call's keys only; no query is yielded twice."""
+        kernel = _aten._scaled_dot_product_flash_attention_for_cpu.default
+        taken = zip(self._queries.take(q), self._keys.take(k), self._keys.take(v), strict=True)
+        found = [kernel(*batch, 0.0, self._is_causal, scale=scale) for batch in taken]
+        if found and self._is_causal:
+            outs, lses = zip(*found, strict=True)
+            lse = self._queries.put([one[..., None] for one in lses])[..., 0].T
+            yield Attended(self._queries.rows, self._queries.put(outs), lse)
+        elif found:
+            # Each by itself: how sigmoids are rounded depends on what stands beside them.
+            for spans, batch in zip(self._queries.slices, found, strict=True):
+                for span, out, lse in zip(spans, *batch, strict=True):
+                    yield Attended(span, out.transpose(0, 1), lse)
         q, k, v = (_heads_first(t) for t in (q, k, v))
         for rows, seen in self._pairs:
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            out, lse = kernel(
                 q[:, :, rows], k[:, :, seen], v[:, :, seen], 0.0, self._is_causal, scale=scale
             )
             yield Attended(rows, out[0].transpose(0, 1), lse[0])
@@ -309,9 +335,22 @@ class SpanCall:
         `grad`, `out` and `lse` are the gradient of the output, the output and the log-sum-exp over
         all keys.
         """
+        kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        queries, keys = self._queries, self._keys
+        if queries.slices:
+            taken = zip(
+                *(queries.take(grad), queries.take(q), keys.take(k), keys.take(v)),
+                *(queries.take(out), queries.take(lse.T)),
+                strict=True,
+            )
+            found = [kernel(*batch, 0.0, self._is_causal, scale=scale) for batch in taken]
+            by_q, by_k, by_v = zip(*found, strict=True)
+            yield Gradients(
+                queries.rows, keys.rows, queries.put(by_q), keys.put(by_k), keys.put(by_v)
+            )
         grad, q, k, v, out = (_heads_first(t) for t in (grad, q, k, v, out))
         for rows, seen in self._pairs:
-            found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            found = kernel(
                 grad[:, :, rows],
                 q[:, :, rows],
                 k[:, :, seen],
@@ -325,8 +364,66 @@ class SpanCall:
             yield Gradients(rows, seen, *(t[0].transpose(0, 1) for t in found))
 
 
+class _BatchedSpans:
+    """Spans of tokens in batches, each of spans of one length."""
+
+    def __init__(self, batches: Sequence[Sequence[Span]]) -> None:
+        spans = [span for batch in batches for span in batch]
+        self.slices = [[slice(*span) for span in batch] for batch in batches]
+        self.rows: Rows = _rows(sorted(spans), torch.device("cpu")) if spans else slice(0, 0)
+        """All tokens, in the order of the row."""
+        self._shapes = [(len(batch), batch[0].length) for batch in batches]
+        self._lengths = [count * length for count, length in self._shapes]
+        numbers = [number for span in spans for number in range(*span)]
+        self._index = torch.tensor(numbers, dtype=torch.int64)
+        self._inverse = self._index.argsort()
+
+    def take(self, tensor: Tensor) -> Iterator[Tensor]:
+        """Yield the tokens of each batch, of `[T, H, ...]`, as `[B, H, L, ...]`."""
+        if self._lengths:
+            taken = tensor.contiguous().index_select(0, self._index)
+            parts = taken.split_with_sizes(self._lengths)
+            for part, shape in zip(parts, self._shapes, strict=True):
+                yield part.view(*shape, *part.shape[1:]).transpose(1, 2)
+
+    def put(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return the tokens of `rows`, `[tokens, H, D]`, of `[B, H, L, D]` of each batch."""
+        taken = torch.cat([batch.transpose(1, 2).flatten(0, 1) for batch in batches])
+        return taken.index_select(0, self._inverse)
+
+
 def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1)[None]
+
+
+def _batches(seen: Sequence[Seen], most: int) -> tuple[list[list[Seen]], list[Seen]]:
+    """Return spans of the same sizes in batches, and all others.
+
+    In a batch is what no other span shares a token with, so that sums have the order they had.
+    """
+    shared = _overlapping([queries for queries, _ in seen])
+    shared |= _overlapping([keys for _, (keys,) in seen])
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for number, (queries, (keys,)) in enumerate(seen):
+        if number not in shared and max(queries.length, keys.length) <= most:
+            by_size.setdefault((queries.length, keys.length), []).append(number)
+    batches = [numbers for numbers in by_size.values() if len(numbers) > 1]
+    batched = {number for numbers in batches for number in numbers}
+    alone = [pair for number, pair in enumerate(seen) if number not in batched]
+    return [[seen[number] for number in numbers] for numbers in batches], alone
+
+
+def _overlapping(spans: Sequence[Span]) -> set[int]:
+    """Return the indices of the spans that share a token with others."""
+    found: set[int] = set()
+    order = sorted(range(len(spans)), key=spans.__getitem__)
+    last = order[0] if order else 0
+    for number in order[1:]:
+        if spans[number].start < spans[last].end:
+            found |= {last, number}
+        if spans[number].end > spans[last].end:
+            last = number
+    return found
 
 
 class PackedCall:
@@ -541,7 +638,9 @@ class ForestPlan:
         if options.sliding_window is not None and options.sliding_window >= self._longest:
             options = replace(options, sliding_window=None)
         if _suits_cascade(query, value, options):
-            calls = self._cascade(query.device, options.sliding_window)
+            calls = self._cascade(
+                query.device, options.sliding_window, query.shape[1] * query.shape[3]
+            )
             rows = (t[0].transpose(0, 1) for t in (query, key, value))
             out: Tensor = Cascade.apply(*rows, calls, options.scaling)  # type: ignore[no-untyped-call]
             return out.transpose(0, 1)[None]
@@ -557,14 +656,18 @@ class ForestPlan:
             found = self.attend_by_segments(query, key, value, options)
         return F.pad(found, (0, 0, 0, filling)) if filling else found
 
-    def _cascade(self, device: torch.device, window: int | None) -> tuple[KeyCall, ...]:
+    def _cascade(self, device: torch.device, window: int | None, width: int) -> tuple[KeyCall, ...]:
         # On CUDA at most one call more than the trees are deep, whatever their number.
-        known = (device, window)
+        known = (device, window, width)
         if known not in self._calls:
             calls: list[KeyCall]
             if device.type == "cpu":
                 own, before = (after(seen, self.num_given) for seen in in_pieces(self.trees))
-                calls = [SpanCall(own, is_causal=True), SpanCall(before, is_causal=False)]
+                most = MOST_BATCHED // width
+                calls = [
+                    SpanCall(own, is_causal=True, most=most),
+                    SpanCall(before, is_causal=False, most=most),
+                ]
             else:
                 calls = packed_calls(self.trees, device, window, num_given=self.num_given)
             self._calls[known] = tuple(calls)
