@@ -191,6 +191,11 @@ def request(
     )
 
 
+def endless(**sampling: Any) -> GenerationRequest:
+    """A request that no engine ends before this process goes on, however long it is held up."""
+    return request(seeds=range(200), max_new_tokens=900, **sampling)
+
+
 ENDS = tuple(range(3, 203, 8))
 """Tokens that end a turn of `talk`, an eighth of them."""
 HEARD = [7, 11, 13, 17]

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 import threads
-from generators import MAKERS, collect, draw, full_logits, full_logprobs, request, run, talk
+from generators import (
+    MAKERS,
+    collect,
+    draw,
+    endless,
+    full_logits,
+    full_logprobs,
+    request,
+    run,
+    talk,
+)
 from laurel.errors import ConfigError, DataError, EngineError
 from laurel.types import Weights
 
@@ -264,8 +274,7 @@ def test_closing_the_iterator_aborts_what_is_left_of_the_request(setup):
 
 def test_an_endless_request_does_not_outlive_its_task(setup):
     async def cancelled():
-        endless = request(seeds=range(40), max_new_tokens=900, temperature=0.5)
-        task = asyncio.create_task(collect(setup.generator, endless))
+        task = asyncio.create_task(collect(setup.generator, endless(temperature=0.5)))
         (other,) = await collect(setup.generator, request(seeds=(4,), max_new_tokens=3))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -297,8 +306,7 @@ def test_new_weights_are_drawn_from_and_closing_ends_what_is_open(make):
         assert np.abs(old - np.concatenate([one.logprobs_L for one in before])).max() > 0.05
 
         async def closed_meanwhile():
-            endless = request(seeds=range(200), max_new_tokens=900)
-            task = asyncio.create_task(collect(setup.generator, endless))
+            task = asyncio.create_task(collect(setup.generator, endless()))
             await asyncio.sleep(0.1)
             await asyncio.to_thread(setup.generator.close)
             await task

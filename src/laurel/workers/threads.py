@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 from laurel.errors import EngineError
 from laurel.observe.user_code import ForkGuard
@@ -100,6 +101,8 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(self._make_task)
+        self._submitted: WeakSet[Coroutine[Any, Any, Any]] = WeakSet()
         self._closing = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -109,16 +112,30 @@ class BackgroundLoop:
         self.loop.run_forever()
         self.loop.close()
 
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        /,
+        **options: Any,
+    ) -> asyncio.Task[T]:
+        task = asyncio.Task(work, loop=loop, **options)
+        if work in self._submitted:
+            # Where the future was cancelled nobody asks for the error, and asyncio prints each.
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return task
+
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the loop, and return a future of its result.
 
-        Cancelling the future cancels the coroutine.
+        Cancelling the future cancels the coroutine, whose errors are then nobody's.
 
         Raises:
             EngineError: The loop was closed.
         """
         with self._closing:
             if not self._is_closed:
+                self._submitted.add(work)
                 return asyncio.run_coroutine_threadsafe(work, self.loop)
         work.close()
         raise EngineError(f"{self._thread.name} was closed")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import tiny_tokenizers
-from generators import collect, draw, request, run
+from generators import collect, draw, endless, request, run
 from host_worker import HostEngine
 from laurel.config.grpo import GenerationConfig
 from laurel.errors import DataError, EngineError, MissingDependencyError, install_command
@@ -284,8 +284,7 @@ def test_a_dead_engine_ends_what_waits_for_it(in_bfloat16):
     engine, learner = in_bfloat16
 
     async def killed_meanwhile():
-        endless = request(seeds=range(40), max_new_tokens=900)
-        drawing = [asyncio.create_task(collect(engine, endless)) for _ in range(2)]
+        drawing = [asyncio.create_task(collect(engine, endless())) for _ in range(2)]
         await asyncio.sleep(0.3)
         updating = asyncio.create_task(engine.update_weights(learner.weights(1)))
         await asyncio.sleep(0.1)

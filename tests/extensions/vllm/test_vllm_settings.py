@@ -1,8 +1,10 @@
 """Laurel's configuration in vLLM's words. Needs no vLLM."""
 
+import asyncio
 import multiprocessing
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from laurel.config.grpo import GenerationConfig
 from laurel.errors import ConfigError, DataError
 from laurel.extensions.vllm.engine import check_limits, sampling_arguments
 from laurel.extensions.vllm.plugin import Vllm
-from laurel.extensions.vllm.processes import end_processes
+from laurel.extensions.vllm.processes import end_processes, yield_between_answers
 from laurel.extensions.vllm.sections import ScoringVllmConfig
 from laurel.extensions.vllm.settings import (
     cpu_environment,
@@ -160,3 +162,25 @@ def test_a_process_of_vllm_that_is_killed_does_not_count_as_running():
     process.start()
     end_processes([psutil.Process(process.pid)])
     assert process not in multiprocessing.active_children()
+
+
+def test_answers_that_are_always_ready_keep_no_other_task_waiting():
+    async def ready():
+        return "answer"
+
+    socket = SimpleNamespace(recv_multipart=ready)
+    llm = SimpleNamespace(engine_core=SimpleNamespace(resources=SimpleNamespace()))
+    llm.engine_core.resources.output_socket = socket
+    yield_between_answers(llm)
+
+    async def take_until(other):
+        taken = []
+        while not other.done():
+            taken.append(await socket.recv_multipart())
+            assert len(taken) < 10
+        return taken
+
+    async def both():
+        return await take_until(asyncio.create_task(asyncio.sleep(0)))
+
+    assert set(asyncio.run(both())) == {"answer"}

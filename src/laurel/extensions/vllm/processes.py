@@ -119,6 +119,7 @@ class VllmProcesses:
         with environment(ENVIRONMENT | (added if self._on_cpu else {})):
             settings = self._vllm.AsyncEngineArgs(**arguments)
             self._llm = self._vllm.AsyncLLM.from_engine_args(settings)
+        yield_between_answers(self._llm)
         self._watcher = asyncio.create_task(self._watch())
         self._processes = processes_of(self._llm)
         self._segments = segments_of(self._processes)
@@ -221,6 +222,23 @@ def import_vllm(purpose: str) -> SimpleNamespace:
         current_platform=current_platform,
         tokens_input=tokens_input,
     )
+
+
+def yield_between_answers(llm: Any) -> None:
+    """Let the other tasks of the loop run between two answers of the engine.
+
+    vLLM's client takes answers without a pause as long as some are ready. An engine of a small
+    model gives them faster than that, and whatever else happens in the loop, such as an abort, new
+    weights or the end, would wait until everything is generated.
+    """
+    socket = llm.engine_core.resources.output_socket
+    receive = socket.recv_multipart
+
+    async def receive_in_turn(*arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0)
+        return await receive(*arguments, **options)
+
+    socket.recv_multipart = receive_in_turn
 
 
 def end_processes(processes: Iterable[Any]) -> None:
