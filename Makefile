@@ -98,7 +98,7 @@ $(ENV_STAMP): pyproject.toml
 	@echo "1/2 a virtual environment in $(ENV_VENV): seconds"
 	@$(PYTHON) -m venv $(ENV_VENV)
 	@echo "2/2 verifiers, openenv-core and what Laurel needs into it: some minutes, without a sound"
-	@$(ENV_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[serve,verifiers,openenv,reasoning-gym]' 'pytest>=8.4' 'psutil>=7.0'
+	@$(ENV_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[serve,verifiers,openenv,reasoning-gym]' 'pytest>=9.0' 'psutil>=7.0'
 	@touch $(ENV_STAMP)
 
 test-environments: $(ENV_STAMP)
@@ -109,7 +109,7 @@ $(ORS_STAMP): pyproject.toml
 	@echo "1/2 a virtual environment in $(ORS_VENV): seconds"
 	@$(PYTHON) -m venv $(ORS_VENV)
 	@echo "2/2 openreward and what Laurel needs into it: some minutes, without a sound"
-	@$(ORS_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[openreward]' 'pytest>=8.4' 'psutil>=7.0'
+	@$(ORS_VENV)/bin/python $(INSTALL) 'torch==2.13.0' -e '.[openreward]' 'pytest>=9.0' 'psutil>=7.0'
 	@touch $(ORS_STAMP)
 
 test-openreward: $(ORS_STAMP)
