@@ -70,7 +70,7 @@ def read_program(path: Path) -> Program:
         claim=header["claim"],
         verdict=frozenset(header["verdict"].split(", ")),
         mode=header.get("mode", "script"),
-        limits=replace(PATIENT, **{key: float(value) for key, value in limits.items()}),
+        limits=replace(PATIENT, **{key: json.loads(value) for key, value in limits.items()}),
         stdout=header.get("stdout", ""),
         stderr=header.get("stderr", ""),
     )
