@@ -413,10 +413,11 @@ def test_a_branch_of_32k_tokens_trains_without_a_square():
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_a_window_that_holds_the_longest_row_costs_what_none_does(beyond):
-    plan = ForestPlan(to_forest(tiny.random_groups(6, [(40, [5, 1]), (0, [7])])).trees)
-    leaves = drawn(sum(plan.lengths))
+    trees = to_forest(tiny.random_groups(6, [(40, [5, 1]), (0, [7])])).trees
+    leaves = drawn(sum(ForestPlan(trees).lengths))
     found = []
     for window in (None, 40 + 5 + beyond):
+        plan = ForestPlan(trees)  # which keeps what it has planned
         with Counter() as counter:
             out = plan.attend(nn.Identity(), *leaves, _options(window))
         found.append((counter.counts, out))
