@@ -19,7 +19,7 @@ DOCS_STAMP := $(VENV)/.laurel-docs-installed
 help:
 	@echo "make demo    set up, then warm up a model, train a reward model and learn from it (offline, minutes)"
 	@echo "make test    set up, then run the quick tests (minutes): all arithmetic, every command, every environment"
-	@echo "make test-all   all tests (over half an hour on 2 cores), as CI runs them"
+	@echo "make test-all   all tests (20 minutes and more on 2 cores), as CI runs them"
 	@echo "make test-pages   those of them that run README, docs/ and the notebooks"
 	@echo "make test-vllm   set up an environment with vLLM (on a CPU), then run the tests that need it"
 	@echo "make test-environments   set up an environment with verifiers and openenv-core, then run the tests that need it"
